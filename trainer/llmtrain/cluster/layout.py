@@ -1,0 +1,46 @@
+"""Who does what, as pure data: the only source of truth about ranks. No torch in here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+
+class Axis(Enum):
+    """A dimension of the mesh of ranks."""
+
+    DATA = "data"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh of ranks. The last axis varies fastest, so that neighbouring ranks are neighbours along it.
+
+    degrees: ranks along each axis, slowest axis first.
+    """
+
+    degrees: Mapping[Axis, int]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.degrees.values())
+
+    def coordinate(self, rank: int, axis: Axis) -> int:
+        """Place of `rank` along `axis`."""
+        return rank // self._stride(axis) % self.degrees[axis]
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """Every group of ranks that differ only in their place along `axis`; each in order of that place."""
+        stride, degree = self._stride(axis), self.degrees[axis]
+        first = [rank for rank in range(self.world) if self.coordinate(rank, axis) == 0]
+        return [[rank + place * stride for place in range(degree)] for rank in first]
+
+    def _stride(self, axis: Axis) -> int:
+        axes = list(self.degrees)
+        return prod(self.degrees[faster] for faster in axes[axes.index(axis) + 1 :])
+
+
+def even_share(numel: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the `[start, end)` that part `index` of `parts` takes of a flat range; sizes differ by at most 1."""
+    return numel * index // parts, numel * (index + 1) // parts

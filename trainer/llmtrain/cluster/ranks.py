@@ -1,0 +1,80 @@
+"""This process's place in the run: its rank, its device and its process groups, passed on as arguments."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.cluster.layout import Axis, Layout
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's view of the run.
+
+    store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
+    groups: for each axis with more than one rank, the group this rank is in.
+    """
+
+    rank: int
+    local_rank: int
+    layout: Layout
+    device: torch.device
+    store: dist.Store | None = None
+    groups: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self.rank == 0
+
+    def sum_all(self, values: list[float]) -> list[float]:
+        """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
+        if self.layout.world == 1:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return [float(value) for value in summed.tolist()]
+
+    def all_agree(self, ok: bool) -> bool:
+        """Return whether every rank says `ok`. Collective."""
+        return self.sum_all([0.0 if ok else 1.0]) == [0.0]
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Return the local rank's CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def connect(layout: Layout, timeout: timedelta = timedelta(minutes=10)) -> Ranks:
+    """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device_of(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if layout.world == 1:
+        return Ranks(0, 0, layout, device)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world, timeout=timeout)
+    groups = {axis: group for axis in Axis if (group := _my_group(layout, axis)) is not None}
+    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), groups)
+
+
+def _my_group(layout: Layout, axis: Axis) -> dist.ProcessGroup | None:
+    if layout.degrees[axis] == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(layout.groups(axis))
+    return group
+
+
+def disconnect(ranks: Ranks) -> None:
+    """Leave the run's process groups."""
+    if ranks.layout.world > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""The recipe: what a run is, as typed, frozen data."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from llmtrain_data.config import DataConfig
+
+from llmtrain.checkpoint.config import CheckpointConfig
+from llmtrain.cluster.config import ParallelConfig
+from llmtrain.model.config import ModelConfig
+from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
+from llmtrain.telemetry.config import LoggingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and in which batches.
+
+    global_batch: sequences per optimizer step, over all ranks. microbatch: sequences that one rank computes at
+    once (auto: the largest divisor of its share, up to 8). eval_every: steps between evaluations (0: never).
+    eval_batches: global batches per evaluation, fewer if the validation split is smaller.
+    compile: run the blocks through torch.compile. max_skipped: non-finite steps in a row that stop the run.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    steps: int = 1000
+    global_batch: int = 8
+    microbatch: int | Literal["auto"] = "auto"
+    eval_every: int = 100
+    eval_batches: int = 8
+    compile: bool = False
+    max_skipped: int = 10
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "global_batch", "eval_batches", "max_skipped"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every is {self.eval_every}; it must not be negative (0 turns evaluation off)")
+        if self.microbatch != "auto" and self.microbatch < 1:
+            raise ValueError(f"microbatch is {self.microbatch}; it must be at least 1, or auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryK:
+    """Activation checkpointing of every `every`-th group of blocks: activations stay at group borders only."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run. See each section's class for its keys.
+
+    activation_checkpointing: none; full (every block recomputed on its own); {every: k} (k blocks at a time);
+    auto (k is the factor of the number of layers nearest its square root; AxoNN, section V).
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str
+    seed: int = 1234
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = field(default_factory=TrainConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    activation_checkpointing: Literal["none", "full", "auto"] | EveryK = "none"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; it names the run's folder, so it needs a plain file name")

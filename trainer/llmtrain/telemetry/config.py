@@ -1,0 +1,24 @@
+"""The recipe's `logging` section."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where the run's folder lies and what is written to it.
+
+    every: steps between logged lines. dir: folder that holds the run's folder `dir/name`.
+    wandb: off, offline (written under the run's folder, for `wandb sync`) or online.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    every: int = 10
+    dir: str = "runs"
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "llmtrain"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; it must be at least 1")
