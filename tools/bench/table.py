@@ -40,10 +40,8 @@ def write_section(path: Path | str, name: str, markdown: str) -> None:
     start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     section = f"{start}\n{markdown.strip()}\n{end}"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    if pattern.search(text):
-        text = pattern.sub(lambda _: section, text)
-    else:
-        text = f"{text.rstrip()}\n\n{section}\n"
+    found = pattern.search(text)
+    text = pattern.sub(lambda _: section, text) if found else f"{text.rstrip()}\n\n{section}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
