@@ -1,0 +1,98 @@
+"""AdamW over flat ranges: one dispatch point, and the reference that every backend is tested against.
+
+Decoupled weight decay (Loshchilov and Hutter, algorithm 2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """The numbers of one step. step: counted from 1, for the bias correction. gradient_divisor: fp32 scalar tensor
+    that gradients are divided by first (loss scale and clipping in one); None divides by nothing."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    gradient_divisor: Tensor | None = None
+
+
+# (master, m, v, gradient, numbers): the first three change in place, and so may the gradient.
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
+
+
+def adamw(
+    backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, weight: Tensor, numbers: AdamWStep
+) -> None:
+    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place, `weight` (`[n]`, any float dtype) gets the
+    new master unless it is the same memory. `gradient`, fp32 `[n]`, may be overwritten."""
+    _backends()[backend](master, m, v, gradient, numbers)
+    if weight.data_ptr() != master.data_ptr():
+        weight.copy_(master)
+
+
+def _backends() -> dict[str, Backend]:
+    return {"reference": _reference, "torch": _torch, "apex": _apex}
+
+
+def _reference(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
+    if numbers.gradient_divisor is not None:
+        gradient = gradient / numbers.gradient_divisor
+    m.lerp_(gradient, 1 - numbers.beta1)
+    v.mul_(numbers.beta2).addcmul_(gradient, gradient, value=1 - numbers.beta2)
+    m_hat = m / (1 - numbers.beta1**numbers.step)
+    v_hat = v / (1 - numbers.beta2**numbers.step)
+    master.mul_(1 - numbers.lr * numbers.weight_decay)
+    master.sub_(numbers.lr * m_hat / (v_hat.sqrt() + numbers.eps))
+
+
+def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
+    # The kernel counts steps itself, from the value it is given.
+    step = torch.tensor(float(numbers.step - 1), device=master.device)
+    torch_adamw(
+        [master],
+        [gradient],
+        [m],
+        [v],
+        [],
+        [step],
+        fused=True,
+        grad_scale=numbers.gradient_divisor,
+        amsgrad=False,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        lr=numbers.lr,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        maximize=False,
+    )
+
+
+def _apex(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
+    import amp_C  # NVIDIA's apex, built with its CUDA extensions
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    if numbers.gradient_divisor is not None:
+        gradient.div_(numbers.gradient_divisor)
+    no_overflow = torch.zeros(1, dtype=torch.int, device=master.device)
+    multi_tensor_applier(
+        amp_C.multi_tensor_adam,
+        no_overflow,
+        [[gradient], [master], [m], [v]],
+        numbers.lr,
+        numbers.beta1,
+        numbers.beta2,
+        numbers.eps,
+        numbers.step,
+        1,  # decoupled weight decay
+        1,  # bias correction
+        numbers.weight_decay,
+    )

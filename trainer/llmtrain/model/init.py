@@ -1,0 +1,33 @@
+"""Seeded initialisation that depends on the seed and the tensor alone, never on the layout."""
+
+import torch
+import xxhash
+from torch import Tensor
+
+from llmtrain.model.tensors import TensorSpec, UnitSpec
+
+# A range is drawn in blocks of this many elements, each from a generator of its own, so that a shard draws
+# its own part only and still gets what the whole tensor would hold there.
+BLOCK = 1 << 20
+
+
+def initialize(unit: UnitSpec, start: int, end: int, seed: int, out: Tensor) -> None:
+    """Fill `out`, fp32 `[end - start]`, with what `[start, end)` of the unit starts from."""
+    place = 0
+    for tensor, first, last in unit.pieces(start, end):
+        _draw(tensor, first, last, seed, out[place : place + last - first])
+        place += last - first
+
+
+def _draw(tensor: TensorSpec, first: int, last: int, seed: int, out: Tensor) -> None:
+    if tensor.std is None:
+        out.fill_(tensor.fill)
+        return
+    for block in range(first // BLOCK, (last - 1) // BLOCK + 1):
+        origin = block * BLOCK
+        key = xxhash.xxh3_64_intdigest(f"{seed}/{tensor.name}/{block}".encode())
+        generator = torch.Generator().manual_seed(key >> 1)
+        size = min(BLOCK, tensor.numel - origin)
+        drawn = torch.empty(size).normal_(0.0, tensor.std, generator=generator)
+        begin, stop = max(first, origin), min(last, origin + size)
+        out[begin - first : stop - first] = drawn[begin - origin : stop - origin].to(out.device)

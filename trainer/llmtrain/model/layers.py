@@ -1,0 +1,161 @@
+"""The parts of a block. Parameters are made on the meta device; the flat units give them their storage."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmtrain_kernels.attention import causal_attention
+
+from llmtrain.model.config import GPTConfig
+
+
+def empty_parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter with a shape and no storage."""
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+class Linear(nn.Module):
+    """Affine map with an output-major weight `[out, in]`, whose rows a column-parallel slice takes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = empty_parameter(outputs, inputs)
+        self.bias = empty_parameter(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class InputMajorLinear(nn.Module):
+    """Affine map with an input-major weight `[in, out]`, whose rows a row-parallel slice takes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = empty_parameter(inputs, outputs)
+        self.bias = empty_parameter(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in]` to `[..., out]`."""
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm (gpt2, neox) or RMSNorm (llama) over the last dimension."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = empty_parameter(config.hidden)
+        self.bias = None if config.family == "llama" else empty_parameter(config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `[..., hidden]`."""
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, each fp32 `[positions, 1, rotary_dim / 2]` (RoFormer, section 3.2)."""
+    channels = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
+    frequencies = config.rope_theta ** (-channels / config.rotary_dim)
+    places = torch.arange(config.positions, device=device, dtype=torch.float32)
+    angles = torch.outer(places, frequencies).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of `[batch, sequence, heads, head_dim]`, pairing channel i with i + rotary_dim / 2."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+class Attention(nn.Module):
+    """Causal self-attention; Q, K and V come from one product."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.dropout = config.dropout
+        bias = config.family != "llama"
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = Linear(config.hidden, width, bias)
+        self.out = InputMajorLinear(config.hidden, config.hidden, bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map `[batch, sequence, hidden]` to the same shape."""
+        batch, sequence, _ = x.shape
+        qkv = self.qkv(x).view(batch, sequence, -1, self.head_dim)
+        turning, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if rotary is not None:
+            # Q and K turn alike, so they turn together.
+            turning = rotate(turning, rotary[0][:sequence], rotary[1][:sequence])
+        q, k = turning.split([self.heads, self.kv_heads], dim=2)
+        mixed = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        return self.out(mixed.reshape(batch, sequence, -1))
+
+
+class MLP(nn.Module):
+    """Two products with a nonlinearity between: GELU (tanh form in gpt2, exact in neox) or SwiGLU (llama)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.family = config.family
+        gated = config.family == "llama"
+        self.up = Linear(config.hidden, config.ffn * (2 if gated else 1), bias=not gated)
+        self.down = InputMajorLinear(config.ffn, config.hidden, bias=not gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., hidden]` to the same shape."""
+        if self.family == "llama":
+            gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.family == "gpt2" else "none"))
+
+
+class Block(nn.Module):
+    """One transformer block; neox adds attention and MLP in parallel, the others one after the other."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.parallel = config.family == "neox"
+        self.norm1, self.attention = Norm(config), Attention(config)
+        self.norm2, self.mlp = Norm(config), MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map `[batch, sequence, hidden]` to the same shape."""
+        attended = self.dropout(self.attention(self.norm1(x), rotary))
+        if self.parallel:
+            return x + attended + self.dropout(self.mlp(self.norm2(x)))
+        x = x + attended
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Embedding(nn.Module):
+    """Token embedding, with learned positions in gpt2."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = empty_parameter(config.vocab, config.hidden)
+        self.positions = empty_parameter(config.positions, config.hidden) if config.family == "gpt2" else None
+        self.dropout = nn.Dropout(config.dropout if config.family == "gpt2" else 0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 `[batch, sequence]` to `[batch, sequence, hidden]`."""
+        x = F.embedding(tokens, self.tokens)
+        if self.positions is not None:
+            x = x + self.positions[: tokens.shape[1]]
+        return self.dropout(x)
+
+
+class Head(nn.Module):
+    """Final norm and, unless it is tied to the embedding, the output matrix `[vocab, hidden]`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config)
+        self.weight = None if config.tie_embeddings else empty_parameter(config.vocab, config.hidden)

@@ -1,0 +1,29 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al., Mixed Precision Training, section 3.2)."""
+
+from dataclasses import dataclass
+
+from llmtrain.optim.config import PrecisionConfig
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss, 1 for dtypes that need none. It halves on overflow and doubles after a window without."""
+
+    value: float
+    window: int
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "LossScale":
+        """Return the scale that a run with this precision starts from."""
+        return cls(config.loss_scale if config.compute == "fp16" else 1.0, config.loss_scale_window)
+
+    def update(self, finite: bool, dynamic: bool) -> None:
+        """Take note of one step. Nothing moves unless `dynamic`."""
+        if not dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == self.window:
+            self.value, self.good_steps = self.value * 2, 0
