@@ -25,7 +25,9 @@ class DataConfig:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length is {self.sequence_length}; it must be at least 1")
         if min(self.split) < 0 or self.split[0] <= 0:
-            raise ValueError(f"split is {list(self.split)}; shares must not be negative and training needs one")
+            raise ValueError(
+                f"split is {list(self.split)}; shares must not be negative and training needs one"
+            )
         self.blend()
 
     def blend(self) -> list[tuple[float, str]]:

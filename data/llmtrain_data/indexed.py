@@ -1,0 +1,233 @@
+"""Megatron's indexed format: `PREFIX.bin` holds the tokens, `PREFIX.idx` where each sequence and document is.
+
+Layout of the index, little-endian: the magic number, version (u64), dtype code (u8), number of sequences n
+(u64), length of the document index d (u64), then int32[n] sequence lengths in tokens, int64[n] byte offsets
+into the `.bin`, int64[d] first sequence of each document and at the end n, and, in multimodal sets, int8[n]
+modes.
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain_data.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+VERSION = 1
+DTYPES: dict[int, type[np.number[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+UINT16_VOCAB = 65500
+"""Vocabularies below this size are stored as uint16, larger ones as int32, as Megatron chooses."""
+
+CHECKED_AT_ONCE = 1 << 20
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype Megatron stores the ids of a vocabulary of `vocab_size` in."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB else np.int32)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Return the path of the tokens of a prepared data set."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Return the path of the index of a prepared data set."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedData:
+    """A prepared data set, read by memory map.
+
+    tokens: every token of the set, in the dtype of the file. lengths: int32 tokens of each sequence. pointers:
+    int64 byte offset of each sequence. document_index: int64 first sequence of each document, and the number
+    of sequences at its end.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        """Open `PREFIX.bin` and `PREFIX.idx`.
+
+        Raises DataError when one is missing, cut short, of another format, or when the two do not fit together.
+        """
+        self.prefix = str(prefix)
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._check_present()
+        index = _map(self._idx)
+        self.dtype, sequences, documents = self._read_header(index)
+        at = HEADER.size
+        self.lengths = np.frombuffer(index, np.int32, sequences, at)
+        self.pointers = np.frombuffer(index, np.int64, sequences, at + 4 * sequences)
+        self.document_index = np.frombuffer(index, np.int64, documents, at + 12 * sequences)
+        self._check_index()
+        content = _map(self._bin)
+        self._check_content(len(content))
+        self.tokens: np.ndarray = np.frombuffer(content, self.dtype)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return max(len(self.document_index) - 1, 0)
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the tokens of document `number`, 0 to `documents - 1`, as a view of the file."""
+        first, last = (self.token_offset(number + i) for i in (0, 1))
+        return self.tokens[first:last]
+
+    def token_offset(self, document: int) -> int:
+        """Return how many tokens come before `document`; all of them for the one past the end."""
+        sequence = int(self.document_index[document])
+        if sequence == len(self.pointers):
+            return len(self.tokens)
+        return int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def _check_present(self) -> None:
+        missing = [str(path) for path in (self._bin, self._idx) if not path.is_file()]
+        if missing:
+            raise DataError(
+                f"{' and '.join(missing)} not found; expected the prefix of a prepared data set, "
+                "as written by `llmtrain data prepare`"
+            )
+
+    def _read_header(self, index: "mmap.mmap | bytes") -> tuple[np.dtype[Any], int, int]:
+        if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
+            raise DataError(f"{self._idx} is not a Megatron index; prepare the data set again")
+        _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
+        if version != VERSION or code not in DTYPES:
+            raise DataError(
+                f"{self._idx} has version {version} and dtype code {code}; expected 1 and one of 1 to 8"
+            )
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if len(index) not in (expected, expected + sequences):
+            raise DataError(
+                f"{self._idx} has {len(index)} bytes, but its {sequences} sequences and document index take "
+                f"{expected}; it is damaged or cut short, so prepare the data set again"
+            )
+        return np.dtype(DTYPES[code]), sequences, documents
+
+    def _check_index(self) -> None:
+        """Sequences must follow each other without a gap: then a run of documents is one slice of the file."""
+        n, last = len(self.lengths), len(self.document_index) - 1
+        good = last >= 0 and self.document_index[0] == 0 and self.document_index[last] == n
+        good = good and bool(np.all(np.diff(self.document_index) >= 0)) and (n == 0 or self.pointers[0] == 0)
+        for start in range(0, n, CHECKED_AT_ONCE):
+            pointers = self.pointers[start : start + CHECKED_AT_ONCE + 1]
+            lengths = self.lengths[start : start + len(pointers) - 1].astype(np.int64)
+            good = good and bool(np.array_equal(np.diff(pointers), lengths * self.dtype.itemsize))
+            good = good and (len(lengths) == 0 or int(lengths.min()) >= 0)
+        if not good or (n and self.lengths[-1] < 0):
+            raise DataError(f"{self._idx} contradicts itself; it is damaged, so prepare the data set again")
+
+    def _check_content(self, size: int) -> None:
+        expected = 0
+        if len(self.lengths):
+            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if size != expected:
+            raise DataError(
+                f"{self._bin} has {size} bytes, but {self._idx} describes {expected}; one of them is "
+                "damaged, cut short or of another set, so prepare the data set again"
+            )
+
+
+class IndexedWriter:
+    """Writes a prepared data set one batch of documents at a time, in memory that does not grow with it.
+
+    Everything goes to `.partial` files first. `commit` makes them durable and gives them their names, the
+    index last, so that a set whose index exists is whole.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+        """Begin the set; its folder must exist. One writer at a time: the caller holds the prefix's lock."""
+        self.dtype = np.dtype(dtype)
+        self._code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
+        self._final = [bin_path(prefix), idx_path(prefix)]
+        self._partial = partial_paths(prefix)
+        self._tokens = open(self._partial[0], "wb", buffering=0)  # noqa: SIM115
+        self._lengths = open(self._partial[2], "w+b")  # noqa: SIM115
+        self.documents = 0
+        self.token_count = 0
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents: their tokens one after another, and how many tokens each has."""
+        view = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
+        while len(view):
+            view = view[self._tokens.write(view) :]
+        self._lengths.write(np.ascontiguousarray(lengths, "<i4").tobytes())
+        self.documents += len(lengths)
+        self.token_count += len(tokens)
+
+    def commit(self) -> None:
+        """Finish the set: fsync, then the tokens get their name, then the index."""
+        self._write_index()
+        os.fsync(self._tokens.fileno())
+        self._tokens.close()
+        # An old index must not be seen beside new tokens.
+        self._final[1].unlink(missing_ok=True)
+        for partial, final in zip(self._partial, self._final, strict=False):
+            os.replace(partial, final)
+            _fsync_folder(final.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what is not finished."""
+        self._tokens.close()
+        self._lengths.close()
+        for path in self._partial:
+            path.unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        """Write the index from the lengths kept on disk, in blocks."""
+        n, block = self.documents, CHECKED_AT_ONCE
+        with open(self._partial[1], "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._code, n, n + 1))
+            for lengths in self._length_blocks(block):
+                index.write(lengths.tobytes())
+            offset = 0
+            for lengths in self._length_blocks(block):
+                ends = offset + np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+                index.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
+                offset = int(ends[-1])
+            for start in range(0, n + 1, block):
+                index.write(np.arange(start, min(start + block, n + 1), dtype="<i8").tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+
+    def _length_blocks(self, block: int) -> Iterator[np.ndarray]:
+        self._lengths.seek(0)
+        while raw := self._lengths.read(4 * block):
+            yield np.frombuffer(raw, "<i4")
+
+
+def partial_paths(prefix: str | Path) -> list[Path]:
+    """Return the files an unfinished preparation of `prefix` works in: tokens, index, lengths."""
+    return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".idx", ".lengths")]
+
+
+def _map(path: Path) -> "mmap.mmap | bytes":
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
