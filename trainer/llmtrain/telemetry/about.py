@@ -1,0 +1,95 @@
+"""`run.json`: what a run is, in numbers that its metrics and its report need."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import parameter_count
+from llmtrain.recipe.schema import Recipe
+from llmtrain.telemetry import units
+from llmtrain.telemetry.flops import datasheet_peak, flops_per_token
+from llmtrain.telemetry.meters import device_name, measured_peak
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What the logger has to know beside the recipe.
+
+    device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
+    unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context.
+    """
+
+    model: GPTConfig
+    world: int
+    device: torch.device
+    model_state_bytes: int
+    unigram_entropy: float | None = None
+
+
+def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
+    """Return the content of `run.json`; rates in FLOP/s, entropy in nats. Measures the device's peak."""
+    precision, name = str(recipe.precision.compute), device_name(about.device)
+    tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
+    return {
+        "name": recipe.name,
+        "model": asdict(about.model),
+        "parameters": parameter_count(about.model),
+        "steps": recipe.train.steps,
+        "tokens_per_step": tokens_per_step,
+        "total_tokens": tokens_per_step * recipe.train.steps,
+        "flops_per_token": flops_per_token(about.model, recipe.data.sequence_length),
+        "world": about.world,
+        "device": name,
+        "precision": precision,
+        "datasheet_peak": datasheet_peak(name, precision),
+        "measured_peak": measured_peak(about.device, _DTYPES[precision]),
+        "unigram_entropy": about.unigram_entropy,
+    }
+
+
+def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
+    """Write `run.json`, replacing it atomically."""
+    aside = run_dir / "run.json.partial"
+    aside.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    aside.replace(run_dir / "run.json")
+
+
+def read_run_file(run_dir: Path) -> dict[str, Any]:
+    """Return the content of `run.json`; empty where there is none or it cannot be read."""
+    try:
+        run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return run if isinstance(run, dict) else {}
+
+
+def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) pairs that tell a person what the run is, from the content of `run.json`."""
+    model = run["model"]
+    shape = f"{model['family']}, {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads"
+    ranks = f"{run['world']} x {run['device']}" if run["world"] > 1 else str(run["device"])
+    found = [
+        ("model", f"{shape}, vocabulary {model['vocab']}"),
+        ("parameters", units.number(run["parameters"])),
+        ("tokens", f"{units.number(run['total_tokens'])} ({units.number(run['tokens_per_step'])} per step)"),
+        ("steps", str(run["steps"])),
+        ("ranks", ranks),
+        ("precision", str(run["precision"])),
+        ("peak per rank", _peaks(run)),
+    ]
+    if run["unigram_entropy"] is not None:
+        found.append(("unigram entropy", f"{run['unigram_entropy']:.4f} nats (validation tokens)"))
+    return found
+
+
+def _peaks(run: dict[str, Any]) -> str:
+    measured = f"{run['measured_peak'] / 1e12:.3g} TFLOP/s measured"
+    if run["datasheet_peak"] is None:
+        return measured
+    return f"{run['datasheet_peak'] / 1e12:.4g} TFLOP/s by data sheet, {measured}"

@@ -1,0 +1,130 @@
+"""What the main rank tells the person watching: a live line on a terminal, plain lines anywhere else."""
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from llmtrain.telemetry import units
+from llmtrain.telemetry.metrics import Row
+
+
+class RunConsole:
+    """Prints a run's progress on stdout, or on the console given.
+
+    The live line is drawn twice a second by a thread of its own, so a slow step never looks hung; what is
+    printed meanwhile appears above it.
+    """
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self._steps = steps
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._line = _LiveLine(steps)
+
+    def start(self, name: str, facts: Iterable[tuple[str, str]], decisions: list[str]) -> None:
+        """Tell what will run and what was decided for it; then show the live line."""
+        rows = [*facts, *(("decided" if index == 0 else "", text) for index, text in enumerate(decisions))]
+        if not self._is_live():
+            self._print(f"run {name}")
+            for key, value in rows:
+                self._print(f"  {key:<16}{value}")
+            return
+        self._console.print(Panel(_grid(rows), title=Text(name), title_align="left", expand=False))
+        self._live = Live(self._line, console=self._console, refresh_per_second=2, transient=True)
+        self._live.start()
+
+    def progress(self, step: int, elapsed: float, left: float | None) -> None:
+        """Move the live line to `step`; elapsed and left are seconds. Prints nothing elsewhere."""
+        self._line.move(step, elapsed, left)
+
+    def logged(self, row: Row, left: float | None) -> None:
+        """Show a logged step: in the live line, or as a line of its own."""
+        self._line.row = row
+        if self._live is None:
+            left_text = "" if left is None else f"  left {units.duration(left)}"
+            elapsed = units.duration(row["elapsed_s"])
+            self._print(f"step {row['step']}/{self._steps}  {step_text(row)}  elapsed {elapsed}{left_text}")
+
+    def evaluation(self, step: int, split: str, loss: float, perplexity: float) -> None:
+        """Print an evaluation."""
+        text = f"step {step}/{self._steps}  {split} loss {loss:.4f}  perplexity {units.number(perplexity)}"
+        self._print(text, "bold cyan")
+
+    def warn(self, sentence: str) -> None:
+        """Print a warning."""
+        self._print(f"warning: {sentence}", "yellow")
+
+    def end(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Take the live line away and print the summary."""
+        self.close()
+        rows = list(facts)
+        if self._is_live():
+            self._console.print(Panel(_grid(rows), title="done", title_align="left", expand=False))
+            return
+        self._print("done")
+        for key, value in rows:
+            self._print(f"  {key:<22}{value}")
+
+    def close(self) -> None:
+        """Take the live line away; closing twice is harmless."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _is_live(self) -> bool:
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+    def _print(self, text: str, style: str = "") -> None:
+        # soft_wrap: a log file must not be cut at 80 columns. Text: names may hold markup's brackets.
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+
+class _LiveLine:
+    """The line that Live draws: a bar, the step, the last logged numbers and the time."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.row: Row | None = None
+        self.move(0, 0.0, None)
+
+    def move(self, step: int, elapsed: float, left: float | None) -> None:
+        self._step, self._elapsed, self._left, self._moved = step, elapsed, left, time.monotonic()
+
+    def __rich__(self) -> Table:
+        # Time goes on between steps.
+        since = time.monotonic() - self._moved
+        left = "" if self._left is None else f"  left {units.duration(max(self._left - since, 0.0))}"
+        numbers = "first steps" if self.row is None else step_text(self.row)
+        text = f"{self._step}/{self._steps}  {numbers}  elapsed {units.duration(self._elapsed + since)}{left}"
+        line = Table.grid(padding=(0, 1))
+        line.add_row(ProgressBar(total=self._steps, completed=self._step, width=20), Text(text))
+        return line
+
+
+def step_text(row: Row) -> str:
+    """Return the numbers of a logged step for people."""
+    parts = [
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2e}",
+        f"grad norm {row['grad_norm']:.2f}",
+        f"{units.number(float(row['tokens_per_s']))} tokens/s",
+    ]
+    # Of the data sheet's peak where the card is known, else of the measured one.
+    mfu = row["mfu_measured"] if row["mfu"] is None else row["mfu"]
+    parts.append(f"MFU {mfu:.1%}")
+    if row["skipped_steps"]:
+        parts.append(f"skipped {row['skipped_steps']}")
+    return "  ".join(parts)
+
+
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for key, value in rows:
+        grid.add_row(Text(key, style="bold"), Text(value))
+    return grid

@@ -1,0 +1,271 @@
+"""The one object that the training loop talks to: metrics file, console and wandb behind it.
+
+The loop gives raw numbers; rates, utilisation and time left are worked out here. On ranks other than the
+main one everything is a no-op.
+"""
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from math import exp, inf
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import TypeAdapter
+
+from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.recipe.schema import Recipe
+from llmtrain.telemetry import units
+from llmtrain.telemetry.about import RunInfo, describe, facts, write_run_file
+from llmtrain.telemetry.console import RunConsole
+from llmtrain.telemetry.meters import CommMeter, memory_bytes
+from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.wandb_sink import WandbSink
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Raw numbers of one optimizer step.
+
+    step: counted from 1. loss: mean over the global batch, in nats. grad_norm: before clipping. seconds: wall
+    time of the whole step, data included. skipped_steps: non-finite steps left out since the run began.
+    loss_scale: of fp16, else None.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    skipped_steps: int = 0
+    loss_scale: float | None = None
+
+
+class RunLogger:
+    """Logs a run into its folder: `start`, then `step` for every step and `evaluation`, then `end`.
+
+    As a context manager it also writes the end of a run that an exception stopped.
+    """
+
+    def __init__(
+        self, run_dir: Path, recipe: Recipe, about: RunInfo, enabled: bool, comm: CommMeter | None = None
+    ) -> None:
+        """Log into `run_dir`, which exists. enabled: whether this is the main rank.
+
+        comm: counter that the collectives of this rank add to.
+        """
+        self.comm = comm or CommMeter()
+        self._session = _Session(run_dir, recipe, about) if enabled else None
+
+    def start(self, resumed_step: int, decisions: list[str]) -> None:
+        """Begin after `resumed_step` (0: anew), dropping what was logged beyond it.
+
+        decisions: what was resolved for the user, one sentence each.
+        """
+        if self._session is not None:
+            self._session.start(resumed_step, decisions)
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step; every `logging.every`-th, the first and the last are logged."""
+        bytes_of_step = self.comm.take()
+        if self._session is not None:
+            self._session.step(record, bytes_of_step)
+
+    def evaluation(self, step: int, split: str, loss: float) -> None:
+        """Log an evaluation after `step`. loss: in nats per token."""
+        # What the evaluation sent is not part of the next step.
+        self.comm.take()
+        if self._session is not None:
+            self._session.evaluation(step, split, loss)
+
+    def warn(self, sentence: str) -> None:
+        """Tell the user something that the run survives."""
+        if self._session is not None:
+            self._session.console.warn(sentence)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Log the end of a run that came to its last step. summary: further keys for the end's row."""
+        if self._session is not None:
+            self._session.end({"outcome": "finished", **summary}, exit_code=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self._session.close(error)
+
+
+class _Session:
+    """The main rank's side of RunLogger."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, about: RunInfo) -> None:
+        self.console = RunConsole(recipe.train.steps)
+        self._run_dir, self._recipe, self._about = run_dir, recipe, about
+        self._metrics: MetricsFile | None = None
+        self._wandb: WandbSink | None = None
+        self._window: list[float] = []
+        self._evaluations: list[Row] = []
+        self._seconds = 0.0
+
+    def start(self, resumed_step: int, decisions: list[str]) -> None:
+        self._run = describe(self._recipe, self._about)
+        write_run_file(self._run_dir, {**self._run, "decisions": decisions})
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
+        kept = self._metrics.rows_kept
+        self._evaluations = [row for row in kept if row.get("event") == "eval"]
+        # Time spent before the interruption counts; what was lost in it does not.
+        self._elapsed_before = max((float(row.get("elapsed_s") or 0) for row in kept), default=0.0)
+        self._first = self._last = resumed_step
+        self._skipped = 0
+        self._started = time.monotonic()
+        self._start_wandb()
+        shown = [*facts(self._run), ("folder", str(self._run_dir))]
+        if resumed_step:
+            shown.append(("continues after", f"step {resumed_step}"))
+        self.console.start(self._recipe.name, shown, decisions)
+
+    def _start_wandb(self) -> None:
+        logging = self._recipe.logging
+        if logging.wandb == "off":
+            return
+        config = TypeAdapter(Recipe).dump_python(self._recipe, mode="json", by_alias=True)
+        self._wandb = WandbSink(
+            self._run_dir,
+            mode=logging.wandb,
+            project=logging.wandb_project,
+            name=self._recipe.name,
+            config=config,
+            warn=self.console.warn,
+        )
+
+    def step(self, record: StepRecord, comm_bytes: dict[str, dict[str, int]]) -> None:
+        self._last, self._skipped = record.step, record.skipped_steps
+        self._window.append(record.seconds)
+        self._seconds += record.seconds
+        left = self._left()
+        self.console.progress(record.step, self._elapsed(), left)
+        # Depends on the step alone, so that a resumed run logs the steps an uninterrupted one does.
+        if record.step % self._recipe.logging.every and record.step not in (1, self._recipe.train.steps):
+            return
+        row = self._row(record, comm_bytes)
+        self._window.clear()
+        self._write(row)
+        self.console.logged(row, left)
+
+    def _row(self, record: StepRecord, comm_bytes: dict[str, dict[str, int]]) -> Row:
+        run = self._run
+        # Over the steps since the last row, so that no slow step goes unseen.
+        seconds = max(sum(self._window) / len(self._window), 1e-9)
+        tokens_per_s = run["tokens_per_step"] / seconds
+        per_rank = run["flops_per_token"] * tokens_per_s / run["world"]
+        row = {
+            "step": record.step,
+            "tokens": record.step * run["tokens_per_step"],
+            "loss": record.loss,
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "step_time_s": seconds,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_rank": per_rank / 1e12,
+            "mfu": per_rank / run["datasheet_peak"] if run["datasheet_peak"] else None,
+            "mfu_measured": per_rank / run["measured_peak"],
+            "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
+            "comm_bytes": comm_bytes,
+            "skipped_steps": record.skipped_steps,
+            "elapsed_s": self._elapsed(),
+        }
+        return row if record.loss_scale is None else {**row, "loss_scale": record.loss_scale}
+
+    def evaluation(self, step: int, split: str, loss: float) -> None:
+        perplexity = exp(loss) if loss < 700 else inf
+        row = {"event": "eval", "step": step, "split": split, "loss": loss, "perplexity": perplexity}
+        self._evaluations.append(row)
+        self._write(row)
+        self.console.evaluation(step, split, loss, perplexity)
+
+    def end(self, summary: dict[str, Any], exit_code: int) -> None:
+        row = {"event": "end", **self._summary(), **summary}
+        self._write(row)
+        if exit_code == 0:
+            self.console.end([*_end_facts(row), ("folder", str(self._run_dir))])
+        self._close_all(row, exit_code)
+
+    def close(self, error: BaseException | None) -> None:
+        if self._metrics is not None and error is not None:
+            outcome = "preempted" if isinstance(error, PreemptedError) else "failed"
+            # A disk that is full must not hide why the run stopped.
+            with suppress(RunFailedError):
+                self.end({"outcome": outcome, "reason": str(error) or type(error).__name__}, exit_code=1)
+        self._close_all({}, exit_code=1)
+
+    def _close_all(self, summary: Row, exit_code: int) -> None:
+        """Close what is open; closing twice is harmless."""
+        self.console.close()
+        if self._wandb is not None:
+            self._wandb.finish(summary, exit_code)
+            self._wandb = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def _write(self, row: Row) -> None:
+        if self._metrics is None:
+            raise RuntimeError("RunLogger.start comes first")
+        self._metrics.write(row)
+        if self._wandb is not None and row.get("event") == "eval":
+            split = row["split"]
+            self._wandb.log(
+                row["step"], {f"{split}/loss": row["loss"], f"{split}/perplexity": row["perplexity"]}
+            )
+        elif self._wandb is not None and "event" not in row:
+            self._wandb.log(row["step"], row)
+
+    def _summary(self) -> Row:
+        run, done = self._run, self._last - self._first
+        validation = [row["loss"] for row in self._evaluations if row["split"] == "validation"]
+        first, last = (validation[0], validation[-1]) if validation else (None, None)
+        entropy = run["unigram_entropy"]
+        return {
+            "step": self._last,
+            "tokens": self._last * run["tokens_per_step"],
+            "elapsed_s": self._elapsed(),
+            # Of this start, over its steps alone: without evaluations and checkpoints.
+            "tokens_per_s": done * run["tokens_per_step"] / self._seconds if self._seconds else None,
+            "first_validation_loss": first,
+            "last_validation_loss": last,
+            "unigram_entropy": entropy,
+            "validation_over_unigram": last / entropy if last is not None and entropy else None,
+            "skipped_steps": self._skipped,
+        }
+
+    def _elapsed(self) -> float:
+        """Seconds of training so far, evaluations and checkpoints included, over all starts of the run."""
+        return self._elapsed_before + time.monotonic() - self._started
+
+    def _left(self) -> float | None:
+        done = self._last - self._first
+        if done < 1:
+            return None
+        return (time.monotonic() - self._started) / done * (self._recipe.train.steps - self._last)
+
+
+def _end_facts(row: Row) -> list[tuple[str, str]]:
+    found = []
+    if row["last_validation_loss"] is not None:
+        losses = f"{row['first_validation_loss']:.4f} first, {row['last_validation_loss']:.4f} last"
+        found.append(("validation loss", losses))
+    if row["unigram_entropy"] is not None:
+        found.append(("unigram entropy", f"{row['unigram_entropy']:.4f} (validation tokens)"))
+    if row["validation_over_unigram"] is not None:
+        found.append(("last loss / entropy", f"{row['validation_over_unigram']:.3f}"))
+    found.append(("tokens", units.number(row["tokens"])))
+    found.append(("time", units.duration(row["elapsed_s"])))
+    if row["tokens_per_s"] is not None:
+        found.append(("tokens/s, mean", units.number(row["tokens_per_s"])))
+    if row["skipped_steps"]:
+        found.append(("skipped steps", str(row["skipped_steps"])))
+    return found

@@ -1,0 +1,98 @@
+"""What a process measures of itself: memory, bytes handed to collectives, its matrix products' best rate."""
+
+import resource
+import sys
+import time
+
+import psutil
+import torch
+
+
+class CommMeter:
+    """Bytes handed to collectives, by group and operation, since they were last taken.
+
+    Counted where the call is made, from sizes the caller knows: nothing waits for the device. The bytes of a
+    call are the larger of this rank's input and output buffers (nccl-tests' "size"), not what a particular
+    algorithm then puts on a wire.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, dict[str, int]] = {}
+
+    def add(self, group: str, op: str, count: int) -> None:
+        """Count `count` bytes that `op` (all_reduce, all_gather, ...) carries over `group` (data, ...)."""
+        ops = self._bytes.setdefault(group, {})
+        ops[op] = ops.get(op, 0) + count
+
+    def take(self) -> dict[str, dict[str, int]]:
+        """Return {group: {op: bytes}} counted since the last take, and start again from nothing."""
+        taken, self._bytes = self._bytes, {}
+        return taken
+
+
+def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
+    """Return this process's memory, in bytes.
+
+    rss, peak_rss: resident memory of the process. model_states: as given: what parameters, gradients and
+    optimizer states of this rank take. On CUDA also allocated, reserved and peak_allocated of the device.
+    """
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    rss = psutil.Process().memory_info().rss
+    # The kernel updates the peak less often than the current figure, so it can lag behind.
+    peak = max(rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    memory = {"rss": rss, "peak_rss": peak, "model_states": model_states}
+    if device.type == "cuda":
+        memory["allocated"] = torch.cuda.memory_allocated(device)
+        memory["reserved"] = torch.cuda.memory_reserved(device)
+        memory["peak_allocated"] = torch.cuda.max_memory_allocated(device)
+    return memory
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the device gives itself; a CPU's is its number of threads used."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.2) -> float:
+    """Return the best rate in FLOP/s that products of two square matrices reach, in about `budget` seconds.
+
+    Sizes double from 256 to 8192 while the next one still fits the budget, as small products do not fill a
+    GPU and large ones take seconds on a CPU.
+    """
+    best, size, started = 0.0, 256, time.perf_counter()
+    # A generator of its own: the run's random numbers must not depend on a measurement.
+    random = torch.Generator(device).manual_seed(0)
+    while size <= 8192:
+        seconds = _product_seconds(random, dtype, size)
+        best = max(best, 2 * size**3 / seconds)
+        # Three products of the next size, eight times the work each, and its matrices to fill.
+        if time.perf_counter() - started + 3 * 8 * seconds > budget:
+            break
+        size *= 2
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
+
+
+@torch.no_grad()
+def _product_seconds(random: torch.Generator, dtype: torch.dtype, size: int) -> float:
+    # Random numbers, as a card computes faster on constant ones, which cost it less power.
+    matrix = torch.randn((size, size), dtype=dtype, device=random.device, generator=random)
+    out = torch.empty_like(matrix)
+    # The first product loads libraries and picks a kernel.
+    torch.mm(matrix, matrix, out=out)
+    return min(_timed_product(matrix, out) for _ in range(2))
+
+
+def _timed_product(matrix: torch.Tensor, out: torch.Tensor) -> float:
+    if matrix.device.type == "cuda":
+        torch.cuda.synchronize(matrix.device)
+    started = time.perf_counter()
+    torch.mm(matrix, matrix, out=out)
+    if matrix.device.type == "cuda":
+        torch.cuda.synchronize(matrix.device)
+    return max(time.perf_counter() - started, 1e-9)
