@@ -1,0 +1,138 @@
+"""Loading: every rank reads the ranges it asks for, at whatever layout they were saved."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from llmtrain.checkpoint.exchange import Exchange
+from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.checkpoint.manifest import model_of
+from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.read import CheckpointReader
+from llmtrain.checkpoint.shard import StateShard
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.config import GPTConfig
+
+
+def load_latest(
+    path: Path,
+    shards: list[StateShard],
+    ranks: Ranks,
+    warn: Callable[[str], None],
+    model: GPTConfig | None = None,
+) -> dict[str, JsonValue] | None:
+    """Fill `shards` from the newest sound checkpoint; return its progress, or None if there is no checkpoint.
+
+    path: the folder of a run, of its checkpoints, or of one checkpoint. warn: called on every rank with a
+    sentence for each checkpoint that is damaged and therefore skipped. model: see `load`. Collective. Raises
+    RunFailedError if there are checkpoints but none is sound, BadInputError if a sound one holds another
+    model than `shards`.
+    """
+    exchange = Exchange(ranks, "load")
+    folders = _candidates(path, ranks, exchange)
+    for folder in folders:
+        try:
+            return _load(folder, shards, ranks, exchange, model)
+        except DamagedError as error:
+            warn(f"skipped the checkpoint {folder}: {error}")
+    if folders:
+        raise RunFailedError(f"no checkpoint in {path} is sound; remove them to start anew")
+    return None
+
+
+def load(
+    folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig | None = None
+) -> dict[str, JsonValue]:
+    """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
+
+    model: what the recipe trains; the checkpoint must hold the same, but for dropout and the reach of RoPE.
+    States that the checkpoint lacks are zeroed if it is of step 0, where an optimizer has none yet. After an
+    error the states are undefined. Raises RunFailedError if the checkpoint is damaged, BadInputError if it
+    holds another model than `shards`.
+    """
+    try:
+        return _load(folder, shards, ranks, Exchange(ranks, "load"), model)
+    except DamagedError as error:
+        raise RunFailedError(f"the checkpoint {folder} is damaged: {error}") from error
+
+
+def _candidates(path: Path, ranks: Ranks, exchange: Exchange) -> list[Path]:
+    """Return the checkpoints that rank 0 sees: a folder may look different from elsewhere for a moment."""
+    if ranks.is_main:
+        found = find_checkpoints(path) if path.is_dir() else []
+        exchange.tell("folders", json.dumps([str(folder) for folder in found]))
+    return [Path(folder) for folder in json.loads(exchange.hear("folders"))]
+
+
+def _load(
+    folder: Path, shards: list[StateShard], ranks: Ranks, exchange: Exchange, model: GPTConfig | None
+) -> dict[str, JsonValue]:
+    """Load, and agree: raises the same error on every rank, if any rank has one."""
+    exchange.next()
+    progress: dict[str, JsonValue] = {}
+    failure: Exception | None = None
+    try:
+        progress = _fill(folder, shards, model)
+    except (DamagedError, BadInputError) as error:
+        failure = error
+        exchange.tell(type(error).__name__, str(error))
+    damaged, unfit = ranks.sum_all(
+        [float(isinstance(failure, DamagedError)), float(isinstance(failure, BadInputError))]
+    )
+    for kind, count in ((DamagedError, damaged), (BadInputError, unfit)):
+        if count:
+            raise kind(exchange.hear(kind.__name__))
+    return progress
+
+
+def _fill(folder: Path, shards: list[StateShard], model: GPTConfig | None) -> dict[str, JsonValue]:
+    with CheckpointReader(folder) as reader:
+        if model is not None:
+            _check_model(reader, model)
+        for shard in shards:
+            _check_fits(reader, shard)
+        for shard in shards:
+            for state, values in shard.states.items():
+                if state not in reader.manifest.states:
+                    values.zero_()
+                    continue
+                offset = 0
+                for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
+                    for position, read in reader.read(tensor.name, state, first, last):
+                        begin = offset + position - first
+                        values[begin : begin + len(read)].copy_(read)
+                    offset += last - first
+        return reader.manifest.progress
+
+
+def _check_model(reader: CheckpointReader, model: GPTConfig) -> None:
+    saved, wanted = asdict(model_of(reader.manifest)), asdict(model)
+    for key in wanted.keys() - {"dropout", "positions"}:
+        if saved[key] != wanted[key]:
+            raise BadInputError(
+                f"model.{key} is {wanted[key]} in the recipe but {saved[key]} in the checkpoint "
+                f"{reader.folder}; make the recipe's model the same"
+            )
+
+
+def _check_fits(reader: CheckpointReader, shard: StateShard) -> None:
+    """Raise BadInputError unless the checkpoint has what `shard` asks for."""
+    manifest = reader.manifest
+    for tensor in shard.unit.tensors:
+        entry = manifest.tensors.get(tensor.name)
+        if entry is None or entry.shape != list(tensor.shape):
+            held = "not at all" if entry is None else f"with shape {entry.shape}"
+            raise BadInputError(
+                f"the checkpoint {reader.folder} has {tensor.name} {held}, but the recipe's model has it "
+                f"with shape {list(tensor.shape)}; make the recipe's model the same"
+            )
+    missing = sorted(shard.states.keys() - manifest.states)
+    if missing and manifest.step:
+        raise BadInputError(
+            f"the checkpoint {reader.folder} of step {manifest.step} lacks the optimizer states {missing}; "
+            "only one of step 0 may"
+        )

@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint: which range of which tensor lies where, and the checksum of every byte.
+
+`manifest.json` is covered by `manifest.json.xxh3` (the format of `xxhsum -H3`), the header of each
+safetensors file and every block of every range by the manifest. It may come from a stranger: nothing in it
+names a path outside the folder, and nothing is allocated by its word.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from dataclasses import asdict
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal
+
+import xxhash
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import model_units
+
+MANIFEST, SIDECAR = "manifest.json", "manifest.json.xxh3"
+BLOCK = 16 * 1024**2
+ITEM = 4
+_LARGEST_MANIFEST = 256 * 1024**2
+# The format's own limit.
+_LARGEST_HEADER = 100_000_008
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+
+Count = Annotated[int, Field(ge=0)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Piece:
+    """The elements `[start, end)` of one state of one tensor, fp32, at byte `offset` of a file.
+
+    xxh3: one XXH3-64 digest for each block of `Manifest.block` bytes, the last one shorter.
+    """
+
+    start: Count
+    end: Count
+    file: str
+    offset: Count
+    xxh3: list[Digest]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return (self.end - self.start) * ITEM
+
+
+@dataclass(frozen=True, config=_STRICT)
+class FileEntry:
+    """One safetensors file. header: its bytes before the data, xxh3: their digest."""
+
+    bytes: Count
+    header: Annotated[int, Field(ge=8, le=_LARGEST_HEADER)]
+    xxh3: Digest
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TensorEntry:
+    """One canonical tensor. states: by name, the pieces that make it up, in order."""
+
+    shape: list[Annotated[int, Field(ge=1)]]
+    states: dict[str, list[Piece]]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Manifest:
+    """What a checkpoint holds.
+
+    block: bytes that one checksum covers. progress: whatever the training loop needs to go on from here.
+    recipe: the resolved recipe. model: GPTConfig as a mapping.
+    """
+
+    step: Count
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    progress: dict[str, JsonValue]
+    recipe: dict[str, JsonValue]
+    model: dict[str, JsonValue]
+    block: Annotated[int, Field(ge=4096, le=64 * 1024**2, multiple_of=ITEM)] = BLOCK
+    format: Literal["llmtrain-checkpoint"] = "llmtrain-checkpoint"
+    version: Literal[1] = 1
+
+    @cached_property
+    def states(self) -> set[str]:
+        """Names of the states, the same for every tensor."""
+        return set().union(*(entry.states for entry in self.tensors.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all safetensors files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the XXH3-64 digest of `data` in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def model_of(manifest: Manifest) -> GPTConfig:
+    """Return the model whose states the checkpoint holds. Raises DamagedError if they do not fit together."""
+    try:
+        config = GPTConfig(**manifest.model)  # type: ignore[arg-type]
+        if config.layers > len(manifest.tensors):
+            raise ValueError(f"{config.layers} layers but {len(manifest.tensors)} tensors")
+        wanted = {t.name: list(t.shape) for unit in model_units(config) for t in unit.tensors}
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"{MANIFEST} describes no model: {error}") from error
+    if wanted != {name: entry.shape for name, entry in manifest.tensors.items()}:
+        raise DamagedError(f"{MANIFEST} lists tensors that are not those of the model it describes")
+    return config
+
+
+def encode(manifest: Manifest) -> tuple[bytes, bytes]:
+    """Return the contents of the manifest and of its sidecar."""
+    text = json.dumps(asdict(manifest), separators=(",", ":")).encode()
+    return text, f"XXH3_{digest(text)}  {MANIFEST}\n".encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read, verify and check the manifest of the checkpoint in `folder`. Raises DamagedError."""
+    text, sidecar = _read(folder / MANIFEST), _read(folder / SIDECAR)
+    if sidecar != f"XXH3_{digest(text)}  {MANIFEST}\n".encode():
+        raise DamagedError(f"{MANIFEST} does not match its checksum in {SIDECAR}")
+    try:
+        manifest = TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DamagedError(f"{MANIFEST} is not a checkpoint's manifest: {place}: {first['msg']}") from error
+    _check(manifest)
+    return manifest
+
+
+def _read(path: Path) -> bytes:
+    fd, size = open_plain(path)
+    try:
+        if size > _LARGEST_MANIFEST:
+            raise DamagedError(f"{path.name} is {size} bytes long, too large for a manifest")
+        content = bytearray(size)
+        if not read_into(fd, memoryview(content), 0):
+            raise DamagedError(f"{path.name} cannot be read")
+        return bytes(content)
+    finally:
+        os.close(fd)
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise DamagedError unless the pieces tile every tensor and every file, inside the folder."""
+    for name in manifest.files:
+        if not _FILE_NAME.fullmatch(name):
+            raise DamagedError(f"{MANIFEST} names the file {name!r}, which no checkpoint has")
+    placed = defaultdict(list)
+    for name, tensor in manifest.tensors.items():
+        if set(tensor.states) != manifest.states:
+            raise DamagedError(f"{MANIFEST} lists only the states {sorted(tensor.states)} of {name}")
+        for state, pieces in tensor.states.items():
+            _check_tiling(f"{name} ({state})", [(p.start, p.end) for p in pieces], 0, prod(tensor.shape))
+            for piece in pieces:
+                if len(piece.xxh3) != -(-piece.nbytes // manifest.block):
+                    raise DamagedError(f"{MANIFEST} has {len(piece.xxh3)} checksums for a piece of {name}")
+                placed[piece.file].append((piece.offset, piece.offset + piece.nbytes))
+    if not placed.keys() <= manifest.files.keys():
+        raise DamagedError(f"{MANIFEST} places tensors in files that it does not list")
+    for name, entry in manifest.files.items():
+        _check_tiling(name, sorted(placed[name]), entry.header, entry.bytes)
+
+
+def _check_tiling(what: str, ranges: list[tuple[int, int]], start: int, end: int) -> None:
+    for first, last in ranges:
+        if first != start or last < first:
+            break
+        start = last
+    if start != end:
+        raise DamagedError(f"{MANIFEST} leaves gaps or overlaps in {what}")

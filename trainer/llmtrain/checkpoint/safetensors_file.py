@@ -1,0 +1,120 @@
+"""A safetensors file written front to back, without a copy of the data, faster than write-then-fsync.
+
+safetensors' own `save_file` gathers everything in memory first. Here the header follows from the shapes
+alone, so each tensor's bytes go straight from where they lie to the disk; the kernel is told to begin writing
+back each block at once, so that the final fsync finds little left to do. The format is that of the
+safetensors documentation: an 8-byte little-endian length, a JSON header padded with spaces, the tensors back
+to back.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_WRITE_BLOCK = 16 * 1024**2
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a safetensors file. dtype: as safetensors writes it (F32, BF16, F16)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def safetensors_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the file's bytes before the data, for `tensors` lying back to back in the order given."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without copying them."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+class DurableFile:
+    """A new file, written front to back; leaving the `with` block without an error makes it durable.
+
+    Raises OSError, with the path in it, where the disk is full or the folder unwritable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        self._written = self._queued = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        except OSError as failure:
+            raise self._named(failure) from failure
+        finally:
+            os.close(self._fd)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`."""
+        view = memoryview(data)
+        for start in range(0, len(view), _WRITE_BLOCK):
+            block = view[start : start + _WRITE_BLOCK]
+            while block:
+                try:
+                    count = os.write(self._fd, block)
+                except OSError as failure:
+                    raise self._named(failure) from failure
+                self._written += count
+                block = block[count:]
+                self._queue()
+
+    def _queue(self) -> None:
+        """Let the kernel begin to write back what has gathered; whole pages, which no later write touches."""
+        whole = self._written // _PAGE * _PAGE
+        if whole - self._queued >= _WRITE_BLOCK:
+            # Besides dropping clean pages from the cache, this makes Linux queue the dirty ones for writing.
+            os.posix_fadvise(self._fd, self._queued, whole - self._queued, os.POSIX_FADV_DONTNEED)
+            self._queued = whole
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self._path))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries durable: names of new files, renames and removals."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,228 @@
+"""Saving: every rank writes its ranges, rank 0 the manifest; nothing shows until all of it is on disk."""
+
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue, TypeAdapter
+
+from llmtrain.checkpoint.exchange import Exchange
+from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, encode
+from llmtrain.checkpoint.part import Part, Range, merge_parts, write_part
+from llmtrain.checkpoint.safetensors_file import DurableFile, bytes_of
+from llmtrain.checkpoint.shard import StateShard
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.errors import RunFailedError
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save. host: the shards' states in order, in memory that stays as it is until the save has ended."""
+
+    step: int
+    shards: list[StateShard]
+    host: list[torch.Tensor]
+    copied: torch.cuda.Event | None
+    progress: dict[str, JsonValue]
+    about: Mapping[str, dict[str, JsonValue]]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells rank 0 of its part: the part, or why there is none."""
+
+    part: Part | None = None
+    failure: str = ""
+
+
+class Checkpointer:
+    """Saves checkpoints into one folder, one at a time.
+
+    folder: the run's `checkpoints`, shared by all ranks. keep: how many complete ones stay. asynchronous:
+    write in the background, from host copies made by `save`. Every rank makes one and calls the same methods
+    in the same order. Raises RunFailedError if what a killed process left in the folder cannot be cleaned up.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, keep: int, asynchronous: bool) -> None:
+        self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
+        self._exchange = Exchange(ranks, "save")
+        self._staging: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        if ranks.is_main:
+            try:
+                clean(folder)
+            except OSError as error:
+                raise RunFailedError(f"{folder} cannot be cleaned up: {_reason(error)}") from error
+
+    def reserve(self, shards: list[StateShard]) -> None:
+        """Allocate the host copies now, so that the first asynchronous save takes no longer than the next."""
+        sizes = [state.numel() for state in _states(shards)]
+        if [buffer.numel() for buffer in self._staging] != sizes:
+            pinned = any(state.is_cuda for state in _states(shards))
+            # fill_ touches every page; memory that was only promised would be mapped during the first copy.
+            self._staging = list(
+                torch.empty(sum(sizes), dtype=torch.float32, pin_memory=pinned).fill_(0).split(sizes)
+            )
+
+    def save(
+        self,
+        step: int,
+        shards: list[StateShard],
+        progress: dict[str, JsonValue],
+        about: Mapping[str, dict[str, JsonValue]],
+    ) -> str | None:
+        """Save `shards`, this rank's own part of the states, as the checkpoint of `step`.
+
+        progress: what the training loop needs to go on. about: `recipe`, the resolved recipe, and `model`,
+        the GPTConfig, both as mappings. Asynchronous, it joins the previous save and returns when the states
+        are copied (on CUDA: when the copies are queued on the current stream); else when the checkpoint is on
+        disk. Returns a sentence if the joined save failed, the same on every rank; earlier checkpoints then
+        stay.
+        """
+        failure = self.wait()
+        self._exchange.next()
+        host, copied = self._host_copies(shards)
+        save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
+        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return failure if self._asynchronous else self.wait()
+
+    def wait(self) -> str | None:
+        """Join the save that is under way. Returns a sentence if it failed, the same on every rank, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> str | None:
+        """Join the save that is under way and free the host copies. Returns what `wait` returns."""
+        failure = self.wait()
+        self._staging = []
+        return failure
+
+    def _host_copies(self, shards: list[StateShard]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        states = _states(shards)
+        on_cuda = any(state.is_cuda for state in states)
+        if not self._asynchronous and not on_cuda:
+            return states, None
+        self.reserve(shards)
+        for buffer, state in zip(self._staging, states, strict=True):
+            buffer.copy_(state, non_blocking=True)
+        if not on_cuda:
+            return self._staging, None
+        copied = torch.cuda.Event()
+        copied.record()
+        return self._staging, copied
+
+    def _run(self, save: _Save) -> None:
+        """Write in the background; whatever goes wrong reaches the training loop as a sentence."""
+        try:
+            self._failure = self._lead(save) if self._ranks.is_main else self._follow(save)
+        except Exception as error:
+            self._failure = self._sentence(save, _reason(error))
+
+    def _follow(self, save: _Save) -> str | None:
+        failure = self._exchange.hear("open")
+        if not failure:
+            report = self._write(save)
+            self._exchange.tell(str(self._ranks.rank), TypeAdapter(_Report).dump_json(report).decode())
+            failure = self._exchange.hear("done")
+        return failure or None
+
+    def _lead(self, save: _Save) -> str | None:
+        partial = self._partial(save)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            failure = self._sentence(save, _reason(error))
+            self._exchange.tell("open", failure)
+            return failure
+        self._exchange.tell("open", "")
+        failure = ""
+        try:
+            self._finish(save, [self._write(save), *self._reports()])
+            prune(self._folder, save.step, self._keep)
+        except Exception as error:
+            failure = self._sentence(save, _reason(error))
+            shutil.rmtree(partial, ignore_errors=True)
+        self._exchange.tell("done", failure)
+        return failure or None
+
+    def _reports(self) -> Iterator[_Report]:
+        for rank in range(1, self._ranks.layout.world):
+            yield TypeAdapter(_Report).validate_json(self._exchange.hear(str(rank)))
+            self._exchange.forget(str(rank))
+
+    def _write(self, save: _Save) -> _Report:
+        """Write this rank's file."""
+        name = f"rank-{self._ranks.rank:05d}.safetensors"
+        try:
+            if save.copied is not None:
+                save.copied.synchronize()
+            ranges = list(_ranges(save.shards))
+            return _Report(write_part(self._partial(save) / name, ranges, _contents(save)))
+        except Exception as error:
+            return _Report(failure=f"rank {self._ranks.rank}: {_reason(error)}")
+
+    def _finish(self, save: _Save, reports: list[_Report]) -> None:
+        """Write the manifest over all parts and give the checkpoint its name."""
+        partial = self._partial(save)
+        failures = [report.failure for report in reports if report.failure]
+        if failures:
+            raise RunFailedError(failures[0])
+        parts = [report.part for report in reports if report.part is not None]
+        for part in parts:
+            if not (partial / part.name).exists():
+                raise RunFailedError(f"rank 0 does not see {part.name}; all ranks must share {self._folder}")
+        files, tensors = merge_parts(parts)
+        manifest = Manifest(
+            save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"]
+        )
+        for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
+            with DurableFile(partial / name) as file:
+                file.write(content)
+        commit(partial, self._folder / step_name(save.step))
+
+    def _partial(self, save: _Save) -> Path:
+        return self._folder / f"{step_name(save.step)}.partial"
+
+    def _sentence(self, save: _Save, reason: str) -> str:
+        kept = step_folders(self._folder)
+        stays = f"the one of step {step_of(kept[-1])} stays" if kept else "there is no earlier one"
+        return f"the checkpoint of step {save.step} was not saved: {reason}; {stays}"
+
+
+def _states(shards: list[StateShard]) -> list[torch.Tensor]:
+    return [state.detach() for shard in shards for state in shard.states.values()]
+
+
+def _ranges(shards: list[StateShard]) -> Iterator[Range]:
+    for shard in shards:
+        for state in shard.states:
+            for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
+                yield Range(tensor.name, tensor.shape, state, first, last)
+
+
+def _contents(save: _Save) -> Iterator[memoryview]:
+    """Yield the bytes of each of `_ranges`."""
+    host = iter(save.host)
+    for shard in save.shards:
+        pieces = shard.unit.pieces(shard.start, shard.end)
+        for _ in shard.states:
+            values, offset = next(host), 0
+            for _, first, last in pieces:
+                yield bytes_of(values[offset : offset + last - first])
+                offset += last - first
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
