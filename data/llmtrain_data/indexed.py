@@ -7,6 +7,8 @@ modes.
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
+import fcntl
+import io
 import mmap
 import os
 import struct
@@ -152,12 +154,15 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
-        """Begin the set; its folder must exist. One writer at a time: the caller holds the prefix's lock."""
+        """Begin the set; its folder must exist. Takes over what a killed writer left.
+
+        Raises DataError while another writer is at work on the same prefix.
+        """
         self.dtype = np.dtype(dtype)
         self._code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
         self._final = [bin_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)
-        self._tokens = open(self._partial[0], "wb", buffering=0)  # noqa: SIM115
+        self._tokens = _open_locked(self._partial[0])
         self._lengths = open(self._partial[2], "w+b")  # noqa: SIM115
         self.documents = 0
         self.token_count = 0
@@ -216,6 +221,22 @@ class IndexedWriter:
 def partial_paths(prefix: str | Path) -> list[Path]:
     """Return the files an unfinished preparation of `prefix` works in: tokens, index, lengths."""
     return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".idx", ".lengths")]
+
+
+def _open_locked(path: Path) -> io.FileIO:
+    """Open a file for writing from its beginning, under a lock that ends with the process."""
+    file = io.FileIO(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise DataError(
+            f"{path} is being written by another process; wait for it, or give another --output"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    file.truncate(0)
+    return file
 
 
 def _map(path: Path) -> "mmap.mmap | bytes":

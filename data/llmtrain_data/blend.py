@@ -1,0 +1,121 @@
+"""How a blend of prepared sets will be sampled, before a run finds out."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import open_split
+from llmtrain_data.errors import DataError
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source. share: of the samples. available: tokens in its training split; drawn: tokens taken from it."""
+
+    prefix: str
+    share: float
+    documents: int
+    available: int
+    drawn: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """A blend over a training of `tokens` tokens, and the recipe's section for it."""
+
+    tokens: int
+    parts: list[Part]
+    yaml: str
+
+    def json(self) -> str:
+        """Return the plan as one JSON object."""
+        return json.dumps(asdict(self))
+
+    def text(self) -> str:
+        """Return the plan as a table, followed by the recipe's section."""
+        width = max(len(part.prefix) for part in self.parts) + 2
+        lines = [f"{'source':<{width}}{'share':>8}{'documents':>12}{'tokens':>16}{'drawn':>16}{'epochs':>9}"]
+        lines += [
+            f"{part.prefix:<{width}}{part.share:>8.2%}{part.documents:>12}{part.available:>16}{part.drawn:>16}"
+            f"{part.epochs:>9.2f}"
+            for part in self.parts
+        ]
+        repeated = [part.prefix for part in self.parts if part.epochs > 4]
+        if repeated:
+            lines.append(f"repeated more than 4 times, which is known to teach little: {', '.join(repeated)}")
+        return "\n".join([*lines, "", self.yaml.rstrip()])
+
+
+def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split: str) -> BlendPlan:
+    """Plan a blend given as `[weight] prefix ...`; without weights sources count by their tokens.
+
+    tokens: length of the training, such as `10B`; None: until every source was gone through once, on average.
+    split: shares of training, validation and test, such as `98,1,1`. Raises DataError for what cannot be.
+    """
+    shares = _split(split)
+    config = _config(words, sequence_length, shares)
+    samples = open_split(config, "train")
+    available = [len(source.tokens) for source in samples.sources]
+    total = _amount(tokens) if tokens else sum(available)
+    parts = [
+        Part(
+            prefix=source.prefix,
+            share=source.weight,
+            documents=source.documents,
+            available=size,
+            drawn=round(source.weight * total),
+            epochs=round(source.weight * total / size, 4),
+        )
+        for source, size in zip(samples.sources, available, strict=True)
+    ]
+    path = config.path if isinstance(config.path, str) else f"[{', '.join(map(_plain, config.path))}]"
+    yaml = f"data:\n  path: {path}\n  sequence_length: {sequence_length}\n  split: [{', '.join(map(_plain, shares))}]\n"
+    return BlendPlan(total, parts, yaml)
+
+
+def _config(words: list[str], sequence_length: int, split: tuple[float, float, float]) -> DataConfig:
+    path: list[str | float] = [word if _number(word) is None else float(word) for word in words]
+    if all(isinstance(word, str) for word in path):
+        sizes = [
+            len(open_split(DataConfig(path=str(word), sequence_length=sequence_length, split=split), "train"))
+            for word in path
+        ]
+        path = [
+            value
+            for size, word in zip(sizes, path, strict=True)
+            for value in (round(size / sum(sizes), 6), word)
+        ]
+    try:
+        return DataConfig(path=path, sequence_length=sequence_length, split=split)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _split(text: str) -> tuple[float, float, float]:
+    shares = [_number(word) for word in text.split(",")]
+    if len(shares) != 3 or None in shares:
+        raise DataError(f"--split is {text!r}; expected three shares, such as 98,1,1")
+    train, valid, test = (float(share or 0) for share in shares)
+    return train, valid, test
+
+
+def _amount(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise DataError(f"--tokens is {text!r}; expected a positive number of tokens, such as 300M or 10B")
+    return round(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _plain(value: str | float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

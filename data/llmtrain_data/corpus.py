@@ -1,0 +1,174 @@
+"""Corpora: what a user points at, found out and read as a stream of chunks of documents in flat memory."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llmtrain_data.errors import DataError
+
+if TYPE_CHECKING:
+    from llmtrain_data.readers import Chunk
+
+INPUT_FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
+RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+HF_FILES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders left out of `stdlib`: other people's packages, and tests, which are half of it and much alike."""
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """How to read an input.
+
+    input_format: auto goes by the file's name. text_key: field or column that holds the text. glob: which files
+    of a folder, by name. separator: ends a document in text files (none: see `readers.read_text`). split: part of
+    a Hugging Face dataset. shuffle: whether a folder's files come in a fixed shuffled order instead of by name.
+    """
+
+    input_format: str = "auto"
+    text_key: str = "text"
+    glob: str = "*"
+    separator: str | None = None
+    split: str = "train"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.input_format not in INPUT_FORMATS:
+            raise DataError(
+                f"--input-format is {self.input_format!r}; expected one of {', '.join(INPUT_FORMATS)}"
+            )
+        if self.separator == "":
+            raise DataError("--separator is empty; expected the text between two documents, such as '\\n\\n'")
+
+
+@dataclass(frozen=True)
+class FileCorpus:
+    """Files, in the order they are read. total: their bytes on disk; `Chunk.done` counts in the same unit."""
+
+    files: list[Path]
+    options: CorpusOptions
+    whole_files: bool
+    description: str
+    unit: Literal["bytes", "rows"] = "bytes"
+
+    @property
+    def total(self) -> int | None:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def chunks(self) -> "Iterator[Chunk]":
+        """Read the documents. Raises DataError naming the file, and the line where there is one."""
+        from llmtrain_data import readers
+
+        yield from readers.read_files(self.files, self._kind, self.options, self.whole_files)
+
+    def _kind(self, path: Path) -> str:
+        if self.options.input_format != "auto":
+            return self.options.input_format
+        return _kind_by_name(path, alone=not self.whole_files)
+
+
+@dataclass(frozen=True)
+class HuggingFaceCorpus:
+    """What `datasets` opens: a name, `hf:NAME` or `hf:NAME:CONFIG`, a saved dataset, or a CSV or Arrow file."""
+
+    name: str
+    options: CorpusOptions
+    unit: Literal["bytes", "rows"] = "rows"
+
+    @property
+    def description(self) -> str:
+        """What is read."""
+        return f"{self.options.split} split of the dataset {self.name}"
+
+    @property
+    def total(self) -> int | None:
+        """Rows, where the dataset says."""
+        from llmtrain_data import hf
+
+        return hf.rows(self.name, self.options.split)
+
+    def chunks(self) -> "Iterator[Chunk]":
+        """Read the documents. Raises DataError when the dataset or its text column cannot be found."""
+        from llmtrain_data import hf
+
+        yield from hf.read(self.name, self.options.split, self.options.text_key)
+
+
+Corpus = FileCorpus | HuggingFaceCorpus
+
+
+def open_corpus(source: str, options: CorpusOptions) -> Corpus:
+    """Find out what `source` is: `stdlib`, `hf:NAME`, a file or a folder.
+
+    Raises DataError when there is no such thing, or it is empty.
+    """
+    path = Path(source)
+    if source.startswith("hf:"):
+        return HuggingFaceCorpus(source.removeprefix("hf:"), options)
+    if source == "stdlib" and not path.exists():
+        return _standard_library(options)
+    if not path.exists():
+        raise DataError(f"input {source} not found; expected a file, a folder, hf:NAME or stdlib")
+    saved = any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    if options.input_format == "hf" or saved or (path.is_file() and _is_hf_file(path, options)):
+        return HuggingFaceCorpus(source, options)
+    if path.is_file():
+        corpus = FileCorpus([path], options, False, f"{path.name} ({_kind_by_name(path, alone=True)})")
+    else:
+        corpus = _folder(path, options)
+    if corpus.total == 0:
+        raise DataError(f"input {source} is empty")
+    return corpus
+
+
+def _standard_library(options: CorpusOptions) -> FileCorpus:
+    """The Python source of the running interpreter's standard library, about 12 MB on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts)]
+    files = [path for path in files if path.is_file() and path.match(options.glob)]
+    if not files:
+        raise DataError(f"input stdlib: no Python source in {root} matches --glob {options.glob!r}")
+    return FileCorpus(
+        _ordered(files, root, options), options, True, f"{len(files)} files of Python's library"
+    )
+
+
+def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
+    files = []
+    for path in root.rglob(options.glob):
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if not hidden and path.is_file() and path.stat().st_size:
+            files.append(path)
+    if not files:
+        raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}")
+    order = "in a fixed shuffled order" if options.shuffle else "by name"
+    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files {order}")
+
+
+def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:
+    """Sort by a hash of the path inside the folder, or by the path itself.
+
+    Splits are ranges of documents: by name, validation would be the last folders, another domain than training.
+    A hash needs no seed, is the same on every machine, and stays when files are added.
+    """
+    names = {path: path.relative_to(root).as_posix().encode("utf-8", "surrogateescape") for path in files}
+    if options.shuffle:
+        return sorted(files, key=lambda path: (hashlib.blake2b(names[path]).digest(), names[path]))
+    return sorted(files, key=names.__getitem__)
+
+
+def _kind_by_name(path: Path, alone: bool) -> str:
+    """Return how a file is read. A `.json` file holds records if the user named it, text inside a folder."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
+    if alone and suffix == ".json":
+        return "jsonl"
+    return RECORDS.get(suffix, "text")
+
+
+def _is_hf_file(path: Path, options: CorpusOptions) -> bool:
+    return options.input_format == "auto" and path.suffix in HF_FILES

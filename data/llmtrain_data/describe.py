@@ -1,0 +1,108 @@
+"""What a prepared data set holds, for people and as JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain_data.dataset import token_counts
+from llmtrain_data.errors import DataError
+from llmtrain_data.indexed import IndexedData, bin_path, idx_path
+from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
+
+SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
+"""How much of a document is decoded, and shown."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A prepared set. lengths: tokens per document (least, mean, median, 95th percentile, most).
+
+    unigram_entropy: nats per token of the token frequencies. vocab: ids of the tokenizer, if one was given.
+    shown: beginnings of the first documents.
+    """
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    bytes: int
+    lengths: dict[str, float]
+    max_token: int
+    different_tokens: int
+    unigram_entropy: float
+    vocab: int | None
+    shown: list[str]
+
+    def json(self) -> str:
+        """Return the description as one JSON object."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    def text(self) -> str:
+        """Return the description as lines."""
+        lengths = ", ".join(f"{name} {value:.0f}" for name, value in self.lengths.items())
+        vocab = f" of {self.vocab}" if self.vocab else ""
+        lines = [
+            f"documents  {self.documents} ({self.sequences} sequences)",
+            f"tokens     {self.tokens} as {self.dtype}, {self.bytes / 1e6:.1f} MB on disk",
+            f"lengths    {lengths}",
+            f"ids        {self.different_tokens}{vocab} occur, the largest is {self.max_token}",
+            f"entropy    {self.unigram_entropy:.3f} nats per token (of the token frequencies)",
+        ]
+        return "\n".join([*lines, *(f"--- {number}\n{text}" for number, text in enumerate(self.shown))])
+
+
+def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Description:
+    """Read a whole prepared set and describe it, with the beginnings of its first `documents`.
+
+    They are shown as text if a tokenizer folder is given, else as ids. Raises DataError for a damaged set, and
+    for a tokenizer whose vocabulary is too small for it.
+    """
+    data = IndexedData(prefix)
+    if data.dtype.kind not in "iu":
+        raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
+    counts = token_counts(data.tokens)
+    vocab = tokenizer_size(tokenizer) if tokenizer else None
+    if vocab is not None and len(counts) > vocab:
+        raise DataError(
+            f"{prefix}.bin holds id {len(counts) - 1}, but the tokenizer in {tokenizer} has {vocab} ids; "
+            "give the one it was prepared with"
+        )
+    return Description(
+        prefix=str(prefix),
+        documents=data.documents,
+        sequences=len(data.lengths),
+        tokens=len(data.tokens),
+        dtype=data.dtype.name,
+        bytes=bin_path(prefix).stat().st_size + idx_path(prefix).stat().st_size,
+        lengths=_lengths(data),
+        max_token=len(counts) - 1,
+        different_tokens=int((counts > 0).sum()),
+        unigram_entropy=_entropy(counts),
+        vocab=vocab,
+        shown=_beginnings(data, tokenizer, min(documents, data.documents)),
+    )
+
+
+def _lengths(data: IndexedData) -> dict[str, float]:
+    borders = np.append(data.pointers // data.dtype.itemsize, len(data.tokens))
+    lengths = np.diff(borders[data.document_index])
+    if len(lengths) == 0:
+        return {}
+    least, median, high, most = np.percentile(lengths, [0, 50, 95, 100]).tolist()
+    return {"least": least, "mean": float(lengths.mean()), "median": median, "p95": high, "most": most}
+
+
+def _entropy(counts: np.ndarray) -> float:
+    shares = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(shares * np.log(shares)).sum()) + 0.0
+
+
+def _beginnings(data: IndexedData, tokenizer: Path | None, documents: int) -> list[str]:
+    ids = [data.document(number)[:SHOWN_TOKENS].tolist() for number in range(documents)]
+    if tokenizer is None:
+        return [" ".join(map(str, row))[:SHOWN_CHARACTERS] for row in ids]
+    decoder = load_tokenizer(tokenizer)
+    return [decoder.decode(row, skip_special_tokens=False)[:SHOWN_CHARACTERS] for row in ids]

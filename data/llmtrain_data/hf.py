@@ -1,0 +1,59 @@
+"""Datasets of the Hugging Face `datasets` library, streamed: nothing is copied to its cache first."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmtrain_data.corpus import HF_FILES
+from llmtrain_data.errors import DataError
+from llmtrain_data.readers import CHUNK, Chunk, as_strings
+
+ROWS = 1000
+"""Rows read at once."""
+
+
+def rows(name: str, split: str) -> int | None:
+    """Return the number of rows, None where the dataset does not say."""
+    dataset = _open(name, split)
+    if hasattr(dataset, "__len__"):
+        return len(dataset)
+    known = dataset.info.splits or {}
+    return known[split].num_examples if split in known else None
+
+
+def read(name: str, split: str, key: str) -> Iterator[Chunk]:
+    """Read the text column `key` of a dataset."""
+    dataset = _open(name, split)
+    columns = dataset.column_names
+    if columns is not None and key not in columns:
+        raise DataError(
+            f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key"
+        )
+    if columns is not None:
+        dataset = dataset.select_columns([key])
+    for table in dataset.with_format("arrow").iter(batch_size=ROWS):
+        texts = as_strings(table.column(key), f"dataset {name}: column {key!r}")
+        step = max(len(texts) * CHUNK // max(texts.nbytes, CHUNK), 1)
+        for start in range(0, len(texts), step):
+            part = texts[start : start + step]
+            yield Chunk(part, None, len(part))
+
+
+def _open(name: str, split: str) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    path = Path(name)
+    try:
+        if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        if path.is_file() and path.suffix in HF_FILES:
+            extra = {"sep": "\t"} if path.suffix == ".tsv" else {}
+            kind = HF_FILES[path.suffix]
+            return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
+        base, _, config = (name, "", "") if path.exists() else name.partition(":")
+        return datasets.load_dataset(base, config or None, split=split, streaming=True)
+    except Exception as error:  # datasets lets through errors of every library it uses
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"dataset {name} (split {split}) cannot be opened: {reason}") from error

@@ -1,0 +1,194 @@
+"""From a corpus to a `.bin/.idx` pair: read, encode and write side by side, in memory that stays flat."""
+
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow.compute as pc
+
+from llmtrain_data.corpus import Corpus
+from llmtrain_data.encode import ENCODERS, Encoded, Encoder, choose_encoder
+from llmtrain_data.errors import DataError, PreparationStoppedError
+from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
+from llmtrain_data.progress import progress
+from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How to prepare: append the end-of-text id to documents, replace an existing set, encoder, cores (None: all)."""
+
+    append_end: bool = True
+    overwrite: bool = False
+    encoder: str = "auto"
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.encoder not in ENCODERS:
+            raise DataError(f"--encoder is {self.encoder!r}; expected one of {', '.join(ENCODERS)}")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was written. text_bytes: UTF-8 bytes of text; left_out: documents without any token."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    left_out: int
+    dtype: str
+    encoder: str
+    reason: str
+    seconds: float
+
+    def lines(self, prefix: Path) -> list[str]:
+        """Return what the command line says about it."""
+        rate = self.text_bytes / max(self.seconds, 1e-9) / 1e6
+        left_out = f", {self.left_out} empty ones left out" if self.left_out else ""
+        return [
+            f"encoder    {self.encoder} ({self.reason})",
+            f"documents  {self.documents}{left_out}",
+            f"tokens     {self.tokens} as {self.dtype}, {self.text_bytes / max(self.tokens, 1):.2f} bytes each",
+            f"wrote      {bin_path(prefix)} and {idx_path(prefix)} in {self.seconds:.1f} s ({rate:.1f} MB/s)",
+        ]
+
+
+def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptions) -> Prepared:
+    """Encode `corpus` with the tokenizer folder into `prefix.bin` and `prefix.idx`.
+
+    Until all is written and durable, nothing has these names. Raises DataError for a bad corpus, tokenizer or
+    output, and PreparationStoppedError on SIGINT or SIGTERM; both leave nothing behind.
+    """
+    started = time.monotonic()
+    size = tokenizer_size(tokenizer)
+    end = end_of_text_id(tokenizer, load_tokenizer(tokenizer)) if options.append_end else None
+    check_output(prefix, options.overwrite)
+    with interruptible(prefix):
+        chunks = ahead(corpus.chunks())
+        first = next(chunks, None)
+        if first is None:
+            raise DataError(f"the input has no text: {corpus.description}")
+        encoder = choose_encoder(tokenizer, first.texts, options.encoder, options.workers)
+        with _writing(prefix, token_dtype(size)) as writer:
+            with progress("prepare", corpus.total, corpus.unit) as report:
+                counts = _write(writer, ahead(encoder.stream(chain([first], chunks))), end, report)
+            if writer.documents == 0:
+                raise DataError(f"the input has no text: {corpus.description}")
+            writer.commit()
+    seconds = time.monotonic() - started
+    return _summary(writer, counts, encoder, seconds)
+
+
+def check_output(prefix: Path, overwrite: bool) -> None:
+    """Raise DataError if a data set cannot be written at `prefix`."""
+    if prefix.is_dir() or str(prefix).endswith((".bin", ".idx")):
+        raise DataError(
+            f"--output {prefix} is not a prefix; expected a path without .bin, such as {prefix}/text"
+        )
+    existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
+    # A .bin without .idx but with unfinished files beside it is what a kill between the two renames leaves.
+    unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[1].exists()
+    if existing and not overwrite and not unfinished:
+        names = " and ".join(str(path) for path in existing)
+        raise DataError(f"{names} exists already; give another --output, or --overwrite to replace it")
+
+
+@contextmanager
+def _writing(prefix: Path, dtype: np.dtype[Any]) -> Iterator[IndexedWriter]:
+    """Hold a writer that leaves nothing behind if it was not committed."""
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        writer = IndexedWriter(prefix, dtype)
+        try:
+            yield writer
+        finally:
+            writer.discard()
+    except OSError as error:
+        raise DataError(f"{prefix} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def interruptible(prefix: Path) -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into an PreparationStoppedError that says how to go on. Only for the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        raise PreparationStoppedError(
+            f"stopped by {stopped}: nothing was written as {prefix}.bin and {prefix}.idx; "
+            "give the same command again to start over"
+        ) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """Yield `items`, of which a thread of its own makes up to `depth` in advance."""
+    end: Any = object()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
+            yield item
+
+
+def _write(writer: IndexedWriter, stream: Iterator[Encoded], end: int | None, report: Any) -> tuple[int, int]:
+    """Write all chunks; return the bytes of text and the number of documents left out for having no token."""
+    text_bytes = left_out = 0
+    for encoded in stream:
+        ids, lengths, empty = documents_of(encoded, end)
+        writer.add(ids.astype(writer.dtype), lengths)
+        text_bytes += pc.sum(pc.binary_length(encoded.chunk.texts)).as_py() or 0
+        left_out += empty
+        report(encoded.chunk.done)
+    return text_bytes, left_out
+
+
+def documents_of(encoded: Encoded, end: int | None) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the ids with `end` after each document, the length of each sequence, and how many were empty.
+
+    Texts without a token are left out, as Megatron does. A text that does not end its document gets no `end`.
+    """
+    ids, lengths, ends = encoded.ids, encoded.lengths, encoded.chunk.ends
+    kept = lengths > 0
+    empty = len(lengths) - int(kept.sum())
+    if empty:
+        lengths = lengths[kept]
+        ends = None if ends is None else ends[kept]
+    if end is not None:
+        finished = np.ones(len(lengths), bool) if ends is None else ends
+        ids = np.insert(ids, np.cumsum(lengths)[finished], end)
+        lengths = lengths + finished
+    return ids, lengths, empty
+
+
+def _summary(writer: IndexedWriter, counts: tuple[int, int], encoder: Encoder, seconds: float) -> Prepared:
+    return Prepared(
+        documents=writer.documents,
+        tokens=writer.token_count,
+        text_bytes=counts[0],
+        left_out=counts[1],
+        dtype=writer.dtype.name,
+        encoder=encoder.name,
+        reason=encoder.reason,
+        seconds=seconds,
+    )

@@ -1,0 +1,73 @@
+"""Progress of long work over a corpus: a live bar in a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+LINE_EVERY = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class Report(Protocol):
+    """Takes how much more is done, in the unit of the corpus."""
+
+    def __call__(self, done: int) -> None:
+        """Add `done`."""
+
+
+@contextmanager
+def progress(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Iterator[Report]:
+    """Show progress on stderr: share done, rate and time left."""
+    if sys.stderr.isatty():
+        with _bar(title, total, unit) as report:
+            yield report
+    else:
+        yield _Lines(title, total, unit)
+
+
+@contextmanager
+def _bar(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Iterator[Report]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    sizes = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=unit == "rows"))
+    with Progress(*columns, *sizes, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+class _Lines:
+    """Prints a line every LINE_EVERY seconds."""
+
+    def __init__(self, title: str, total: int | None, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._done = 0
+        self._started = self._printed = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        self._done += done
+        now = time.monotonic()
+        if now - self._printed < LINE_EVERY:
+            return
+        self._printed = now
+        rate = self._done / (now - self._started)
+        amount, speed = f"{self._done} rows", f"{rate:.0f} rows/s"
+        if self._unit == "bytes":
+            amount, speed = f"{self._done / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+        line = f"{self._title}: {amount}, {speed}"
+        if self._total:
+            left = max(self._total - self._done, 0) / max(rate, 1e-9)
+            line += f", {100 * self._done / self._total:.0f} %, {left:.0f} s left"
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,286 @@
+"""Readers of text, JSONL and Parquet files: chunks of documents as Arrow string arrays, some 8 MB at a time.
+
+Arrow arrays, because pyarrow parses JSONL and Parquet into them on all cores, and gigatoken takes them without a
+copy: no Python object is made per document.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+
+from llmtrain_data.errors import DataError
+
+if TYPE_CHECKING:
+    from llmtrain_data.corpus import CorpusOptions
+
+CHUNK = 8 << 20
+"""Bytes of text read at once."""
+
+WHOLE_FILE = 16 << 20
+"""A text file of a folder up to this many bytes is one document."""
+
+JSON_BLOCK = 1 << 20
+"""Bytes that one thread of the JSON reader parses at once."""
+
+PROBE = 8192
+"""A file with a zero byte among its first ones is taken for binary, as git does."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Documents, or parts of them, in the order of the corpus.
+
+    texts: Arrow array of large_string; nulls are records without text. ends: bool for each text, whether a
+    document ends with it; None if each does. done: how much of the corpus this chunk takes, in its unit.
+    """
+
+    texts: pa.Array
+    ends: np.ndarray | None
+    done: int
+
+
+class Stream(Protocol):
+    """A binary stream."""
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes, none at the end."""
+
+
+def read_files(
+    files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool
+) -> Iterator[Chunk]:
+    """Read files one after another. whole_files: a small text file is one document."""
+    texts = _TextChunks()
+    for path in files:
+        try:
+            if kind(path) == "text":
+                pieces = read_text(path, options.separator, whole_files)
+                yield from texts.add(pieces)
+            else:
+                yield from texts.flush()
+                reader = {"jsonl": read_jsonl, "parquet": read_parquet}[kind(path)]
+                yield from reader(path, options.text_key)
+        except (OSError, EOFError, pa.ArrowException) as error:
+            raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    yield from texts.flush()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text as bytes, whether a document ends with it, and how many bytes of the file it takes."""
+
+    content: bytes
+    ends: bool
+    done: int
+
+
+def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]:
+    """Read a text file.
+
+    With a separator, documents are what lies between. Without, the file is one text: in a folder one document
+    (whole), alone cut at line ends into some thousand pieces of 4 to 64 KB, so that it can be split into training
+    and validation, of which only the last one ends a document. Binary files give nothing.
+    """
+    size = path.stat().st_size
+    if separator is not None:
+        yield from _separated(path, separator.encode())
+        return
+    piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
+    for block, done, last in _blocks(path, b"\n", max(piece, CHUNK)):
+        if done == 0 and b"\0" in block[:PROBE]:
+            return
+        start = 0
+        while start < len(block):
+            end = _line_end(block, start, piece)
+            finished = end == len(block)
+            yield Piece(block[start:end], last and finished, 0 if not finished else done)
+            start = end
+
+
+def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
+    """Read a file of JSON objects, one a line; the text is the string in field `key`."""
+    line = 0
+    for block, done, _ in _blocks(path, b"\n", CHUNK):
+        texts = _parse_lines(block, key)
+        if texts is None:
+            texts = _parse_slowly(block, key, path, line)
+        if line == 0 and len(texts) and texts.null_count == len(texts):
+            raise DataError(
+                f"{path} has no field {key!r} with text{_fields(block)}; name the field with --text-key"
+            )
+        line += block.count(b"\n")
+        yield Chunk(texts, None, done)
+
+
+def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
+    """Read the string column `key` of a Parquet file."""
+    with pa.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if key not in names:
+            raise DataError(
+                f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key"
+            )
+        column = file.schema.names.index(key)
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        content = sum(group.column(column).total_uncompressed_size for group in groups)
+        rows = max(file.metadata.num_rows, 1)
+        step = min(max(int(CHUNK * rows / max(content, 1)), 1), 1 << 16)
+        bytes_per_row = path.stat().st_size / rows
+        for batch in file.iter_batches(batch_size=step, columns=[key], use_threads=True):
+            yield Chunk(
+                as_strings(batch.column(0), f"{path}: column {key!r}"), None, int(len(batch) * bytes_per_row)
+            )
+
+
+def as_strings(column: Any, where: str) -> pa.Array:
+    """Return an Arrow column as one large_string array. Raises DataError if it holds no strings."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_null)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not any(test(column.type) for test in kinds):
+        raise DataError(f"{where} holds {column.type}; expected text")
+    return _valid(column.cast(pa.large_binary()).cast(pa.large_string(), safe=False))
+
+
+class _TextChunks:
+    """Gathers pieces of text into chunks."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._size = 0
+
+    def add(self, pieces: Iterator[Piece]) -> Iterator[Chunk]:
+        for piece in pieces:
+            self._pieces.append(piece)
+            self._size += len(piece.content)
+            if self._size >= CHUNK:
+                yield from self.flush()
+
+    def flush(self) -> Iterator[Chunk]:
+        pieces, self._pieces, self._size = self._pieces, [], 0
+        if pieces:
+            ends = np.array([piece.ends for piece in pieces])
+            texts = _string_array([piece.content for piece in pieces])
+            yield Chunk(texts, None if ends.all() else ends, sum(piece.done for piece in pieces))
+
+
+def _string_array(pieces: list[bytes]) -> pa.Array:
+    """Return UTF-8 bytes as an Arrow array of large_string; what is not UTF-8 becomes U+FFFD."""
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
+    return _valid(pa.Array.from_buffers(pa.large_string(), len(pieces), buffers))
+
+
+def _valid(texts: pa.Array) -> pa.Array:
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        raw = texts.cast(pa.large_binary()).to_pylist()
+        decoded = [None if text is None else text.decode("utf-8", "replace") for text in raw]
+        return pa.array(decoded, pa.large_string())
+    return texts
+
+
+def _line_end(block: bytes, start: int, length: int) -> int:
+    """Return where a piece of up to `length` bytes ends: after a line, else between two characters."""
+    end = start + length
+    if end >= len(block):
+        return len(block)
+    line = block.rfind(b"\n", start, end)
+    if line >= start:
+        return line + 1
+    while block[end] & 0xC0 == 0x80 and end > start + 1:
+        end -= 1
+    return end
+
+
+def _blocks(path: Path, separator: bytes, size: int) -> Iterator[tuple[bytes, int, bool]]:
+    """Read (block, bytes of the file it took, is it the last), each of at least one record and ending with one."""
+    with open(path, "rb") as file:
+        stream = _decompressed(file, path)
+        position, rest = 0, b""
+        while True:
+            read = stream.read(size)
+            ready = rest + read
+            cut = len(ready) if not read else ready.rfind(separator) + len(separator)
+            if read and cut < len(separator):
+                rest = ready
+                continue
+            block, rest = ready[:cut], ready[cut:]
+            now = file.tell()
+            if block:
+                yield block, now - position, not read
+            position = now
+            if not read:
+                return
+
+
+def _decompressed(file: io.BufferedReader, path: Path) -> Stream:
+    from llmtrain_data.corpus import COMPRESSION
+
+    kind = COMPRESSION.get(path.suffix)
+    # Arrow's reader fails on a stream that was cut short, which zstandard's own takes for its end.
+    return pa.CompressedInputStream(file, kind) if kind else file
+
+
+def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
+    for block, done, _ in _blocks(path, separator, CHUNK):
+        *documents, last = block.split(separator)
+        for document in documents:
+            yield Piece(document, True, 0)
+        yield Piece(last, True, done)
+
+
+def _parse_lines(block: bytes, key: str) -> pa.Array | None:
+    """Parse with Arrow on all cores, None if it finds something wrong."""
+    schema = pa.schema([(key, pa.large_string())])
+    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    for size in (JSON_BLOCK, len(block)):
+        try:
+            reading = pa.json.ReadOptions(block_size=size)
+            table = pa.json.read_json(io.BytesIO(block), read_options=reading, parse_options=options)
+        except (pa.ArrowException, UnicodeDecodeError):
+            continue
+        return _valid(table.column(key).combine_chunks())
+    return None
+
+
+def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> pa.Array:
+    """Parse line by line: takes what Arrow does not (lone surrogates), and names the line that is wrong."""
+    texts: list[str | None] = []
+    for number, raw in enumerate(block.split(b"\n"), line + 1):
+        if not raw.strip():
+            continue
+        try:
+            record = json.loads(raw.decode("utf-8", "replace"))
+        except ValueError as error:
+            raise DataError(
+                f"{path} line {number} is not JSON ({error}); expected one object a line"
+            ) from error
+        text = record.get(key) if isinstance(record, dict) else record
+        if not isinstance(record, dict) or not isinstance(text, str | None):
+            raise DataError(
+                f"{path} line {number} has {type(text).__name__} {str(text)[:40]!r}; "
+                f"expected an object with a string in field {key!r}"
+            )
+        texts.append(None if text is None else text.encode("utf-8", "replace").decode())
+    return pa.array(texts, pa.large_string())
+
+
+def _fields(block: bytes) -> str:
+    """Return what to add to an error about a missing field: the fields of the first record."""
+    try:
+        return f", only {', '.join(json.loads(block.split(chr(10).encode(), 1)[0]))}"
+    except (ValueError, TypeError):
+        return ""

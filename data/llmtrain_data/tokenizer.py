@@ -1,0 +1,175 @@
+"""Tokenizer folders in Hugging Face's layout: reading what data preparation needs of one, and training one."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain_data.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from llmtrain_data.corpus import Corpus
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""256 bytes and the end of text."""
+
+
+def tokenizer_size(folder: str | Path) -> int:
+    """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
+
+    Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that fails.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return max(_from_transformers(folder).get_vocab().values()) + 1
+    description = _read_json(path)
+    try:
+        vocab = description["model"]["vocab"]
+        largest = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
+        added = [int(token["id"]) for token in description.get("added_tokens") or []]
+        return max([largest, *added]) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} has no vocabulary ({error!r}); expected a Hugging Face tokenizer") from error
+
+
+def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
+    """Return the folder's tokenizer, encoding whole texts: no truncation, no padding.
+
+    Raises DataError for a folder that holds no tokenizer.
+    """
+    import tokenizers
+
+    path = Path(folder) / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{path} is not a tokenizer: {error}") from error
+    else:
+        tokenizer = tokenizers.Tokenizer.from_str(_from_transformers(folder).backend_tokenizer.to_str())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int:
+    """Return the id that ends a document: the folder's eos token, else `<|endoftext|>` if it is in the vocabulary.
+
+    Raises DataError when there is neither.
+    """
+    token = _configured_eos(Path(folder)) or END_OF_TEXT
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise DataError(
+            f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); name one as "
+            "eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
+        )
+    return int(number)
+
+
+def train_tokenizer(
+    texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False
+) -> int:
+    """Train a byte-level BPE, of the same kind as GPT-2's, and write its folder; return its size.
+
+    The folder holds `tokenizer.json` and `tokenizer_config.json`; beginning, end and padding are `<|endoftext|>`.
+    It is written aside and renamed. Raises DataError for a size below 257, and for an output that exists.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    check_new_tokenizer(vocab_size, output, overwrite)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    aside = output.with_name(output.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tokenizer.save(str(aside / "tokenizer.json"))
+    (aside / "tokenizer_config.json").write_text(json.dumps({**config, **settings}, indent=2) + "\n")
+    if overwrite:
+        shutil.rmtree(output, ignore_errors=True)
+    aside.rename(output)
+    return int(tokenizer.get_vocab_size())
+
+
+def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
+    """Yield the texts of a corpus until `limit` bytes, showing progress."""
+    from llmtrain_data.progress import progress
+
+    total = corpus.total
+    taken = 0
+    with progress("read", total, corpus.unit) as report:
+        for chunk in corpus.chunks():
+            yield [text for text in chunk.texts.to_pylist() if text]
+            report(chunk.done)
+            taken += chunk.texts.nbytes
+            if taken >= limit:
+                return
+
+
+def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
+    """Raise DataError if a tokenizer of this size cannot be made at `output`."""
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(
+            f"--vocab-size is {vocab_size}; a byte-level BPE needs at least {SMALLEST_VOCAB}, "
+            "the 256 bytes and the end of text"
+        )
+    if output.is_dir() and not any(output.iterdir()):
+        return
+    if output.exists() and not (overwrite and (output / "tokenizer.json").is_file()):
+        raise DataError(
+            f"--output {output} exists; give another folder, or --overwrite to replace a tokenizer"
+        )
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """Return the eos token that the folder's configuration names."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        token = _read_json(path).get("eos_token") if path.is_file() else None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}; expected a JSON object")
+    return content
+
+
+def _from_transformers(folder: str | Path) -> Any:
+    """Return the transformers tokenizer of a folder that has no tokenizer.json, such as a SentencePiece model."""
+    if not Path(folder).is_dir():
+        raise DataError(
+            f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer.backend_tokenizer  # noqa: B018
+    except Exception as error:  # what transformers raises here depends on the file that is wrong
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason}") from error
+    return tokenizer

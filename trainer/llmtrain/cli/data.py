@@ -1,0 +1,157 @@
+"""`llmtrain data`: prepare a corpus for training, train a tokenizer, look at what was prepared."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmtrain.errors import RunFailedError
+
+if TYPE_CHECKING:
+    from llmtrain_data.corpus import CorpusOptions
+
+app = typer.Typer(no_args_is_help=True, help="Prepare corpora, train tokenizers, look at prepared data.")
+
+Input = Annotated[
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="Text, JSONL or Parquet file (.gz, .zst), a folder of files, hf:NAME for a dataset, a saved "
+        "dataset, or stdlib for the source of Python's standard library.",
+    ),
+]
+InputFormat = Annotated[
+    str,
+    typer.Option(help="auto, text, jsonl, parquet or hf; auto goes by the file's name.", metavar="FORMAT"),
+]
+TextKey = Annotated[str, typer.Option(help="Field or column that holds the text.", metavar="NAME")]
+Glob = Annotated[str, typer.Option(help="Which files of a folder to read.", metavar="PATTERN")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        help="What lies between two documents of a text file; \\n stands for a line end.", metavar="TEXT"
+    ),
+]
+DatasetSplit = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.", metavar="NAME")]
+Shuffle = Annotated[
+    bool,
+    typer.Option(help="Take the files of a folder in a fixed shuffled order; else in order of their names."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def prepare(
+    source: Input,
+    tokenizer: Annotated[Path, typer.Option(help="Folder of a Hugging Face tokenizer.", metavar="DIR")],
+    output: Annotated[Path, typer.Option(help="Write PREFIX.bin and PREFIX.idx.", metavar="PREFIX")],
+    input_format: InputFormat = "auto",
+    text_key: TextKey = "text",
+    glob: Glob = "*",
+    separator: Separator = None,
+    dataset_split: DatasetSplit = "train",
+    shuffle: Shuffle = True,
+    eod: Annotated[bool, typer.Option(help="Append the end-of-text id to each document.")] = True,
+    encoder: Annotated[str, typer.Option(help="auto, gigatoken or tokenizers.", metavar="NAME")] = "auto",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Cores to use [default: all].", metavar="N")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx).
+
+    The pair appears when it is complete; stopped at any moment, the same command starts over.
+    """
+    from llmtrain_data.corpus import open_corpus
+    from llmtrain_data.errors import PreparationStoppedError
+    from llmtrain_data.prepare import PrepareOptions
+    from llmtrain_data.prepare import prepare as prepare_corpus
+
+    options = PrepareOptions(append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers)
+    corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
+    typer.echo(f"input      {corpus.description}")
+    try:
+        done = prepare_corpus(corpus, tokenizer, output, options)
+    except PreparationStoppedError as error:
+        raise RunFailedError(str(error)) from None
+    typer.echo("\n".join(done.lines(output)))
+
+
+@app.command()
+def tokenizer(
+    source: Input,
+    vocab_size: Annotated[int, typer.Option(help="Number of ids, at least 257.", metavar="N")],
+    output: Annotated[Path, typer.Option(help="Folder to write.", metavar="DIR")],
+    input_format: InputFormat = "auto",
+    text_key: TextKey = "text",
+    glob: Glob = "*",
+    separator: Separator = None,
+    dataset_split: DatasetSplit = "train",
+    shuffle: Shuffle = True,
+    sample_mb: Annotated[
+        int, typer.Option(min=1, help="Learn from the first N MB of text.", metavar="N")
+    ] = 1000,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a byte-level BPE tokenizer, of the same kind as GPT-2's, as a Hugging Face folder."""
+    from llmtrain_data.corpus import open_corpus
+    from llmtrain_data.tokenizer import check_new_tokenizer, sampled_texts, train_tokenizer
+
+    check_new_tokenizer(vocab_size, output, overwrite)
+    corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
+    typer.echo(f"input      {corpus.description}")
+    size = train_tokenizer(sampled_texts(corpus, sample_mb * 10**6), vocab_size, output, overwrite)
+    short = "" if size == vocab_size else f" (the input has no more than that; {vocab_size} were asked for)"
+    typer.echo(f"wrote      {output}, {size} ids{short}")
+
+
+@app.command()
+def inspect(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Path of the pair, without .bin.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer to show the first documents with.", metavar="DIR")
+    ] = None,
+    documents: Annotated[int, typer.Option(min=0, help="Number of documents to show.", metavar="N")] = 3,
+    json: Json = False,
+) -> None:
+    """Show what a prepared data set holds: counts, lengths, entropy and the first documents."""
+    from llmtrain_data.describe import describe
+
+    description = describe(prefix, tokenizer, documents)
+    typer.echo(description.json() if json else description.text())
+
+
+@app.command()
+def blend(
+    parts: Annotated[
+        list[str],
+        typer.Argument(metavar="[WEIGHT] PREFIX ...", help="Weights may be left out: by size then."),
+    ],
+    tokens: Annotated[
+        str | None, typer.Option(help="Length of the training, such as 10B [default: one pass].")
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
+    split: Annotated[str, typer.Option(help="Shares of training, validation and test.")] = "98,1,1",
+    json: Json = False,
+) -> None:
+    """Show how a blend will be sampled, and the data section of the recipe for it."""
+    from llmtrain_data.blend import plan_blend
+
+    plan = plan_blend(parts, tokens, sequence_length, split)
+    typer.echo(plan.json() if json else plan.text())
+
+
+def _options(
+    input_format: str, text_key: str, glob: str, separator: str | None, dataset_split: str, shuffle: bool
+) -> "CorpusOptions":
+    from llmtrain_data.corpus import CorpusOptions
+
+    return CorpusOptions(
+        input_format=input_format,
+        text_key=text_key,
+        glob=glob,
+        separator=separator,
+        split=dataset_split,
+        shuffle=shuffle,
+    )
