@@ -13,7 +13,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Part:
-    """One source. share: of the samples. available: tokens in its training split; drawn: tokens taken from it."""
+    """One source. share: of the samples. available: tokens of its training split; drawn: taken from it."""
 
     prefix: str
     share: float
@@ -40,8 +40,8 @@ class BlendPlan:
         width = max(len(part.prefix) for part in self.parts) + 2
         lines = [f"{'source':<{width}}{'share':>8}{'documents':>12}{'tokens':>16}{'drawn':>16}{'epochs':>9}"]
         lines += [
-            f"{part.prefix:<{width}}{part.share:>8.2%}{part.documents:>12}{part.available:>16}{part.drawn:>16}"
-            f"{part.epochs:>9.2f}"
+            f"{part.prefix:<{width}}{part.share:>8.2%}{part.documents:>12}{part.available:>16}"
+            f"{part.drawn:>16}{part.epochs:>9.2f}"
             for part in self.parts
         ]
         repeated = [part.prefix for part in self.parts if part.epochs > 4]
@@ -73,7 +73,8 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
         for source, size in zip(samples.sources, available, strict=True)
     ]
     path = config.path if isinstance(config.path, str) else f"[{', '.join(map(_plain, config.path))}]"
-    yaml = f"data:\n  path: {path}\n  sequence_length: {sequence_length}\n  split: [{', '.join(map(_plain, shares))}]\n"
+    yaml = f"data:\n  path: {path}\n  sequence_length: {sequence_length}\n"
+    yaml += f"  split: [{', '.join(map(_plain, shares))}]\n"
     return BlendPlan(total, parts, yaml)
 
 

@@ -24,9 +24,10 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 class CorpusOptions:
     """How to read an input.
 
-    input_format: auto goes by the file's name. text_key: field or column that holds the text. glob: which files
-    of a folder, by name. separator: ends a document in text files (none: see `readers.read_text`). split: part of
-    a Hugging Face dataset. shuffle: whether a folder's files come in a fixed shuffled order instead of by name.
+    input_format: auto goes by the file's name. text_key: field or column that holds the text. glob: which
+    files of a folder, by name. separator: ends a document in text files (none: see `readers.read_text`).
+    split: part of a Hugging Face dataset. shuffle: whether a folder's files come in a fixed shuffled order
+    instead of by name.
     """
 
     input_format: str = "auto"
@@ -74,7 +75,7 @@ class FileCorpus:
 
 @dataclass(frozen=True)
 class HuggingFaceCorpus:
-    """What `datasets` opens: a name, `hf:NAME` or `hf:NAME:CONFIG`, a saved dataset, or a CSV or Arrow file."""
+    """What `datasets` opens: `NAME` or `NAME:CONFIG`, a saved dataset, a CSV or an Arrow file."""
 
     name: str
     options: CorpusOptions
@@ -153,8 +154,8 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
 def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:
     """Sort by a hash of the path inside the folder, or by the path itself.
 
-    Splits are ranges of documents: by name, validation would be the last folders, another domain than training.
-    A hash needs no seed, is the same on every machine, and stays when files are added.
+    Splits are ranges of documents: by name, validation would be the last folders, another domain than
+    training. A hash needs no seed, is the same on every machine, and stays when files are added.
     """
     names = {path: path.relative_to(root).as_posix().encode("utf-8", "surrogateescape") for path in files}
     if options.shuffle:

@@ -57,8 +57,8 @@ class Description:
 def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Description:
     """Read a whole prepared set and describe it, with the beginnings of its first `documents`.
 
-    They are shown as text if a tokenizer folder is given, else as ids. Raises DataError for a damaged set, and
-    for a tokenizer whose vocabulary is too small for it.
+    They are shown as text if a tokenizer folder is given, else as ids. Raises DataError for a damaged set,
+    and for a tokenizer whose vocabulary is too small for it.
     """
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":

@@ -57,15 +57,16 @@ def idx_path(prefix: str | Path) -> Path:
 class IndexedData:
     """A prepared data set, read by memory map.
 
-    tokens: every token of the set, in the dtype of the file. lengths: int32 tokens of each sequence. pointers:
-    int64 byte offset of each sequence. document_index: int64 first sequence of each document, and the number
-    of sequences at its end.
+    tokens: every token of the set, in the dtype of the file. lengths: int32 tokens of each sequence.
+    pointers: int64 byte offset of each sequence. document_index: int64 first sequence of each document, and
+    the number of sequences at its end.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         """Open `PREFIX.bin` and `PREFIX.idx`.
 
-        Raises DataError when one is missing, cut short, of another format, or when the two do not fit together.
+        Raises DataError when one is missing, cut short, of another format, or when the two do not fit
+        together.
         """
         self.prefix = str(prefix)
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
@@ -123,7 +124,7 @@ class IndexedData:
         return np.dtype(DTYPES[code]), sequences, documents
 
     def _check_index(self) -> None:
-        """Sequences must follow each other without a gap: then a run of documents is one slice of the file."""
+        """Sequences must follow each other without a gap, so that a run of documents is one slice."""
         n, last = len(self.lengths), len(self.document_index) - 1
         good = last >= 0 and self.document_index[0] == 0 and self.document_index[last] == n
         good = good and bool(np.all(np.diff(self.document_index) >= 0)) and (n == 0 or self.pointers[0] == 0)

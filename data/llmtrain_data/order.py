@@ -31,8 +31,9 @@ def epoch_keys(seed: int, source: int, epochs: np.ndarray) -> np.ndarray:
 def permute(positions: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
     """Return where each position of [0, length) goes under its key's permutation; int64, one to one per key.
 
-    A balanced Feistel network over the smallest even number of bits that holds `length`, walked until the value
-    lies inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). At most four walks on average.
+    A balanced Feistel network over the smallest even number of bits that holds `length`, walked until the
+    value lies inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). At most four walks
+    on average.
     """
     half = max((max(length - 1, 1).bit_length() + 1) // 2, 1)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
@@ -57,9 +58,9 @@ class Interleave:
     """Which source each position takes, and the how-manieth sample of that source it is.
 
     The pattern repeats: weights are taken as fractions of a common denominator up to 65536 (written weights
-    such as 0.7 and 0.3 exactly, others to within 1/65536). At every position n, the count of each source is within
-    1 - 1/(2k - 2) of its share of n for k sources, which is the best possible bound.
-    Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
+    such as 0.7 and 0.3 exactly, others to within 1/65536). At every position n, the count of each source is
+    within 1 - 1/(2k - 2) of its share of n for k sources, which is the best possible bound. Source:
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980).
     """
 
     def __init__(self, weights: list[float]) -> None:

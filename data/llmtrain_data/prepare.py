@@ -27,7 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare: append the end-of-text id to documents, replace an existing set, encoder, cores (None: all)."""
+    """How to prepare.
+
+    append_end: whether documents end with the end-of-text id. overwrite: replace an existing set. encoder: one of
+    ENCODERS. workers: cores to use (None: all).
+    """
 
     append_end: bool = True
     overwrite: bool = False
@@ -59,7 +63,7 @@ class Prepared:
         return [
             f"encoder    {self.encoder} ({self.reason})",
             f"documents  {self.documents}{left_out}",
-            f"tokens     {self.tokens} as {self.dtype}, {self.text_bytes / max(self.tokens, 1):.2f} bytes each",
+            f"tokens     {self.tokens} as {self.dtype}, of {self.text_bytes / max(self.tokens, 1):.2f} bytes",
             f"wrote      {bin_path(prefix)} and {idx_path(prefix)} in {self.seconds:.1f} s ({rate:.1f} MB/s)",
         ]
 
@@ -120,7 +124,7 @@ def _writing(prefix: Path, dtype: np.dtype[Any]) -> Iterator[IndexedWriter]:
 
 @contextmanager
 def interruptible(prefix: Path) -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into an PreparationStoppedError that says how to go on. Only for the main thread."""
+    """In the main thread, turn SIGINT and SIGTERM into an error that says how to go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Readers of text, JSONL and Parquet files: chunks of documents as Arrow string arrays, some 8 MB at a time.
 
-Arrow arrays, because pyarrow parses JSONL and Parquet into them on all cores, and gigatoken takes them without a
-copy: no Python object is made per document.
+Arrow arrays, because pyarrow parses JSONL and Parquet into them on all cores, and gigatoken takes them
+without a copy: no Python object is made per document.
 """
 
 import io
@@ -85,9 +85,10 @@ class Piece:
 def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]:
     """Read a text file.
 
-    With a separator, documents are what lies between. Without, the file is one text: in a folder one document
-    (whole), alone cut at line ends into some thousand pieces of 4 to 64 KB, so that it can be split into training
-    and validation, of which only the last one ends a document. Binary files give nothing.
+    With a separator, documents are what lies between. Without, the file is one text: in a folder one
+    document (whole), alone cut at line ends into some thousand pieces of 4 to 64 KB, so that it can be
+    split into training and validation, of which only the last one ends a document. Binary files give
+    nothing.
     """
     size = path.stat().st_size
     if separator is not None:
@@ -206,7 +207,7 @@ def _line_end(block: bytes, start: int, length: int) -> int:
 
 
 def _blocks(path: Path, separator: bytes, size: int) -> Iterator[tuple[bytes, int, bool]]:
-    """Read (block, bytes of the file it took, is it the last), each of at least one record and ending with one."""
+    """Read whole records: (block, bytes of the file it took, whether it is the last)."""
     with open(path, "rb") as file:
         stream = _decompressed(file, path)
         position, rest = 0, b""

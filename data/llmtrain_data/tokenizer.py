@@ -1,4 +1,4 @@
-"""Tokenizer folders in Hugging Face's layout: reading what data preparation needs of one, and training one."""
+"""Tokenizer folders in Hugging Face's layout: what data preparation needs of them, and training one."""
 
 import json
 import shutil
@@ -21,7 +21,8 @@ SMALLEST_VOCAB = 257
 def tokenizer_size(folder: str | Path) -> int:
     """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
 
-    Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that fails.
+    Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that
+    fails.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
@@ -57,7 +58,7 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
 
 
 def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int:
-    """Return the id that ends a document: the folder's eos token, else `<|endoftext|>` if it is in the vocabulary.
+    """Return the id that ends a document: the folder's eos token, else `<|endoftext|>` if it knows that.
 
     Raises DataError when there is neither.
     """
@@ -65,8 +66,8 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
     number = tokenizer.token_to_id(token)
     if number is None:
         raise DataError(
-            f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); name one as "
-            "eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
+            f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); name one "
+            "as eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
         )
     return int(number)
 
@@ -76,8 +77,9 @@ def train_tokenizer(
 ) -> int:
     """Train a byte-level BPE, of the same kind as GPT-2's, and write its folder; return its size.
 
-    The folder holds `tokenizer.json` and `tokenizer_config.json`; beginning, end and padding are `<|endoftext|>`.
-    It is written aside and renamed. Raises DataError for a size below 257, and for an output that exists.
+    The folder holds `tokenizer.json` and `tokenizer_config.json`; beginning, end and padding are
+    `<|endoftext|>`. It is written aside and renamed. Raises DataError for a size below 257, and for an
+    output that exists.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -159,10 +161,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_transformers(folder: str | Path) -> Any:
-    """Return the transformers tokenizer of a folder that has no tokenizer.json, such as a SentencePiece model."""
+    """Return the transformers tokenizer of a folder without tokenizer.json, such as a SentencePiece model."""
     if not Path(folder).is_dir():
         raise DataError(
-            f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
+            f"no tokenizer folder {folder}; expected one with tokenizer.json, "
+            "as `llmtrain data tokenizer` writes"
         )
     from transformers import AutoTokenizer
 
