@@ -109,24 +109,32 @@ class _Session:
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
         self._evaluations: list[Row] = []
-        self._seconds = 0.0
 
     def start(self, resumed_step: int, decisions: list[str]) -> None:
         self._run = describe(self._recipe, self._about)
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
-        kept = self._metrics.rows_kept
-        self._evaluations = [row for row in kept if row.get("event") == "eval"]
-        # Time spent before the interruption counts; what was lost in it does not.
-        self._elapsed_before = max((float(row.get("elapsed_s") or 0) for row in kept), default=0.0)
+        self._take_up(self._metrics.rows_kept)
         self._first = self._last = resumed_step
-        self._skipped = 0
         self._started = time.monotonic()
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
             shown.append(("continues after", f"step {resumed_step}"))
         self.console.start(self._recipe.name, shown, decisions)
+
+    def _take_up(self, kept: list[Row]) -> None:
+        """Go on from the rows of an earlier start: time spent then counts, time lost between does not."""
+        self._evaluations = [row for row in kept if row.get("event") == "eval"]
+        steps = [row for row in kept if "event" not in row]
+        last = steps[-1] if steps else {"step": 0, "elapsed_s": 0.0, "skipped_steps": 0}
+        self._elapsed_before, self._skipped = last["elapsed_s"], last["skipped_steps"]
+        # A row's step time is the mean since the row before.
+        before = [0, *(row["step"] for row in steps)]
+        self._seconds = sum(
+            row["step_time_s"] * (row["step"] - b) for row, b in zip(steps, before, strict=False)
+        )
+        self._timed = last["step"]
 
     def _start_wandb(self) -> None:
         logging = self._recipe.logging
@@ -146,6 +154,7 @@ class _Session:
         self._last, self._skipped = record.step, record.skipped_steps
         self._window.append(record.seconds)
         self._seconds += record.seconds
+        self._timed += 1
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
         # Depends on the step alone, so that a resumed run logs the steps an uninterrupted one does.
@@ -225,7 +234,7 @@ class _Session:
             self._wandb.log(row["step"], row)
 
     def _summary(self) -> Row:
-        run, done = self._run, self._last - self._first
+        run = self._run
         validation = [row["loss"] for row in self._evaluations if row["split"] == "validation"]
         first, last = (validation[0], validation[-1]) if validation else (None, None)
         entropy = run["unigram_entropy"]
@@ -233,8 +242,8 @@ class _Session:
             "step": self._last,
             "tokens": self._last * run["tokens_per_step"],
             "elapsed_s": self._elapsed(),
-            # Of this start, over its steps alone: without evaluations and checkpoints.
-            "tokens_per_s": done * run["tokens_per_step"] / self._seconds if self._seconds else None,
+            # Over the steps alone: without evaluations and checkpoints.
+            "tokens_per_s": self._timed * run["tokens_per_step"] / self._seconds if self._seconds else None,
             "first_validation_loss": first,
             "last_validation_loss": last,
             "unigram_entropy": entropy,

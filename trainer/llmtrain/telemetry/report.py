@@ -1,0 +1,183 @@
+"""`llmtrain report`: loss, rate and memory of a run as pictures and one self-contained page."""
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from string import Template
+from typing import Any
+
+from llmtrain.errors import BadInputError
+from llmtrain.telemetry import units
+from llmtrain.telemetry.about import facts, read_run_file
+from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure
+from llmtrain.telemetry.metrics import Row, read_metrics
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Write `loss.png`, `rate.png`, `memory.png` and `index.html` of a run, finished or not.
+
+    output: folder for them; by default `report` in the run's folder. Returns the page's path. Raises
+    BadInputError when the folder holds no logged step or the report cannot be written.
+    """
+    rows = _read(run_dir)
+    run, folder = read_run_file(run_dir), output or run_dir / "report"
+    steps = [row for row in rows if "event" not in row]
+    evaluations = [row for row in rows if row.get("event") == "eval"]
+    pictures = {
+        "loss": loss_figure(steps, evaluations, _entropy(run)),
+        "rate": rate_figure(steps),
+        "memory": memory_figure(steps),
+    }
+    page = _page(run_dir, run, rows, pictures)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.items():
+            (folder / f"{name}.png").write_bytes(picture)
+        (folder / "index.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(
+            f"{folder} cannot take the report ({error.strerror}); name a writable folder with --output"
+        ) from None
+    return folder / "index.html"
+
+
+def _read(run_dir: Path) -> list[Row]:
+    if not run_dir.is_dir():
+        raise BadInputError(f"{run_dir} is not a folder; give the folder of a run (logging.dir/name)")
+    path = run_dir / "metrics.jsonl"
+    try:
+        rows = read_metrics(path)
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    if not path.exists():
+        raise BadInputError(
+            f"{run_dir} holds no metrics.jsonl; give the folder of a run (logging.dir/name) that has started"
+        )
+    if not any("event" not in row for row in rows):
+        raise BadInputError(f"{path} has no logged step yet; try again once the run has logged one")
+    return rows
+
+
+def _entropy(run: Row) -> float | None:
+    entropy = number_at(run, "unigram_entropy")
+    return entropy if isfinite(entropy) else None
+
+
+def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) -> str:
+    steps = [row for row in rows if "event" not in row]
+    evaluations = [row for row in rows if row.get("event") == "eval"]
+    template = Template(files("llmtrain.telemetry").joinpath("report.html").read_text(encoding="utf-8"))
+    sections = [
+        _section("Run", _table(_facts(run, run_dir))),
+        _section("Decided", _table(((), *((text,) for text in _decisions(run))))),
+        _section(
+            "Evaluations", _table((("step", "split", "loss", "perplexity"), *map(_evaluation, evaluations)))
+        ),
+        _section("Bytes handed to collectives in the last logged step", _table(_communication(steps[-1]))),
+        _section("Recipe", _recipe(run_dir)),
+    ]
+    tiles = (
+        f'<div class="tile"><span>{escape(key)}</span><b>{escape(value)}</b></div>'
+        for key, value in _tiles(run, steps, evaluations)
+    )
+    images = {name: f"data:image/png;base64,{b64encode(data).decode()}" for name, data in pictures.items()}
+    return template.substitute(
+        name=escape(str(run.get("name", run_dir.resolve().name))),
+        status=escape(_status(run, rows)),
+        tiles="".join(tiles),
+        sections="\n".join(sections),
+        **images,
+    )
+
+
+def _status(run: Row, rows: list[Row]) -> str:
+    last = max((number_at(row, "step") for row in rows if isfinite(number_at(row, "step"))), default=0)
+    of = f" of {run['steps']}" if "steps" in run else ""
+    ends = [row for row in rows if row.get("event") == "end"]
+    if not ends:
+        return f"No end is logged: in progress or interrupted after step {last:.0f}{of}"
+    reason = f": {ends[-1]['reason']}" if "reason" in ends[-1] else ""
+    return f"{str(ends[-1].get('outcome', 'ended')).capitalize()} at step {last:.0f}{of}{reason}"
+
+
+def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple[str, str]]:
+    validation = [number_at(row, "loss") for row in evaluations if row.get("split") == "validation"]
+    last, entropy = steps[-1], _entropy(run)
+    if validation:
+        yield "validation loss", f"{validation[-1]:.4f}"
+        if entropy:
+            yield "of unigram entropy", f"{validation[-1] / entropy:.3f}"
+    yield "training loss", f"{number_at(last, 'loss'):.4f}"
+    yield "tokens", units.number(number_at(last, "tokens"))
+    yield "time", units.duration(number_at(last, "elapsed_s")) if "elapsed_s" in last else "unknown"
+    yield "tokens/s, median", units.number(_median(steps, "tokens_per_s"))
+    for key, label in (("mfu", "MFU, median"), ("mfu_measured", "MFU of measured peak")):
+        if isfinite(utilisation := _median(steps, key)):
+            yield label, f"{utilisation:.1%}"
+    yield "peak memory, main rank", units.size(_peak_memory(steps))
+    if skipped := number_at(last, "skipped_steps"):
+        yield "skipped steps", f"{skipped:.0f}"
+
+
+def _median(steps: list[Row], key: str) -> float:
+    values = [value for row in steps if isfinite(value := number_at(row, key))]
+    return median(values) if values else float("nan")
+
+
+def _peak_memory(steps: list[Row]) -> float:
+    """The device's peak where there is a device, else the process's."""
+    for key in ("peak_allocated", "peak_rss"):
+        values = [value for row in steps if isfinite(value := number_at(row, "memory_bytes", key))]
+        if values:
+            return max(values)
+    return float("nan")
+
+
+def _facts(run: Row, run_dir: Path) -> list[tuple[str, ...]]:
+    return [(), *(facts(run) if run else []), ("folder", str(run_dir.resolve()))]
+
+
+def _decisions(run: Row) -> list[str]:
+    decisions = run.get("decisions")
+    return [str(text) for text in decisions] if isinstance(decisions, list) else []
+
+
+def _evaluation(row: Row) -> tuple[str, ...]:
+    loss, perplexity = number_at(row, "loss"), number_at(row, "perplexity")
+    return str(row.get("step")), str(row.get("split")), f"{loss:.4f}", units.number(perplexity)
+
+
+def _communication(row: Row) -> list[tuple[str, ...]]:
+    groups = row.get("comm_bytes")
+    found = [
+        (str(group), str(op), units.size(count))
+        for group, ops in (groups.items() if isinstance(groups, dict) else ())
+        for op in (ops if isinstance(ops, dict) else ())
+        if isfinite(count := number_at(ops, op))
+    ]
+    return [("group", "operation", "bytes"), *found]
+
+
+def _recipe(run_dir: Path) -> str:
+    try:
+        text = (run_dir / "recipe.resolved.yaml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+    """Return an HTML table; the first row is its head (empty: none). No table where there is no other row."""
+    if len(rows) < 2:
+        return ""
+    head = f"<tr>{''.join(f'<th>{escape(str(cell))}</th>' for cell in rows[0])}</tr>" if rows[0] else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows[1:])
+    return f"<table>{head}{body}</table>"
+
+
+def _section(title: str, body: str) -> str:
+    return f'<h2>{escape(title)}</h2>\n<div class="scroll">{body}</div>' if body else ""
