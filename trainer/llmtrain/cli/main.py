@@ -1,0 +1,90 @@
+"""The entry of the command line: finds the verb, runs it, and turns errors into a sentence and an exit code."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from typing import Annotated
+
+import typer
+from llmtrain_data.errors import DataError
+
+from llmtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    BadInputError,
+    PreemptedError,
+    RunFailedError,
+)
+
+VERBS = {
+    "run": "Train: start the run that a recipe describes, or go on with it where it stopped.",
+    "eval": "Print a model's loss and perplexity on a split of its data, or of other data.",
+    "generate": "Let a trained model go on from a prompt.",
+    "report": "Draw a run's loss, rate and memory as PNG files and one HTML page.",
+    "doctor": "Show what this machine has, what is missing and how to install it.",
+}
+GROUPS = {
+    "recipes": "List and show recipes, their schema and the models known by name.",
+    "data": "Prepare corpora, train tokenizers, look at prepared data.",
+    "ckpt": "List, inspect, verify and convert checkpoints.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input) or 75 (preempted, saved)."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = _app(arguments)(arguments, prog_name="llmtrain", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (BadInputError, DataError) as error:
+        return _say(error, EXIT_BAD_INPUT)
+    except typer.TyperException as error:
+        return _say(error.format_message(), error.exit_code) if error.format_message() else 0
+    except RunFailedError as error:
+        return _say(error, EXIT_FAILED)
+    except PreemptedError as error:
+        return _say(error, EXIT_PREEMPTED)
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except OSError as error:
+        return _say(f"{error.filename or 'a file'}: {error.strerror or error}", EXIT_FAILED)
+    except MemoryError:
+        return _say("out of memory; a smaller train.microbatch or model needs less", EXIT_FAILED)
+
+
+def _app(arguments: Sequence[str]) -> typer.Typer:
+    """Build the app; only the module of the verb that is called is imported, as some of them need torch."""
+    app = typer.Typer(add_completion=False, help="Train GPT-style models: one recipe, one run, on whatever there is.")
+    app.callback()(_options)
+    called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in VERBS.items():
+        verb = getattr(import_module(f"llmtrain.cli.{name}"), name) if name == called else _not_called
+        app.command(name, help=None if name == called else summary)(verb)
+    for name, summary in GROUPS.items():
+        group = import_module(f"llmtrain.cli.{name}").app if name == called else typer.Typer(callback=_not_called)
+        app.add_typer(group, name=name, help=summary)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llmtrain {metadata.version('llmtrain')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a verb."""
+
+
+def _not_called() -> None:
+    """Stand for a verb that is listed by --help but not called."""
+
+
+def _say(sentence: object, code: int) -> int:
+    print(f"llmtrain: {' '.join(str(sentence).split())}", file=sys.stderr)
+    return code

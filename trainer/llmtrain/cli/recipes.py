@@ -1,0 +1,53 @@
+"""`llmtrain recipes`: the recipes and models that come with llmtrain."""
+
+import json
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the models known by name.")
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """List the recipes that come with llmtrain."""
+    from llmtrain.recipe.shipped import shipped_folder, shipped_names, summary
+
+    for name in shipped_names():
+        typer.echo(f"{name:<20} {summary(shipped_folder() / f'{name}.yaml')}")
+
+
+@app.command()
+def show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or file, or presets.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
+) -> None:
+    """Print a recipe with what it extends and every default filled in."""
+    from llmtrain.recipe.load import load_recipe
+    from llmtrain.recipe.resolve import to_yaml
+
+    if recipe == "presets":
+        presets()
+    else:
+        typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)
+
+
+@app.command()
+def presets() -> None:
+    """List the models that model.preset takes, with their sizes."""
+    from llmtrain.model.presets import PRESETS
+    from llmtrain.model.tensors import parameter_count
+
+    columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab")
+    typer.echo(f"{'preset':<18} {'family':<7} {'parameters':>15} " + " ".join(f"{key:>9}" for key in columns))
+    for name, config in PRESETS.items():
+        sizes = " ".join(f"{getattr(config, key):>9}" for key in columns)
+        typer.echo(f"{name:<18} {config.family:<7} {parameter_count(config):>15,} {sizes}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    from llmtrain.recipe.document import recipe_schema
+
+    typer.echo(json.dumps(recipe_schema(), indent=2))

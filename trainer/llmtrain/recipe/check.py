@@ -1,0 +1,133 @@
+"""What types alone cannot tell: keys that contradict each other, the number of ranks, files that are not there.
+
+All of it is refused before any process starts and before anything is written; each refusal is one sentence.
+"""
+
+import os
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.presets import PRESETS
+from llmtrain.recipe.resolve import Facts, replica_share, shape
+from llmtrain.recipe.schema import EveryK, Recipe
+
+
+def check_given(recipe: Recipe) -> None:
+    """Check what a recipe says before it is resolved: one model, and keys that apply to it. Raises BadInputError."""
+    model = recipe.model
+    ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
+    if not ways:
+        raise BadInputError("model says nothing; expected model.preset, model.hf, or model.family with its sizes")
+    if model.preset is not None and len(ways) > 1:
+        raise BadInputError(
+            f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "
+            "set the other to null"
+        )
+    if model.preset is not None and model.preset not in PRESETS:
+        near = get_close_matches(model.preset, PRESETS, n=1)
+        advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
+        raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
+    family = PRESETS[model.preset].family if model.preset else model.family
+    for key in ("rope_theta", "rotary_fraction"):
+        if family == "gpt2" and getattr(model, key) is not None:
+            raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
+
+
+def check_folders(recipe: Recipe) -> None:
+    """Check that the folders and files that a recipe names are there. Raises BadInputError."""
+    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded")
+    _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made")
+    if recipe.checkpoint.resume not in ("auto", "never"):
+        _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
+    for _, prefix in recipe.data.blend():
+        for suffix in (".bin", ".idx"):
+            if not Path(f"{prefix}{suffix}").is_file():
+                raise BadInputError(
+                    f"data.path is {prefix}, but there is no file {prefix}{suffix}; expected the prefix that "
+                    "`llmtrain data prepare` wrote"
+                )
+    _expect_writable(Path(recipe.logging.dir), recipe.name)
+
+
+def check(recipe: Recipe, facts: Facts) -> None:
+    """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
+    config = shape(recipe)
+    _check_batch(recipe, facts.world)
+    _check_model(config, facts)
+    if recipe.model.hf is not None and facts.hf is not None:
+        _check_same_model(config, facts.hf)
+    if recipe.data.sequence_length > config.positions:
+        raise BadInputError(
+            f"data.sequence_length is {recipe.data.sequence_length}; expected at most model.positions "
+            f"({config.positions}), lower the one or raise the other"
+        )
+    if recipe.optimizer.warmup > recipe.train.steps:
+        raise BadInputError(
+            f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
+        )
+    if recipe.train.eval_every and not recipe.data.split[1]:
+        raise BadInputError(
+            f"train.eval_every is {recipe.train.eval_every}, but data.split leaves nothing to validate on; give its "
+            "second number a share, or set train.eval_every=0"
+        )
+    if recipe.optimizer.backend == "apex" and not (facts.apex and facts.device == "cuda"):
+        raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
+    every = recipe.activation_checkpointing
+    if isinstance(every, EveryK) and every.every > config.layers:
+        raise BadInputError(
+            f"activation_checkpointing.every is {every.every}; expected at most model.layers ({config.layers})"
+        )
+
+
+def _check_batch(recipe: Recipe, world: int) -> None:
+    data, microbatch = recipe.parallel.data, recipe.train.microbatch
+    assert data != "auto"
+    assert microbatch != "auto"
+    if data != world:
+        raise BadInputError(f"parallel.data is {data}, but the run has {world} ranks; set parallel.data=auto")
+    share = replica_share(recipe, data)
+    if share % microbatch:
+        raise BadInputError(
+            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} ranks "
+            f"takes of train.global_batch ({recipe.train.global_batch})"
+        )
+
+
+def _check_model(config: GPTConfig, facts: Facts) -> None:
+    if facts.tokenizer is not None and config.vocab < facts.tokenizer:
+        raise BadInputError(
+            f"model.vocab is {config.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
+        )
+    for key in ("norm_eps", "rope_theta"):
+        if getattr(config, key) <= 0:
+            raise BadInputError(f"model.{key} is {getattr(config, key)}; expected a number above 0")
+    if config.rotary_fraction > 1:
+        raise BadInputError(f"model.rotary_fraction is {config.rotary_fraction}; expected at most 1")
+
+
+def _check_same_model(config: GPTConfig, hf: GPTConfig) -> None:
+    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions"}
+    for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
+        if getattr(config, key) != getattr(hf, key):
+            raise BadInputError(
+                f"model.{key} is {getattr(config, key)}, but the model in model.hf has {getattr(hf, key)}; leave it out"
+            )
+
+
+def _expect_folder(key: str, value: str | None, what: str) -> None:
+    if value is not None and not Path(value).is_dir():
+        raise BadInputError(f"{key} is {value}, which is not a folder; expected {what}")
+
+
+def _expect_writable(folder: Path, name: str) -> None:
+    target = folder / name
+    nearest = next(
+        path for path in (target, *target.parents) if os.path.lexists(path) or path == Path(target.anchor or ".")
+    )
+    if not nearest.is_dir():
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} is a file; expected a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} may not be written to; choose another folder")

@@ -1,0 +1,56 @@
+"""What pydantic found wrong with a recipe, as one sentence."""
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmtrain.recipe.keys import expected, nearest_key, recipe_keys
+
+_UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
+
+
+def explain(error: ValidationError) -> str:
+    """Name the key, the value, what was expected and what to do, for the first thing that is wrong."""
+    # A union reports one error for each of its members: those about one key are weighed together, and
+    # the one that says most is told.
+    found = [(_key(details["loc"]), details) for details in error.errors(include_url=False)]
+    first = found[0][0]
+    about_first = [(key, details) for key, details in found if key == first or key.startswith(f"{first}.")]
+    key, details = min(about_first, key=lambda item: _rank(item[1]["type"]))
+    if details["type"] == _UNKNOWN:
+        return unknown_key(".".join(filter(None, (key, str(details["loc"][-1])))))
+    if details["type"] == _VALUE:
+        return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
+    if details["type"].startswith(_MISSING) and isinstance(details["loc"][-1], str):
+        return f"{key} is missing; set it in the recipe or on the command line as {key}=..."
+    value = None if details["type"].startswith(_MISSING) else details["input"]
+    return f"{key} is {shown(value)}; expected {expected(recipe_keys()[key])}"
+
+
+def unknown_key(key: str) -> str:
+    """Say that `key` is no key of a recipe, and which one is nearest."""
+    near = nearest_key(key)
+    advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
+    return f"{key} is not a recipe key; {advice}"
+
+
+def shown(value: Any) -> str:
+    """Write a value as the recipe would, cut short where it is long."""
+    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rank(kind: str) -> int:
+    return {_UNKNOWN: 0, _VALUE: 1}.get(kind, 3 if kind.startswith(_MISSING) else 2)
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """Return the part of pydantic's location that is a key; the rest names members of unions and places in lists."""
+    key = ""
+    for part in location:
+        longer = f"{key}.{part}" if key else str(part)
+        if longer in recipe_keys():
+            key = longer
+    return key

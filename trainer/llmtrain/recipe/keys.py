@@ -1,0 +1,79 @@
+"""The recipe's keys as dotted names, and what each of them takes, in words."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from llmtrain.recipe.schema import Recipe
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+@cache
+def recipe_keys() -> Mapping[str, Any]:
+    """Return every key of a recipe by its dotted name, sections included, with its type."""
+    return MappingProxyType(dict(_walk(Recipe, "")))
+
+
+def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
+    hints = get_type_hints(section, include_extras=True)
+    found: list[tuple[str, Any]] = []
+    for entry in fields(section):
+        key, hint = prefix + entry.name, hints[entry.name]
+        if get_origin(hint) is Annotated:
+            hint, *extras = get_args(hint)
+            aliases = [extra.alias for extra in extras if isinstance(extra, FieldInfo) and extra.alias]
+            key = prefix + (aliases[0] if aliases else entry.name)
+        found.append((key, hint))
+        for option in _options(hint):
+            if is_dataclass(option) and isinstance(option, type):
+                found += _walk(option, f"{key}.")
+    return found
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def expected(hint: Any) -> str:
+    """Say what a key of this type takes."""
+    if get_origin(hint) in (Union, UnionType):
+        words = [expected(option) for option in _options(hint) if option is not NoneType]
+        return " or ".join(words)
+    if get_origin(hint) is Literal:
+        values = [str(value) for value in get_args(hint)]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} {_plural(get_args(hint)[0])}"
+    if get_origin(hint) is list:
+        return f"a list of {_plural(get_args(hint)[0])}"
+    if is_dataclass(hint):
+        return f"a section with the keys {', '.join(entry.name for entry in fields(hint))}"
+    return _WORDS.get(hint, str(hint))
+
+
+def _plural(hint: Any) -> str:
+    return " and ".join(_PLURALS.get(option, str(option)) for option in _options(hint))
+
+
+def nearest_key(key: str) -> str | None:
+    """Return the known key that `key` was most likely meant to be: misspelt, or put into the wrong section."""
+    known = list(recipe_keys())
+    section, _, leaf = key.rpartition(".")
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    for candidates in (
+        [leaves[leaf]] if leaf in leaves else [],
+        get_close_matches(key, siblings, n=1, cutoff=0.75),
+        [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)],
+        get_close_matches(key, known, n=1),
+    ):
+        if candidates:
+            return candidates[0]
+    return None

@@ -1,0 +1,167 @@
+"""From a YAML file and overrides to a typed recipe. Whatever is wrong becomes one sentence."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from yaml import YAMLError
+
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.explain import explain, shown, unknown_key
+from llmtrain.recipe.keys import recipe_keys
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.shipped import find_recipe
+
+_OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
+_RESOLVER = re.compile(r"\$\{[^}]*:")
+_LARGEST = 2**63 - 1
+
+
+@cache
+def recipe_adapter() -> TypeAdapter[Recipe]:
+    """Return pydantic's reader, writer and schema of recipes."""
+    return TypeAdapter(Recipe)
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe: what it extends, then the file, then `key=value` overrides, the later winning.
+
+    name_or_path: a shipped recipe's name or a YAML file. `name` is the file's stem unless given. Raises
+    BadInputError with one sentence for whatever is wrong.
+    """
+    path = find_recipe(name_or_path)
+    merged = read_recipe_file(path)
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override), override)
+    return parse_recipe(_resolved_container(merged, path), default_name=path.stem)
+
+
+def parse_recipe(container: dict[str, Any], default_name: str | None = None) -> Recipe:
+    """Check plain data (as read from YAML or JSON) against the recipe's types. Raises BadInputError."""
+    if default_name is not None and container.get("name") is None:
+        container = {**container, "name": default_name}
+    for key, value in _leaves(container):
+        _refuse_unwritable(key, value)
+    try:
+        return recipe_adapter().validate_json(json.dumps(container))
+    except ValidationError as error:
+        raise BadInputError(explain(error)) from error
+
+
+def read_recipe_file(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
+    """Return a file's keys merged over those of the recipes that it extends; `name` is not inherited."""
+    chain = (*children, path.resolve())
+    if path.resolve() in children:
+        raise BadInputError(f"{path} extends itself: {' -> '.join(link.name for link in chain)}; cut the circle")
+    content = _read_yaml(path)
+    parent = content.pop("extends", None)
+    if parent is None:
+        return content
+    if not isinstance(parent, str):
+        raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
+    base = read_recipe_file(find_recipe(parent, beside=path.parent), chain)
+    base.pop("name", None)
+    return _merge(base, content, str(path))
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        content = OmegaConf.load(path)
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        raise BadInputError(f"{path} is not a recipe: {_first_lines(error)}") from error
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not isinstance(content, DictConfig):
+        raise BadInputError(f"{path} is not a recipe: it holds a list, expected sections with keys")
+    return content
+
+
+def _parse_override(override: str) -> DictConfig:
+    if not _OVERRIDE.fullmatch(override):
+        raise BadInputError(f"{override!r} is not an override; expected key=value, such as train.steps=100")
+    key = override.partition("=")[0]
+    if key not in recipe_keys():
+        raise BadInputError(unknown_key(key))
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        raise BadInputError(f"{override!r} cannot be read as key=value: {_first_lines(error)}") from error
+
+
+def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, over)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise BadInputError(f"{source} cannot be merged: {_first_lines(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _resolved_container(merged: DictConfig, path: Path) -> dict[str, Any]:
+    for key, value in _leaves(OmegaConf.to_container(merged, resolve=False)):
+        # A resolver such as oc.env would write a secret of the environment into the saved recipe.
+        if isinstance(value, str) and _RESOLVER.search(value):
+            raise BadInputError(f"{key} is {value}; a recipe may only refer to its own keys, as ${{train.steps}}")
+    try:
+        container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        missing = error.full_key
+        raise BadInputError(
+            f"{missing} is missing; {path} leaves it to you: add {missing}=... to the command line"
+        ) from error
+    except (InterpolationResolutionError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise BadInputError(f"{path} has a reference that leads nowhere: {_first_lines(error)}") from error
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _refuse_unwritable(key: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadInputError(f"{key} is {value}; expected a finite number")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise BadInputError(f"{key} is {value:.3g}; expected a number below 2^63")
+    if isinstance(value, str) and ("${" in value or not value.isprintable()):
+        raise BadInputError(f"{key} is {value!r}; expected text of printable characters, without ${{")
+    if not isinstance(value, str | int | float | None):
+        raise BadInputError(f"{key} is {value!r}; expected plain YAML: text, a number, true, false, null or a list")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for every value that is neither a mapping nor a list."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise BadInputError(f"{key or 'the recipe'} has the key {name!r}; expected keys that are words")
+            yield from _leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, key)
+    else:
+        yield key, value
+
+
+def _first_lines(error: Exception) -> str:
+    """Return what a library says is wrong, on one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 240 else f"{text[:237]}..."

@@ -1,0 +1,195 @@
+"""Every `auto` and every key left open, made concrete. Pure: what it has to know comes in as `Facts`."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from math import sqrt
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import Family, GPTConfig, ModelConfig
+from llmtrain.model.presets import PRESETS
+from llmtrain.recipe.load import recipe_adapter
+from llmtrain.recipe.schema import EveryK, Recipe
+
+_SIZES = tuple(entry.name for entry in fields(GPTConfig))
+_UNUSED: dict[Family, dict[str, float]] = {
+    "gpt2": {"rope_theta": 10_000.0, "rotary_fraction": 1.0},
+    "llama": {},
+    "neox": {},
+}
+"""Keys that do not apply to a family (null in a resolved recipe), and what stands for them in `GPTConfig`."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What resolving a recipe depends on besides the recipe.
+
+    world: number of ranks. device: what they compute on. apex: whether NVIDIA's apex is installed.
+    tokenizer: size of the vocabulary of `data.tokenizer`, if that is given. hf: shape of the model in
+    `model.hf`, if that is given.
+    """
+
+    world: int
+    device: Literal["cpu", "cuda"]
+    apex: bool = False
+    tokenizer: int | None = None
+    hf: GPTConfig | None = None
+
+
+def resolve(recipe: Recipe, facts: Facts) -> Recipe:
+    """Return the recipe with nothing left to decide; a resolved recipe comes back as it is.
+
+    Raises BadInputError where a choice is impossible.
+    """
+    config = _model_shape(recipe, facts)
+    data = facts.world if recipe.parallel.data == "auto" else recipe.parallel.data
+    train, backend, compute = recipe.train, recipe.optimizer.backend, recipe.precision.compute
+    if train.microbatch == "auto":
+        share = replica_share(recipe, data)
+        train = replace(train, microbatch=max(size for size in range(1, 9) if share % size == 0))
+    if backend == "auto":
+        backend = "apex" if facts.apex and facts.device == "cuda" else "torch"
+    if compute == "auto":
+        compute = "bf16" if facts.device == "cuda" else "fp32"
+    return replace(
+        recipe,
+        model=_model_section(recipe.model, config),
+        train=train,
+        parallel=replace(recipe.parallel, data=data),
+        optimizer=replace(recipe.optimizer, backend=backend),
+        precision=replace(recipe.precision, compute=compute),
+        activation_checkpointing=_recompute(recipe.activation_checkpointing, config.layers),
+    )
+
+
+def shape(recipe: Recipe) -> GPTConfig:
+    """Return the concrete shape of a resolved recipe's model."""
+    sizes = {key: getattr(recipe.model, key) for key in _SIZES}
+    return _gpt_config({**sizes, **_UNUSED[sizes["family"]]})
+
+
+def replica_share(recipe: Recipe, data: int) -> int:
+    """Return the sequences of a global batch that each of `data` replicas takes. Raises BadInputError if uneven."""
+    batch = recipe.train.global_batch
+    if batch % data:
+        raise BadInputError(
+            f"train.global_batch is {batch}; expected a multiple of the {data} data-parallel ranks, such as "
+            f"{max(1, batch // data) * data}"
+        )
+    return batch // data
+
+
+def decisions(before: Recipe, after: Recipe) -> list[str]:
+    """Return what resolving decided, as lines `key: auto -> value`; the model's sizes share one line."""
+    old, new = dict(_flat(as_data(before))), dict(_flat(as_data(after)))
+    lines, sizes = [], []
+    for key, value in new.items():
+        if key.startswith("model.") and old.get(key) != value and value is not None:
+            sizes.append(f"{key.removeprefix('model.')}={_shown(value)}")
+        elif old.get(key) != value and not key.startswith("model."):
+            # A section may take the place of a word, as {every: k} does of auto.
+            whole = key if key in old else key.rpartition(".")[0]
+            value = value if key in old else {key.rpartition(".")[2]: value}
+            lines.append(f"{whole}: {_shown(old.get(whole))} -> {_shown(value)}")
+    if sizes:
+        origin = before.model.preset or before.model.hf or before.model.family
+        lines.insert(0, f"model: {origin} -> {' '.join(sizes)}")
+    return lines
+
+
+def as_data(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain data, as JSON and YAML can hold it; `parse_recipe` reads it back."""
+    data: dict[str, Any] = recipe_adapter().dump_python(recipe, by_alias=True, mode="json")
+    return data
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Return the recipe as YAML, which `load_recipe` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_data(recipe)))
+
+
+def _model_shape(recipe: Recipe, facts: Facts) -> GPTConfig:
+    model = recipe.model
+    given = {key: value for key in _SIZES if (value := getattr(model, key)) not in (None, "auto")}
+    if model.hf is not None:
+        if facts.hf is None:
+            raise BadInputError(f"model.hf is {model.hf}; expected a folder with a model's config.json")
+        base = asdict(facts.hf)
+    elif model.preset is not None:
+        base = _scaled(asdict(PRESETS[model.preset]), given)
+    else:
+        base = _family_defaults(given, recipe.data.sequence_length)
+    if "vocab" not in given and facts.tokenizer is not None and model.hf is None:
+        base["vocab"] = facts.tokenizer
+    if "vocab" not in {**base, **given}:
+        raise BadInputError("model.vocab is missing; set it, or set data.tokenizer, whose size it takes")
+    return _gpt_config({**base, **given})
+
+
+def _scaled(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Let what belongs to a size follow it when a recipe changes that size of a preset."""
+    if "hidden" in given:
+        base["ffn"] = _ffn(base["family"], given["hidden"])
+    if "heads" in given and base["kv_heads"] == base["heads"]:
+        base["kv_heads"] = given["heads"]
+    return base
+
+
+def _family_defaults(given: dict[str, Any], sequence_length: int) -> dict[str, Any]:
+    for key in ("family", "layers", "hidden", "heads"):
+        if key not in given:
+            raise BadInputError(
+                f"model.{key} is missing; a model of your own needs family, layers, hidden and heads "
+                "(or name one with model.preset)"
+            )
+    family: Family = given["family"]
+    return {
+        "kv_heads": given["heads"],
+        "ffn": _ffn(family, given["hidden"]),
+        "positions": sequence_length,
+        "tie_embeddings": family == "gpt2",
+        "norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "rotary_fraction": 0.25 if family == "neox" else 1.0,
+        "dropout": 0.0,
+    }
+
+
+def _ffn(family: Family, hidden: int) -> int:
+    """Width of the MLP: 4 x hidden; with SwiGLU 2/3 of that, up to a multiple of 256 (Touvron et al. 2023)."""
+    return -(-(8 * hidden // 3) // 256) * 256 if family == "llama" else 4 * hidden
+
+
+def _gpt_config(sizes: dict[str, Any]) -> GPTConfig:
+    try:
+        return GPTConfig(**sizes)
+    except ValueError as error:
+        raise BadInputError(str(error)) from error
+
+
+def _model_section(model: ModelConfig, config: GPTConfig) -> ModelConfig:
+    sizes: dict[str, Any] = {**asdict(config), **dict.fromkeys(_UNUSED[config.family])}
+    return ModelConfig(hf=model.hf, **sizes)
+
+
+def _recompute(setting: str | EveryK, layers: int) -> Any:
+    if setting != "auto":
+        return setting
+    factors = [every for every in range(1, layers + 1) if layers % every == 0]
+    return EveryK(every=min(factors, key=lambda every: (abs(every - sqrt(layers)), every)))
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))

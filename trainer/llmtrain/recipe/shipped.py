@@ -1,0 +1,49 @@
+"""Where recipes are: those that come with llmtrain, by name, and the user's own, by path."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+import llmtrain
+from llmtrain.errors import BadInputError
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the recipes that come with llmtrain: inside the wheel, or the repository's own."""
+    package = Path(llmtrain.__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parents[1] / "recipes"
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the recipes that come with llmtrain."""
+    return sorted(path.stem for path in shipped_folder().glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
+    """Return the file of a shipped recipe's name, or of a path (relative to the folder `beside`, if given).
+
+    Raises BadInputError when there is none.
+    """
+    if name_or_path in shipped_names():
+        return shipped_folder() / f"{name_or_path}.yaml"
+    path = Path(beside or "", name_or_path)
+    try:
+        if path.is_dir():
+            raise BadInputError(f"{path} is a folder; expected a recipe's YAML file, or one of {_names()}")
+        if path.is_file():
+            return path
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{name_or_path!r} cannot be read as a recipe's path: {error}") from error
+    near = get_close_matches(path.stem, shipped_names(), n=1)
+    advice = f"did you mean {near[0]}?" if near else f"expected a YAML file, or one of {_names()}"
+    raise BadInputError(f"there is no recipe {path}; {advice}")
+
+
+def _names() -> str:
+    return ", ".join(shipped_names())
+
+
+def summary(path: Path) -> str:
+    """Return the first line of a recipe's comment."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.lstrip("# ")
