@@ -9,8 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from llmtrain.checkpoint.manifest import MANIFEST
-from llmtrain.checkpoint.safetensors_file import sync_folder
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, encode
+from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
 from llmtrain.errors import BadInputError
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -45,8 +45,14 @@ def find_checkpoints(path: Path) -> list[Path]:
     return step_folders(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[::-1]
 
 
-def commit(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, in place of an older one of the same step if there is one."""
+def commit(partial: Path, final: Path, manifest: Manifest) -> None:
+    """Write the manifest beside the parts, and give the checkpoint its name; an older one of that name goes.
+
+    Durable when it returns. Raises OSError.
+    """
+    for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
+        with DurableFile(partial / name) as file:
+            file.write(content)
     sync_folder(partial)
     replaced = final.with_name(final.name + ".replaced")
     if final.exists():

@@ -44,9 +44,7 @@ def load_latest(
     return None
 
 
-def load(
-    folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig | None = None
-) -> dict[str, JsonValue]:
+def load(folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig | None = None) -> dict[str, JsonValue]:
     """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
 
     model: what the recipe trains; the checkpoint must hold the same, but for dropout and the reach of RoPE.

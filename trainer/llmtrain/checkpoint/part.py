@@ -69,9 +69,7 @@ def merge_parts(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, 
             shapes[held.tensor] = held.shape
             found[held.tensor][held.state].append(piece)
     tensors = {
-        name: TensorEntry(
-            list(shapes[name]), {state: sorted(p, key=lambda x: x.start) for state, p in states.items()}
-        )
+        name: TensorEntry(list(shapes[name]), {state: sorted(p, key=lambda x: x.start) for state, p in states.items()})
         for name, states in found.items()
     }
     return files, tensors

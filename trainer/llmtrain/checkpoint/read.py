@@ -71,8 +71,7 @@ class CheckpointReader:
         if digest(view) != piece.xxh3[index]:
             first = piece.start + begin // ITEM
             raise DamagedError(
-                f"{piece.file} does not match its checksum at {what}, "
-                f"elements {first} to {first + len(values)}"
+                f"{piece.file} does not match its checksum at {what}, elements {first} to {first + len(values)}"
             )
         return values
 

@@ -11,9 +11,9 @@ from pydantic import JsonValue, TypeAdapter
 
 from llmtrain.checkpoint.exchange import Exchange
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, encode
+from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.part import Part, Range, merge_parts, write_part
-from llmtrain.checkpoint.safetensors_file import DurableFile, bytes_of
+from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.errors import RunFailedError
@@ -65,9 +65,7 @@ class Checkpointer:
         if [buffer.numel() for buffer in self._staging] != sizes:
             pinned = any(state.is_cuda for state in _states(shards))
             # fill_ touches every page; memory that was only promised would be mapped during the first copy.
-            self._staging = list(
-                torch.empty(sum(sizes), dtype=torch.float32, pin_memory=pinned).fill_(0).split(sizes)
-            )
+            self._staging = list(torch.empty(sum(sizes), dtype=torch.float32, pin_memory=pinned).fill_(0).split(sizes))
 
     def save(
         self,
@@ -182,13 +180,8 @@ class Checkpointer:
             if not (partial / part.name).exists():
                 raise RunFailedError(f"rank 0 does not see {part.name}; all ranks must share {self._folder}")
         files, tensors = merge_parts(parts)
-        manifest = Manifest(
-            save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"]
-        )
-        for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
-            with DurableFile(partial / name) as file:
-                file.write(content)
-        commit(partial, self._folder / step_name(save.step))
+        manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
+        commit(partial, self._folder / step_name(save.step), manifest)
 
     def _partial(self, save: _Save) -> Path:
         return self._folder / f"{step_name(save.step)}.partial"

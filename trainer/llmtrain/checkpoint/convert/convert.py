@@ -1,0 +1,39 @@
+"""Converting between checkpoints and Hugging Face folders, whichever way round the source asks for."""
+
+import re
+from pathlib import Path
+
+from llmtrain.checkpoint.convert.export import export_hf
+from llmtrain.checkpoint.convert.hf_config import CONFIG
+from llmtrain.checkpoint.convert.import_hf import import_hf
+from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.errors import BadInputError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokenizer: Path | None) -> str:
+    """Convert, and return a sentence on what was made.
+
+    source: a Hugging Face folder, or the folder of a run (its newest checkpoint) or of a checkpoint. dtype,
+    max_shard_size (such as 5GB), tokenizer: of an exported model. Raises BadInputError and RunFailedError.
+    """
+    shard_bytes = _bytes(max_shard_size)
+    if (source / CONFIG).is_file():
+        import_hf(source, target)
+        return f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
+    checkpoints = find_checkpoints(source)
+    if not checkpoints:
+        raise BadInputError(f"{source} holds neither a checkpoint nor a Hugging Face model ({CONFIG})")
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise BadInputError(f"--tokenizer is {tokenizer}, which is no folder; expected one of a Hugging Face tokenizer")
+    export_hf(checkpoints[0], target, dtype, shard_bytes, tokenizer)
+    return f"{target} holds {checkpoints[0].name} as a Hugging Face model in {dtype}"
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", size.strip().upper())
+    unit = match[2] if match else "?"
+    if match is None or unit not in _UNITS or int(match[1]) < 1:
+        raise BadInputError(f"--max-shard-size is {size!r}; expected a size such as 5GB or 500MB")
+    return int(match[1]) * _UNITS[unit]

@@ -1,0 +1,109 @@
+"""From a checkpoint to a Hugging Face folder, tensor by tensor."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from llmtrain.checkpoint.convert.hf_config import CONFIG, to_hf_config
+from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
+from llmtrain.checkpoint.convert.read import INDEX, WEIGHTS
+from llmtrain.checkpoint.convert.target import new_folder
+from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens
+from llmtrain.checkpoint.manifest import Manifest, model_of
+from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.read import CheckpointReader
+from llmtrain.checkpoint.safetensors_file import (
+    ITEM_BYTES,
+    DurableFile,
+    FileTensor,
+    bytes_of,
+    safetensors_header,
+)
+from llmtrain.errors import BadInputError, RunFailedError
+
+_DTYPES = {
+    "fp32": ("F32", torch.float32, "float32"),
+    "bf16": ("BF16", torch.bfloat16, "bfloat16"),
+    "fp16": ("F16", torch.float16, "float16"),
+}
+
+
+def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, tokenizer: Path | None) -> None:
+    """Write the fp32 masters of a checkpoint as the Hugging Face folder `target`.
+
+    dtype: fp32, bf16 or fp16. shard_bytes: largest size of a file, unless one tensor is larger. tokenizer:
+    folder to copy the tokenizer from; None takes the run's. Raises BadInputError, and RunFailedError if the
+    checkpoint is damaged or the target cannot be written.
+    """
+    if dtype not in _DTYPES:
+        raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            config = model_of(reader.manifest)
+            tokenizer = _tokenizer(checkpoint, reader.manifest) if tokenizer is None else tokenizer
+            special = special_tokens(tokenizer)
+            contents = to_hf_config(config, _DTYPES[dtype][2], special)
+            with new_folder(target) as folder:
+                _write_weights(reader, hf_layout(config), folder, dtype, shard_bytes)
+                _write_json(folder / CONFIG, contents)
+                _write_json(folder / GENERATION, {"_from_model_config": True, **special})
+                # After it, because a tokenizer's folder may bring a generation_config.json of its own.
+                if tokenizer is not None:
+                    copy_tokenizer(tokenizer, folder)
+    except DamagedError as error:
+        raise RunFailedError(f"the checkpoint {checkpoint} is damaged: {error}") from error
+
+
+def _tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
+    """Return the folder of the run's tokenizer: the recipe's, or the one an import left in the run's folder."""
+    data = manifest.recipe.get("data")
+    named = data.get("tokenizer") if isinstance(data, dict) else None
+    candidates = [Path(named)] if isinstance(named, str) else []
+    candidates.append(checkpoint.resolve().parent.parent / "tokenizer")
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _write_weights(
+    reader: CheckpointReader, layout: Sequence[HFTensor], folder: Path, dtype: str, shard_bytes: int
+) -> None:
+    name, _, _ = _DTYPES[dtype]
+    shards = _shards(layout, ITEM_BYTES[name], shard_bytes)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [WEIGHTS]
+    for file, shard in zip(files, shards, strict=True):
+        with DurableFile(folder / file) as out:
+            tensors = [FileTensor(tensor.name, name, tensor.shape) for tensor in shard]
+            out.write(safetensors_header(tensors, {"format": "pt"}))
+            for tensor in shard:
+                out.write(bytes_of(_converted(reader, tensor, dtype)))
+    if len(shards) > 1:
+        total = sum(tensor.numel for tensor in layout) * ITEM_BYTES[name]
+        placed = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[list[HFTensor]]:
+    shards: list[list[HFTensor]] = [[]]
+    size = 0
+    for tensor in layout:
+        if shards[-1] and size + tensor.numel * item > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.numel * item
+    return shards
+
+
+def _converted(reader: CheckpointReader, tensor: HFTensor, dtype: str) -> torch.Tensor:
+    joined = tensor.join([reader.whole(part.name, "master") for part in tensor.parts])
+    result = joined.to(_DTYPES[dtype][1])
+    if dtype == "fp16" and bool((result.isinf() & joined.isfinite()).any()):
+        raise BadInputError(f"--dtype is fp16, which cannot hold the values of {tensor.name}; use bf16")
+    return result
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    with DurableFile(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,248 @@
+"""Between Hugging Face's config.json and GPTConfig. Needs no torch.
+
+Keys and defaults are those of transformers' GPT2Config, LlamaConfig and GPTNeoXConfig, in the spelling of
+version 4 and of version 5. What our model would compute differently is refused, never approximated.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+
+CONFIG = "config.json"
+_FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt_neox": "neox"}
+_ARCHITECTURES = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "llama": ("LlamaForCausalLM", "LlamaModel"),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
+}
+# For each key: the default where config.json lacks it, and the values that mean what our model does.
+_REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+        "scale_attn_weights": (True, (True,)),
+        "scale_attn_by_inverse_layer_idx": (False, (False,)),
+        "add_cross_attention": (False, (False,)),
+    },
+    "llama": {
+        "hidden_act": ("silu", ("silu", "swish")),
+        "attention_bias": (False, (False,)),
+        "mlp_bias": (False, (False,)),
+    },
+    "neox": {
+        "hidden_act": ("gelu", ("gelu",)),
+        "use_parallel_residual": (True, (True,)),
+        "attention_bias": (True, (True,)),
+    },
+}
+
+
+class _Config:
+    """A config.json, with sentences for what is wrong in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            content = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise BadInputError(f"{path} is missing; expected a folder of a Hugging Face model") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInputError(f"{path} cannot be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise BadInputError(f"{path} holds no JSON object; expected a Hugging Face model's configuration")
+        self.content: dict[str, Any] = content
+
+    def refuse(self, key: str, value: object, expected: str) -> BadInputError:
+        """Return the error for a value that our models do not have."""
+        return BadInputError(f"{key} in {self._path} is {value!r}; our model computes {expected}")
+
+    def size(self, key: str, default: int | None) -> int:
+        """Return a whole number of at least 1."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refuse(key, value, "only with a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float, source: Mapping[str, Any] | None = None) -> float:
+        """Return a number, from a section of the file if one is given."""
+        value = (self.content if source is None else source).get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.refuse(key, value, "only with a number")
+        return float(value)
+
+    def get(self, key: str, default: object) -> object:
+        """Return the value of a key, where null means the default."""
+        value = self.content.get(key)
+        return default if value is None else value
+
+
+def read_hf_config(folder: Path) -> GPTConfig:
+    """Return the shape of the Hugging Face model in `folder`.
+
+    Raises BadInputError for another architecture, and for anything in config.json that our model would
+    compute differently.
+    """
+    config = _Config(folder / CONFIG)
+    family = _FAMILIES.get(str(config.get("model_type", None)))
+    if family is None:
+        raise config.refuse("model_type", config.get("model_type", None), f"only {', '.join(_FAMILIES)}")
+    for name in config.content.get("architectures") or []:
+        if name not in _ARCHITECTURES[family]:
+            raise config.refuse("architectures", name, f"only {_ARCHITECTURES[family][0]}")
+    for key, (default, allowed) in _REQUIRED[family].items():
+        if (value := config.get(key, default)) not in allowed:
+            raise config.refuse(key, value, f"only with {allowed[0]!r}")
+    if config.content.get("quantization_config"):
+        raise config.refuse("quantization_config", "set", "only with weights that are not quantized")
+    sizes = {"gpt2": _gpt2, "llama": _llama, "neox": _neox}[family](config)
+    try:
+        return GPTConfig(family=family, vocab=config.size("vocab_size", None), **sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise BadInputError(f"{folder / CONFIG} describes no model of ours: {error}") from error
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)
+    return {
+        "layers": config.size("n_layer", 12),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn": config.size("n_inner", 4 * hidden),
+        "positions": config.size("n_positions", 1024),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "rope_theta": 10000.0,
+        "rotary_fraction": 1.0,
+        "dropout": _dropout(config, ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
+    }
+
+
+def _llama(config: _Config) -> dict[str, Any]:
+    heads = config.size("num_attention_heads", 32)
+    theta, fraction = _rope(config, theta_key="rope_theta", fraction_key="partial_rotary_factor", fraction=1.0)
+    if fraction != 1.0:
+        raise config.refuse("partial_rotary_factor", fraction, "only with 1.0 in this family")
+    shape = _common(config, heads)
+    if (head_dim := config.get("head_dim", shape["hidden"] // heads)) != shape["hidden"] // heads:
+        raise config.refuse("head_dim", head_dim, f"only with hidden_size / heads, {shape['hidden'] // heads}")
+    return shape | {
+        "kv_heads": config.size("num_key_value_heads", heads),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rotary_fraction": fraction,
+        "dropout": _dropout(config, ("attention_dropout",), 0.0),
+    }
+
+
+def _neox(config: _Config) -> dict[str, Any]:
+    heads = config.size("num_attention_heads", 64)
+    theta, fraction = _rope(config, theta_key="rotary_emb_base", fraction_key="rotary_pct", fraction=0.25)
+    return _common(config, heads) | {
+        "kv_heads": heads,
+        "norm_eps": config.number("layer_norm_eps", 1e-5),
+        "rope_theta": theta,
+        "rotary_fraction": fraction,
+        "dropout": _dropout(config, ("hidden_dropout", "attention_dropout"), 0.0),
+    }
+
+
+def _common(config: _Config, heads: int) -> dict[str, Any]:
+    return {
+        "layers": config.size("num_hidden_layers", None),
+        "hidden": config.size("hidden_size", None),
+        "heads": heads,
+        "ffn": config.size("intermediate_size", None),
+        "positions": config.size("max_position_embeddings", 2048),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -> tuple[float, float]:
+    """Return RoPE's base and the rotated share of a head; version 5 keeps them in `rope_parameters`."""
+    section: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key, {})
+        if not isinstance(value, dict):
+            raise config.refuse(key, value, "only RoPE without scaling")
+        if (kind := value.get("rope_type", value.get("type", "default"))) != "default":
+            raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default'")
+        section |= value
+    theta = config.number(theta_key, 10000.0)
+    fraction = config.number(fraction_key, fraction)
+    return (
+        config.number("rope_theta", theta, section),
+        config.number("partial_rotary_factor", fraction, section),
+    )
+
+
+def _dropout(config: _Config, keys: tuple[str, ...], default: float) -> float:
+    rates = {key: config.number(key, default) for key in keys}
+    if len(set(rates.values())) > 1:
+        raise config.refuse(" and ".join(rates), list(rates.values()), "one dropout; make them equal")
+    return rates[keys[0]]
+
+
+def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None]) -> dict[str, object]:
+    """Return the contents of config.json for a model whose weights are saved as `dtype` (float32, bfloat16,
+    ...).
+
+    special: bos_token_id and eos_token_id. Raises BadInputError for a model that transformers has no class
+    for.
+    """
+    kind = next(name for name, family in _FAMILIES.items() if family == config.family)
+    common: dict[str, object] = {
+        "architectures": [_ARCHITECTURES[config.family][0]],
+        "model_type": kind,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab,
+        "tie_word_embeddings": config.tie_embeddings,
+        **special,
+    }
+    if config.family == "gpt2":
+        return common | {
+            "n_embd": config.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.ffn,
+            "n_positions": config.positions,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
+        }
+    common |= {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.ffn,
+        "max_position_embeddings": config.positions,
+        "attention_dropout": config.dropout,
+    }
+    if config.family == "neox":
+        return common | {
+            "layer_norm_eps": config.norm_eps,
+            "hidden_act": "gelu",
+            "hidden_dropout": config.dropout,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "rotary_emb_base": config.rope_theta,
+            "rotary_pct": config.rotary_fraction,
+        }
+    if config.rotary_fraction != 1.0:
+        raise BadInputError(
+            f"model.rotary_fraction is {config.rotary_fraction}; Hugging Face's Llama rotates whole heads only"
+        )
+    return common | {
+        "num_key_value_heads": config.kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }

@@ -1,0 +1,41 @@
+"""From a Hugging Face folder to a checkpoint of step 0, tensor by tensor."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.checkpoint.convert.mapping import hf_layout
+from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.target import new_folder
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
+from llmtrain.checkpoint.folder import commit, step_name
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.part import Range, merge_parts, write_part
+from llmtrain.checkpoint.safetensors_file import bytes_of
+
+
+def import_hf(source: Path, target: Path) -> None:
+    """Make `target` a run's folder with the weights of `source` as its checkpoint of step 0.
+
+    The checkpoint holds the state `master` alone, no recipe, and a progress of nothing but step 0: a run that
+    starts from it begins with fresh optimizer states. The tokenizer lies in `target/tokenizer`. Raises
+    BadInputError if the model is not one of ours, RunFailedError if the target cannot be written.
+    """
+    config = read_hf_config(source)
+    specs = [part for tensor in hf_layout(config) for part in tensor.parts]
+    ranges = [Range(spec.name, spec.shape, "master", 0, spec.numel) for spec in specs]
+    tensors = hf_tensors(source, config)
+
+    def contents() -> Iterator[memoryview]:
+        for _, tensor in tensors:
+            yield bytes_of(tensor)
+
+    with new_folder(target) as folder:
+        partial = folder / "checkpoints" / f"{step_name(0)}.partial"
+        partial.mkdir(parents=True)
+        part = write_part(partial / "rank-00000.safetensors", ranges, contents())
+        files, entries = merge_parts([part])
+        manifest = Manifest(0, files, entries, {"step": 0}, {}, asdict(config))
+        commit(partial, partial.with_suffix(""), manifest)
+        copy_tokenizer(source, folder / "tokenizer")

@@ -1,0 +1,148 @@
+"""Which canonical tensors make up each tensor of a Hugging Face model, and how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import TensorSpec, model_units
+
+# Name within a layer, the canonical tensors stacked in it, and their form; {n} runs over q, k, v.
+_Row = tuple[str, str, Literal["same", "transposed", "interleaved"]]
+_ROWS: dict[str, tuple[_Row, ...]] = {
+    "gpt2": (
+        ("ln_1.weight", "norm1.weight", "same"),
+        ("ln_1.bias", "norm1.bias", "same"),
+        ("attn.c_attn.weight", "attention.{n}.weight", "transposed"),
+        ("attn.c_attn.bias", "attention.{n}.bias", "same"),
+        ("attn.c_proj.weight", "attention.out.weight", "same"),
+        ("attn.c_proj.bias", "attention.out.bias", "same"),
+        ("ln_2.weight", "norm2.weight", "same"),
+        ("ln_2.bias", "norm2.bias", "same"),
+        ("mlp.c_fc.weight", "mlp.up.weight", "transposed"),
+        ("mlp.c_fc.bias", "mlp.up.bias", "same"),
+        ("mlp.c_proj.weight", "mlp.down.weight", "same"),
+        ("mlp.c_proj.bias", "mlp.down.bias", "same"),
+    ),
+    "llama": (
+        ("input_layernorm.weight", "norm1.weight", "same"),
+        ("self_attn.q_proj.weight", "attention.q.weight", "same"),
+        ("self_attn.k_proj.weight", "attention.k.weight", "same"),
+        ("self_attn.v_proj.weight", "attention.v.weight", "same"),
+        ("self_attn.o_proj.weight", "attention.out.weight", "transposed"),
+        ("post_attention_layernorm.weight", "norm2.weight", "same"),
+        ("mlp.gate_proj.weight", "mlp.gate.weight", "same"),
+        ("mlp.up_proj.weight", "mlp.up.weight", "same"),
+        ("mlp.down_proj.weight", "mlp.down.weight", "transposed"),
+    ),
+    "neox": (
+        ("input_layernorm.weight", "norm1.weight", "same"),
+        ("input_layernorm.bias", "norm1.bias", "same"),
+        ("attention.query_key_value.weight", "attention.{n}.weight", "interleaved"),
+        ("attention.query_key_value.bias", "attention.{n}.bias", "interleaved"),
+        ("attention.dense.weight", "attention.out.weight", "transposed"),
+        ("attention.dense.bias", "attention.out.bias", "same"),
+        ("post_attention_layernorm.weight", "norm2.weight", "same"),
+        ("post_attention_layernorm.bias", "norm2.bias", "same"),
+        ("mlp.dense_h_to_4h.weight", "mlp.up.weight", "same"),
+        ("mlp.dense_h_to_4h.bias", "mlp.up.bias", "same"),
+        ("mlp.dense_4h_to_h.weight", "mlp.down.weight", "transposed"),
+        ("mlp.dense_4h_to_h.bias", "mlp.down.bias", "same"),
+    ),
+}
+# Outside the layers: canonical name to name.
+_ENDS = {
+    "gpt2": {
+        "embedding.tokens": "transformer.wte.weight",
+        "embedding.positions": "transformer.wpe.weight",
+        "head.norm.weight": "transformer.ln_f.weight",
+        "head.norm.bias": "transformer.ln_f.bias",
+        "head.weight": "lm_head.weight",
+    },
+    "llama": {
+        "embedding.tokens": "model.embed_tokens.weight",
+        "head.norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    },
+    "neox": {
+        "embedding.tokens": "gpt_neox.embed_in.weight",
+        "head.norm.weight": "gpt_neox.final_layer_norm.weight",
+        "head.norm.bias": "gpt_neox.final_layer_norm.bias",
+        "head.weight": "embed_out.weight",
+    },
+}
+_LAYER = {
+    "gpt2": "transformer.h.{layer}.",
+    "llama": "model.layers.{layer}.",
+    "neox": "gpt_neox.layers.{layer}.",
+}
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """One tensor of a Hugging Face model: canonical tensors stacked along dim 0, then brought into a form.
+
+    transposed: the stack's transpose. interleaved: heads first, `[heads, 3, head_dim, ...]`, as NeoX fuses Q,
+    K, V.
+    """
+
+    name: str
+    parts: tuple[TensorSpec, ...]
+    form: Literal["same", "transposed", "interleaved"]
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the Hugging Face model."""
+        stacked = (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return stacked[::-1] if self.form == "transposed" else stacked
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the Hugging Face tensor, contiguous, from the canonical ones."""
+        stacked = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        if self.form == "transposed":
+            stacked = stacked.T
+        elif self.form == "interleaved":
+            stacked = self._heads(stacked, len(parts), self.heads)
+        return stacked.contiguous()
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the canonical tensors, contiguous, from the Hugging Face one."""
+        if self.form == "transposed":
+            tensor = tensor.T
+        elif self.form == "interleaved":
+            tensor = self._heads(tensor, self.heads, len(self.parts))
+        return [part.contiguous() for part in tensor.split([part.shape[0] for part in self.parts])]
+
+    @staticmethod
+    def _heads(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        """Swap the two dims that dim 0 is made of, `outer` and `inner`."""
+        return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def hf_layout(config: GPTConfig) -> list[HFTensor]:
+    """Return the tensors of the Hugging Face model of the same shape, in the order of the forward pass."""
+    specs = {tensor.name: tensor for unit in model_units(config) for tensor in unit.tensors}
+    ends = [
+        HFTensor(name, (specs[canonical],), "same", config.heads)
+        for canonical, name in _ENDS[config.family].items()
+        if canonical in specs
+    ]
+    first = [tensor for tensor in ends if tensor.parts[0].name.startswith("embedding.")]
+    layers = [_of_layer(config, specs, layer, row) for layer in range(config.layers) for row in _ROWS[config.family]]
+    return [*first, *layers, *ends[len(first) :]]
+
+
+def _of_layer(config: GPTConfig, specs: dict[str, TensorSpec], layer: int, row: _Row) -> HFTensor:
+    name, canonical, form = row
+    names = [canonical.format(n=n) for n in "qkv"] if "{n}" in canonical else [canonical]
+    parts = tuple(specs[f"blocks.{layer}.{part}"] for part in names)
+    return HFTensor(_LAYER[config.family].format(layer=layer) + name, parts, form, config.heads)

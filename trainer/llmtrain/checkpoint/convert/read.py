@@ -1,0 +1,99 @@
+"""Reading the weights of a Hugging Face folder, one tensor at a time."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The name of the base model inside the one with a head; files saved from the base model lack it.
+_BASE = re.compile(r"^(transformer|model|gpt_neox)\.")
+# Masks and frequencies that older versions saved though they follow from the shape.
+_DERIVED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, fp32 tensor of its canonical shape) of the Hugging Face model in `folder`.
+
+    Every canonical tensor once; no more than one tensor of the files is in memory at a time. config: what
+    `read_hf_config` says of the folder. Raises BadInputError if a tensor is missing, of another shape or not
+    known to our model.
+    """
+    with ExitStack() as stack:
+        places = _places(folder, stack)
+        layout = hf_layout(config)
+        found = {tensor.name: _find(tensor.name, places, folder) for tensor in layout}
+        known = {name for name in places if _DERIVED.search(name)} | set(found.values())
+        if config.tie_embeddings:
+            known |= set(_HEADS)
+        if strangers := sorted(places.keys() - known):
+            raise BadInputError(
+                f"{folder} holds {strangers[0]}, which our {config.family} model does not have; convert only plain "
+                f"{config.family} models"
+            )
+        for tensor in layout:
+            values = _get(places[found[tensor.name]], found[tensor.name], tensor, folder)
+            for part, canonical in zip(tensor.parts, tensor.split(values), strict=True):
+                yield part.name, canonical
+
+
+def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Return the open file of each tensor, by the tensor's name."""
+    places = {}
+    for path in _files(folder):
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            places.update(dict.fromkeys(file.keys(), file))
+        except (OSError, SafetensorError) as error:
+            raise BadInputError(f"{path} cannot be read as a safetensors file: {error}") from error
+    return places
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        hint = "; its pytorch_model.bin is a pickle, so save it anew with save_pretrained" if pickled else ""
+        raise BadInputError(f"{folder} holds neither {WEIGHTS} nor {INDEX}{hint}")
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        strays = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"{folder / INDEX} cannot be read as an index of weights: {error!r}") from error
+    if strays:
+        raise BadInputError(f"{folder / INDEX} names {strays[0]!r}; expected files of the same folder")
+    return [folder / name for name in names]
+
+
+def _find(name: str, places: dict[str, Any], folder: Path) -> str:
+    """Return the name under which the folder has the tensor."""
+    candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
+    for candidate in candidates:
+        if candidate in places:
+            return candidate
+    raise BadInputError(f"{folder} lacks the tensor {name}; its weights are not those of its config.json")
+
+
+def _get(file: Any, name: str, expected: HFTensor, folder: Path) -> Tensor:
+    try:
+        values: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise BadInputError(f"{name} in {folder} cannot be read: {error}") from error
+    if tuple(values.shape) != expected.shape:
+        shape = list(values.shape)
+        raise BadInputError(f"{name} in {folder} has shape {shape}; its config.json says {list(expected.shape)}")
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise BadInputError(f"{name} in {folder} is of type {values.dtype}; expected fp32, bf16 or fp16")
+    return values.float()

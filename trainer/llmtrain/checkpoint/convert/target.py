@@ -1,0 +1,32 @@
+"""The folder a conversion makes: written aside, and there only when it is complete."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmtrain.checkpoint.safetensors_file import sync_folder
+from llmtrain.errors import BadInputError, RunFailedError
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to write into, which becomes `target` at the end and vanishes after an error.
+
+    Raises BadInputError if `target` exists already, RunFailedError if it cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInputError(f"{target} exists already; give a folder that does not exist, or remove it")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            sync_folder(partial)
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RunFailedError(f"{error.filename or target} cannot be written: {error.strerror}") from error

@@ -1,0 +1,50 @@
+"""The files of a Hugging Face folder that are not weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+GENERATION = "generation_config.json"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
+)
+
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy the tokenizer's files that `source` has; return whether there were any."""
+    present = [source / name for name in _FILES if (source / name).is_file()]
+    if present:
+        target.mkdir(parents=True, exist_ok=True)
+    for path in present:
+        shutil.copyfile(path, target / path.name)
+    return bool(present)
+
+
+def special_tokens(folder: Path | None) -> dict[str, int | None]:
+    """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None where it has none."""
+    settings = _json(folder, "tokenizer_config.json")
+    added = _json(folder, "tokenizer.json").get("added_tokens") or []
+    ids = {token["content"]: token["id"] for token in added}
+    special = {}
+    for kind in ("bos_token", "eos_token"):
+        token = settings.get(kind)
+        content = token.get("content") if isinstance(token, dict) else token
+        special[f"{kind}_id"] = ids.get(content)
+    return special
+
+
+def _json(folder: Path | None, name: str) -> dict[str, Any]:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    content = json.loads((folder / name).read_text())
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,79 @@
+"""What a checkpoint holds, as plain data for people and for JSON."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from llmtrain.checkpoint.folder import find_checkpoints, step_of
+from llmtrain.checkpoint.manifest import Manifest, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.errors import BadInputError, RunFailedError
+
+
+def list_checkpoints(path: Path) -> list[dict[str, Any]]:
+    """Return step, tokens, bytes, folder and, if the manifest is damaged, `damage` of each checkpoint, newest
+    first.
+
+    path: the folder of a run or of a checkpoint. Reads manifests only. Raises BadInputError if there is none.
+    """
+    rows = []
+    for folder in existing(path):
+        try:
+            manifest = read_manifest(folder)
+            rows.append(_summary(folder, manifest))
+        except DamagedError as error:
+            rows.append({"step": step_of(folder), "folder": str(folder), "damage": str(error)})
+    return rows
+
+
+def inspect_checkpoint(path: Path) -> dict[str, Any]:
+    """Return everything but the values: of a checkpoint, or of a run's newest.
+
+    Raises BadInputError if there is none, RunFailedError if its manifest is damaged.
+    """
+    folder = existing(path)[0]
+    try:
+        manifest = read_manifest(folder)
+    except DamagedError as error:
+        raise RunFailedError(f"the checkpoint {folder} is damaged: {error}") from error
+    return _summary(folder, manifest) | {
+        "files": {name: entry.bytes for name, entry in manifest.files.items()},
+        "tensors": {
+            name: {
+                "shape": entry.shape,
+                "ranges": [[p.start, p.end, p.file] for p in next(iter(entry.states.values()), [])],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+        "progress": manifest.progress,
+        "model": manifest.model,
+        "recipe": manifest.recipe,
+    }
+
+
+def existing(path: Path) -> list[Path]:
+    """Return the checkpoints that `path` stands for, newest first. Raises BadInputError if there is none."""
+    found = find_checkpoints(path)
+    if not found:
+        raise BadInputError(f"{path} holds no checkpoint; give the folder of a run or of a checkpoint")
+    return found
+
+
+def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "tokens": _tokens(manifest),
+        "parameters": sum(prod(entry.shape) for entry in manifest.tensors.values()),
+        "states": sorted(manifest.states),
+        "bytes": manifest.nbytes,
+        "folder": str(folder),
+    }
+
+
+def _tokens(manifest: Manifest) -> int | None:
+    """Return the tokens trained on so far, or None for a checkpoint without a recipe."""
+    train, data = manifest.recipe.get("train"), manifest.recipe.get("data")
+    if not isinstance(train, dict) or not isinstance(data, dict):
+        return None
+    batch, length = train.get("global_batch"), data.get("sequence_length")
+    return manifest.step * batch * length if isinstance(batch, int) and isinstance(length, int) else None

@@ -1,0 +1,95 @@
+"""`llmtrain ckpt`: look at checkpoints, verify them, convert them."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmtrain.errors import RunFailedError
+
+app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify them, convert them.")
+
+Source = Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_(source: Source, as_json: Json = False) -> None:
+    """List a run's checkpoints, newest first."""
+    from llmtrain.checkpoint.describe import list_checkpoints
+
+    rows = list_checkpoints(source)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    typer.echo(f"{'step':>10} {'tokens':>16} {'size':>10}  folder")
+    for row in rows:
+        note = f"  damaged: {row['damage']}" if "damage" in row else ""
+        typer.echo(f"{row['step']:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
+
+
+@app.command()
+def inspect(source: Source, as_json: Json = False) -> None:
+    """Show what a checkpoint, or a run's newest one, holds: step, tokens, files, tensors, recipe."""
+    from llmtrain.checkpoint.describe import inspect_checkpoint
+
+    found = inspect_checkpoint(source)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(f"folder      {found['folder']}")
+    typer.echo(f"step        {found['step']}")
+    typer.echo(f"tokens      {_count(found)}")
+    typer.echo(f"parameters  {found['parameters']:,}")
+    typer.echo(f"states      {', '.join(found['states'])}")
+    typer.echo(f"progress    {json.dumps(found['progress'])}")
+    typer.echo(f"model       {json.dumps(found['model'])}")
+    typer.echo(f"recipe      {json.dumps(found['recipe'])}")
+    for name, size in found["files"].items():
+        typer.echo(f"file        {_size(size):>10}  {name}")
+    for name, tensor in found["tensors"].items():
+        shape = " x ".join(str(size) for size in tensor["shape"])
+        typer.echo(f"tensor      {shape:>16}  {name}, in {len(tensor['ranges'])} ranges")
+
+
+@app.command()
+def verify(source: Source, as_json: Json = False) -> None:
+    """Read every byte of every checkpoint against its checksum; exit with 1 if anything is damaged."""
+    from llmtrain.checkpoint.describe import existing
+    from llmtrain.checkpoint.verify import verify as problems_of
+
+    results = {str(folder): problems_of(folder) for folder in existing(source)}
+    if as_json:
+        typer.echo(json.dumps(results))
+    else:
+        for folder, problems in results.items():
+            typer.echo("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
+    damaged = [folder for folder, problems in results.items() if problems]
+    if damaged:
+        raise RunFailedError(f"{len(damaged)} of {len(results)} checkpoints in {source} are damaged")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A run, a checkpoint or a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16, of exported weights.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of an exported file.", metavar="SIZE")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer to export [default: the run's].", metavar="DIR")
+    ] = None,
+) -> None:
+    """Export a checkpoint as a Hugging Face folder, or import one as a checkpoint; SRC decides which."""
+    from llmtrain.checkpoint.convert.convert import convert as convert_folder
+
+    typer.echo(convert_folder(source, target, dtype, max_shard_size, tokenizer))
+
+
+def _count(row: dict[str, object]) -> str:
+    tokens = row.get("tokens")
+    return "-" if tokens is None else f"{tokens:,}"
+
+
+def _size(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:,.1f} MB"
