@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _app(arguments: Sequence[str]) -> typer.Typer:
     """Build the app; only the module of the verb that is called is imported, as some of them need torch."""
-    app = typer.Typer(add_completion=False, help="Train GPT-style models: one recipe, one run, on whatever there is.")
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Train GPT-style models: one recipe, one run, on whatever there is.",
+    )
     app.callback()(_options)
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in VERBS.items():

@@ -24,8 +24,7 @@ def explain(error: ValidationError) -> str:
         return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
     if details["type"].startswith(_MISSING) and isinstance(details["loc"][-1], str):
         return f"{key} is missing; set it in the recipe or on the command line as {key}=..."
-    value = None if details["type"].startswith(_MISSING) else details["input"]
-    return f"{key} is {shown(value)}; expected {expected(recipe_keys()[key])}"
+    return f"{key} is {shown(details['input'])}; expected {expected(recipe_keys()[key])}"
 
 
 def unknown_key(key: str) -> str:

@@ -1,5 +1,6 @@
 """Every `auto` and every key left open, made concrete. Pure: what it has to know comes in as `Facts`."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from math import sqrt
@@ -192,4 +193,6 @@ def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)

@@ -1,0 +1,168 @@
+"""What this machine has for training, what it lacks, and what to install."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+State = Literal["ok", "absent", "wrong", "broken"]
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    state: ok; absent (training works without it); wrong (there, but not what it seems to be); broken (training
+    does not work like this). advice: what to do about it, empty where there is nothing to do.
+    """
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; imports torch."""
+    findings = [_python(), *_torch(), *_machine(), _compiler(), *_required(), *_flash(), _apex()]
+    return [*findings, *_optional(), *_launchers()]
+
+
+def can_train(findings: list[Finding]) -> bool:
+    """Whether nothing that training needs is broken."""
+    return all(finding.state != "broken" for finding in findings)
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "broken", f"cannot be imported: {error}", "pip install 'torch>=2.11'")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    built_for_gpu = bool(torch.version.cuda or torch.version.hip)
+    yield Finding("torch", "ok", f"{torch.__version__} ({build if built_for_gpu else 'CPU only'})")
+    yield _devices(built_for_gpu)
+    if dist.is_available() and dist.is_gloo_available():
+        yield Finding("gloo", "ok", "collectives between CPU ranks")
+    else:
+        yield Finding("gloo", "broken", "this torch has no gloo", "install torch from pytorch.org or PyPI")
+    if dist.is_available() and dist.is_nccl_available():
+        number = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU to use it"
+        yield Finding("nccl", "ok", number)
+    else:
+        yield Finding("nccl", "absent", "this torch has none", "only needed for several GPUs")
+
+
+def _devices(built_for_gpu: bool) -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        shown = ", ".join(f"{card.name} ({card.total_memory / GIB:.0f} GiB)" for card in cards)
+        return Finding("gpu", "ok", shown)
+    driver = next((tool for tool in ("nvidia-smi", "rocm-smi") if shutil.which(tool)), None)
+    if driver and not built_for_gpu:
+        advice = "install the torch build for your GPU from pytorch.org"
+        return Finding("gpu", "wrong", f"{driver} is here, but torch is a CPU build", advice)
+    if driver:
+        return Finding("gpu", "wrong", f"{driver} is here, but torch finds no GPU", f"see what `{driver}` says")
+    return Finding("gpu", "absent", "training runs on the CPU")
+
+
+def _machine() -> Iterator[Finding]:
+    import psutil
+
+    yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    memory = min(psutil.virtual_memory().total, _memory_limit())
+    yield Finding("memory", "ok", f"{memory / GIB:.1f} GiB, {psutil.virtual_memory().available / GIB:.1f} GiB free")
+    free = shutil.disk_usage(".").free
+    if free >= GIB:
+        yield Finding("disk", "ok", f"{free / GIB:.1f} GiB free here")
+    else:
+        yield Finding("disk", "broken", f"{free / GIB:.2f} GiB free here", "checkpoints need more: free some space")
+
+
+def _memory_limit() -> int:
+    """Return the memory in bytes that the container's control group allows."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    return int(limit) if limit.isdigit() else sys.maxsize
+
+
+def _compiler() -> Finding:
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if path := shutil.which(name):
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            return Finding("c++", "ok", answer.stdout.partition("\n")[0] or path)
+    return Finding("c++", "absent", "no C++ compiler", "train.compile needs one: apt install g++")
+
+
+def _required() -> Iterator[Finding]:
+    for name in ("transformers", "datasets", "tokenizers", "gigatoken", "safetensors", "wandb"):
+        found = installed_version(name)
+        if found:
+            yield Finding(name, "ok", found)
+        else:
+            yield Finding(name, "broken", "not installed", f"pip install {name}")
+
+
+def _flash() -> Iterator[Finding]:
+    for name in ("flash-attn", "triton"):
+        found = installed_version(name)
+        advice = "pip install 'llmtrain[flash]'" if name == "flash-attn" else "comes with torch's GPU builds"
+        yield Finding(name, "ok", found) if found else Finding(name, "absent", "GPU kernels; not installed", advice)
+
+
+def _apex() -> Finding:
+    advice = "the Dockerfile's image has it; else build it from https://github.com/NVIDIA/apex with --cuda_ext"
+    spec = find_spec("apex")
+    if spec is None:
+        return Finding("apex", "absent", "NVIDIA's fused optimizers; not installed", f"not on PyPI: {advice}")
+    found = installed_version("apex") or "unknown version"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not any((folder / "optimizers").is_dir() for folder in folders):
+        detail = f"{found} is another project, PyPI's apex, and not NVIDIA's"
+        return Finding("apex", "wrong", detail, f"pip uninstall apex; {advice}")
+    if find_spec("amp_C") is None:
+        return Finding("apex", "wrong", f"{found} was built without its CUDA extensions", advice)
+    return Finding("apex", "ok", f"{found}, NVIDIA's with CUDA extensions")
+
+
+def _optional() -> Iterator[Finding]:
+    found = installed_version("mpi4py")
+    if found:
+        yield Finding("mpi4py", "ok", found)
+    else:
+        yield Finding("mpi4py", "absent", "not installed", "pip install 'llmtrain[mpi]', with an MPI library")
+
+
+def _launchers() -> Iterator[Finding]:
+    for name, tool, package in (("slurm", "srun", "slurm-client"), ("mpi", "mpirun", "openmpi-bin")):
+        if path := shutil.which(tool):
+            yield Finding(name, "ok", path)
+        else:
+            yield Finding(name, "absent", f"no {tool}", f"only needed on a cluster: apt install {package}")
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
