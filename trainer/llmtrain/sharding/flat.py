@@ -32,6 +32,15 @@ class FlatUnit:
         if self.weight.data_ptr() != self.master.data_ptr():
             self.weight.copy_(self.master)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states together."""
+        shared = self.weight.data_ptr() == self.master.data_ptr()
+        states = (self.master, self.gradient, self.m, self.v) if shared else (
+            self.weight, self.master, self.gradient, self.m, self.v
+        )
+        return sum(state.nbytes for state in states)
+
 
 def materialize(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> FlatUnit:
     """Give the meta parameters of `module` their storage in one flat buffer, initialised from `seed`."""
@@ -39,16 +48,27 @@ def materialize(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: 
     initialize(spec, 0, spec.numel, seed, master)
     weight = master if dtype == torch.float32 else master.to(dtype)
     gradient, m, v = (torch.zeros_like(master) for _ in range(3))
-    parameters, gradient_views = [], []
+    parameters = attach(spec, module, weight)
+    views = tuple(
+        gradient[start:end].view(parameter.shape)
+        for parameter, (_, start, end) in zip(parameters, parameter_ranges(spec), strict=True)
+    )
+    if weight is master:
+        # Autograd adds into a gradient that is there already, so fp32 gradients sum up in the flat buffer.
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+    return FlatUnit(spec, weight, master, gradient, m, v, parameters, views)
+
+
+def attach(spec: UnitSpec, module: nn.Module, weight: Tensor) -> tuple[nn.Parameter, ...]:
+    """Make the parameters of `module` views into the unit's flat `weight`, and return them in its order."""
+    parameters = []
     for name, start, end in parameter_ranges(spec):
-        parameter = module.get_parameter(name)
-        parameter = _replace(module, name, nn.Parameter(weight[start:end].view(parameter.shape)))
-        gradient_views.append(gradient[start:end].view(parameter.shape))
-        if weight is master:
-            # Autograd adds into a gradient that is there already, so fp32 gradients sum up in the flat buffer.
-            parameter.grad = gradient_views[-1]
-        parameters.append(parameter)
-    return FlatUnit(spec, weight, master, gradient, m, v, tuple(parameters), tuple(gradient_views))
+        shape = module.get_parameter(name).shape
+        owner, _, leaf = name.rpartition(".")
+        parameters.append(nn.Parameter(weight[start:end].view(shape)))
+        setattr(module.get_submodule(owner), leaf, parameters[-1])
+    return tuple(parameters)
 
 
 def parameter_ranges(spec: UnitSpec) -> list[tuple[str, int, int]]:
@@ -60,9 +80,3 @@ def parameter_ranges(spec: UnitSpec) -> list[tuple[str, int, int]]:
         else:
             ranges.append((tensor.parameter, start, end))
     return ranges
-
-
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)
-    return parameter

@@ -1,0 +1,175 @@
+"""`llmtrain run` as a user runs it: the same curve on any number of ranks, through kills and stops."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+name: {name}
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: {data}, sequence_length: 16}}
+train: {{steps: 20, global_batch: 8, microbatch: 1, eval_every: 5}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 4}}
+logging: {{every: 1, dir: {runs}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small set whose tokens follow each other in a pattern that a model can learn."""
+    prefix = tmp_path_factory.mktemp("data") / "set"
+    random_numbers = np.random.default_rng(0)
+    writer = IndexedWriter(prefix, np.dtype(np.uint16))
+    for _ in range(200):
+        writer.add(np.cumsum(random_numbers.integers(1, 4, size=100)) % 64, np.array([100]))
+    writer.commit()
+    return prefix
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE.format(name="tiny", data=corpus, runs=tmp_path / "runs"))
+    return path
+
+
+def command(recipe: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "llmtrain", "run", str(recipe), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(recipe, *arguments), capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> dict[tuple[str, int], float]:
+    """Every logged loss, by kind and step; a step logged twice is an error."""
+    found: dict[tuple[str, int], float] = {}
+    for row in rows(folder):
+        key = (row.get("event", "step"), row["step"])
+        if key[0] == "end":
+            continue
+        assert key not in found
+        found[key] = row["loss"]
+    return found
+
+
+def assert_same_curve(ours: dict[tuple[str, int], float], theirs: dict[tuple[str, int], float], rtol: float) -> None:
+    assert ours.keys() == theirs.keys()
+    assert len(ours) >= 20
+    for key, loss in ours.items():
+        assert loss == pytest.approx(theirs[key], rel=rtol), key
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of one rank."""
+    folder = tmp_path_factory.mktemp("reference")
+    path = folder / "tiny.yaml"
+    path.write_text(RECIPE.format(name="tiny", data=corpus, runs=folder))
+    run(path)
+    return folder / "tiny"
+
+
+def test_loss_falls(reference: Path) -> None:
+    losses = curve(reference)
+    assert losses["eval", 20] < losses["eval", 0] - 0.5
+    end = rows(reference)[-1]
+    assert end["event"] == "end"
+    assert end["outcome"] == "finished"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_give_the_same_curve(ranks: int, recipe: Path, reference: Path) -> None:
+    run(recipe, "--nproc", str(ranks))
+    folder = recipe.parent / "runs" / "tiny"
+    assert_same_curve(curve(folder), curve(reference), rtol=1e-5)
+    counted = [row["comm_bytes"]["data"]["all_reduce"] for row in rows(folder) if "event" not in row]
+    assert set(counted) == {4 * json.loads((folder / "run.json").read_text())["parameters"]}
+
+
+def test_other_number_of_ranks_goes_on(recipe: Path, reference: Path) -> None:
+    stopped = interrupt(recipe, "--nproc", "4")
+    assert stopped.returncode == 75, stopped.stderr
+    assert "goes on" in stopped.stderr
+    folder = recipe.parent / "runs" / "tiny"
+    before = len(curve(folder))
+    assert 0 < before < len(curve(reference))
+    run(recipe, "--nproc", "2")
+    assert_same_curve(curve(folder), curve(reference), rtol=1e-5)
+
+
+def interrupt(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start a run, and send it SIGTERM once it has logged a few steps."""
+    process = subprocess.Popen(
+        command(recipe, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    metrics = recipe.parent / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def kill_until_done(recipe: Path, kills: int, seed: int, *arguments: str) -> int:
+    """Run the same command again and again, killing it after random times; the last time it may finish."""
+    chance = random.Random(seed)
+    landed = 0
+    for _ in range(kills):
+        process = subprocess.Popen(
+            command(recipe, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        )
+        try:
+            process.wait(timeout=chance.uniform(1.0, 9.0))
+        except subprocess.TimeoutExpired:
+            landed += 1
+        process.kill()
+        process.wait()
+    run(recipe, *arguments)
+    return landed
+
+
+def check_kills(recipe: Path, corpus: Path, kills: int, *arguments: str) -> None:
+    long = ["train.steps=300", "checkpoint.every=20", "train.eval_every=50", *arguments]
+    calm = recipe.with_name("calm.yaml")
+    calm.write_text(RECIPE.format(name="calm", data=corpus, runs=recipe.parent / "runs"))
+    run(calm, *long)
+    assert kill_until_done(recipe, kills, 1, *long) > kills // 3
+    folder = recipe.parent / "runs"
+    assert curve(folder / "tiny") == curve(folder / "calm")
+
+
+def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
+    check_kills(recipe, corpus, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_kill_9_at_twenty_moments(ranks: str, recipe: Path, corpus: Path) -> None:
+    check_kills(recipe, corpus, 20, "--nproc", ranks)

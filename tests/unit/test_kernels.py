@@ -1,0 +1,69 @@
+"""Kernels against their references."""
+
+import pytest
+import torch
+from llmtrain_kernels import cross_entropy
+from llmtrain_kernels.adamw import AdamWStep, adamw
+from llmtrain_kernels.attention import causal_attention, reference_attention
+from llmtrain_kernels.cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_matches_reference(kv_heads: int) -> None:
+    q = torch.randn(2, 17, 4, 8)
+    k, v = torch.randn(2, 2, 17, kv_heads, 8)
+    torch.testing.assert_close(causal_attention(q, k, v).double(), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy_matches_reference(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": rows * 31})
+    x, weight = torch.randn(13, 16), torch.randn(31, 16)
+    targets = torch.randint(0, 31, (13,))
+    losses, gradients = [], []
+    for function in (linear_cross_entropy, reference_linear_cross_entropy):
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        loss = function(*inputs, targets) * 3.0
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([t.grad for t in inputs])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_linear_cross_entropy_without_gradients() -> None:
+    x, weight, targets = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
+    with torch.no_grad():
+        loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
+    torch.testing.assert_close(loss, reference_linear_cross_entropy(x, weight, targets).detach())
+
+
+@pytest.mark.parametrize("divisor", [None, 7.5])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_adamw_matches_torch_optimizer(backend: str, divisor: float | None) -> None:
+    start = torch.randn(1000)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    master, weight = start.clone(), start.to(torch.bfloat16)
+    m, v = torch.zeros(1000), torch.zeros(1000)
+    for step in range(1, 6):
+        gradient = torch.randn(1000)
+        theirs.grad = gradient / (divisor or 1.0)
+        optimizer.step()
+        scale = None if divisor is None else torch.tensor(divisor)
+        numbers = AdamWStep(step, 1e-2, 0.9, 0.95, 1e-8, 0.3, scale)
+        adamw(backend, master, m, v, gradient.clone(), weight, numbers)
+    torch.testing.assert_close(master, theirs.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(weight, master.to(torch.bfloat16))
+
+
+def test_adamw_leaves_aliased_weight_to_master() -> None:
+    master = torch.randn(10)
+    before = master.clone()
+    adamw("torch", master, torch.zeros(10), torch.zeros(10), torch.ones(10), master, AdamWStep(1, 0.1, 0.9, 0.95, 1e-8, 0.0))
+    torch.testing.assert_close(master, before - 0.1, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,97 @@
+"""Canonical tensors, flat units and their initialisation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from llmtrain.model.config import Family, GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.model.init import initialize
+from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
+from llmtrain.sharding.flat import materialize
+
+TINY = GPTConfig(
+    family="gpt2",
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=4,
+    ffn=64,
+    positions=8,
+    vocab=32,
+    tie_embeddings=True,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rotary_fraction=1.0,
+    dropout=0.0,
+)
+
+
+def tiny(family: Family, tied: bool) -> GPTConfig:
+    return replace(TINY, family=family, kv_heads=2 if family == "llama" else 4, tie_embeddings=tied)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
+def test_units_hold_exactly_the_parameters(family: Family, tied: bool) -> None:
+    config = tiny(family, tied)
+    model = GPT(config, torch.device("cpu"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    rows: dict[str, int] = {}
+    for unit in model_units(config):
+        for tensor in unit.tensors:
+            name = f"{unit.name}.{tensor.parameter}"
+            rows[name] = rows.get(name, 0) + tensor.shape[0]
+            assert tensor.shape[1:] == shapes[name][1:]
+    assert rows == {name: shape[0] for name, shape in shapes.items()}
+    assert parameter_count(config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
+def test_weight_decay_covers_matrices_only(family: Family) -> None:
+    for unit in model_units(tiny(family, tied=False)):
+        matrices = [tensor for tensor in unit.tensors if len(tensor.shape) == 2]
+        assert list(unit.tensors[: len(matrices)]) == matrices
+        assert unit.decayed == sum(tensor.numel for tensor in matrices)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
+def test_pieces_cover_any_range(sizes: list[int], data: st.DataObject) -> None:
+    unit = UnitSpec("u", tuple(TensorSpec(str(i), str(i), (size,), decay=False) for i, size in enumerate(sizes)))
+    start = data.draw(st.integers(0, unit.numel))
+    end = data.draw(st.integers(start, unit.numel))
+    covered = [
+        unit.offsets[unit.tensors.index(tensor)] + place
+        for tensor, first, last in unit.pieces(start, end)
+        for place in range(first, last)
+    ]
+    assert covered == list(range(start, end))
+
+
+def test_initialisation_does_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmtrain.model.init.BLOCK", 100)
+    unit = model_units(TINY)[1]
+    whole = torch.empty(unit.numel)
+    initialize(unit, 0, unit.numel, 7, whole)
+    for start, end in ((0, 10), (95, 305), (1000, unit.numel)):
+        part = torch.empty(end - start)
+        initialize(unit, start, end, 7, part)
+        assert torch.equal(part, whole[start:end])
+    assert whole[:256].std().item() == pytest.approx(0.02, rel=0.15)
+    other = torch.empty(unit.numel)
+    initialize(unit, 0, unit.numel, 8, other)
+    assert not torch.equal(whole, other)
+
+
+def test_parameters_are_views_of_the_flat_buffers() -> None:
+    config = tiny("llama", tied=True)
+    model = GPT(config, torch.device("cpu"))
+    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    tokens = torch.randint(0, config.vocab, (2, 9))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    block = units[1]
+    assert torch.equal(model.blocks[0].attention.qkv.weight.grad.flatten(), block.gradient[: 32 * 16])
+    block.master.zero_()
+    assert not model.blocks[0].mlp.down.weight.any()

@@ -1,0 +1,172 @@
+"""Tokens per second of our training step against transformers' model in a plain loop.
+
+Both train the same sizes on the same data in the same process, in turns whose order alternates; medians.
+"""
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import connect
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import Run, compose
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.train import train_step
+from llmtrain_data.indexed import IndexedWriter
+
+sys.path.insert(0, str(Path(__file__).parent))
+from table import machine, write_section
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    sequence: int
+    batch: int
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.family} {self.layers}x{self.hidden}, vocabulary {self.vocab}"
+        return f"{sizes}, {self.batch}x{self.sequence} tokens{', train.compile' if self.compiled else ''}"
+
+
+CASES = [
+    Case("gpt2", 6, 256, 4, 4, 1024, 4096, 256, 4),
+    Case("gpt2", 6, 384, 6, 6, 1536, 50257, 256, 2),
+    Case("neox", 6, 256, 4, 4, 1024, 4096, 256, 4),
+    Case("neox", 6, 384, 6, 6, 1536, 50432, 256, 2),
+    Case("llama", 6, 256, 4, 2, 688, 4096, 256, 4),
+    Case("llama", 6, 384, 6, 2, 1024, 32000, 256, 2),
+    Case("gpt2", 6, 256, 4, 4, 1024, 4096, 256, 4, compiled=True),
+    Case("llama", 6, 256, 4, 2, 688, 4096, 256, 4, compiled=True),
+]
+
+
+def peer_model(case: Case) -> transformers.PreTrainedModel:
+    """Return transformers' model of the same sizes."""
+    common = {"vocab_size": case.vocab, "bos_token_id": 0, "eos_token_id": 0}
+    if case.family == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_positions=case.sequence, n_embd=case.hidden, n_layer=case.layers, n_head=case.heads,
+                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **common,
+            )
+        )  # fmt: skip
+    sizes = {
+        "hidden_size": case.hidden,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "intermediate_size": case.ffn,
+        "max_position_embeddings": case.sequence,
+        **common,
+    }
+    if case.family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=case.kv_heads, **sizes))
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
+
+
+def plain_loop(case: Case, run: Run, fused: bool) -> Callable[[int], None]:
+    """Return a step of the loop that most people write around transformers' model."""
+    model = peer_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+    def step(number: int) -> None:
+        rows = torch.from_numpy(run.train_data.batch(0, number * case.batch, case.batch))[:, :-1].contiguous()
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+@contextmanager
+def our_loop(case: Case, folder: Path) -> Iterator[Run]:
+    """Compose a real run, with its logging."""
+    writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+    writer.add(np.random.default_rng(0).integers(0, case.vocab, 200_000), np.full(100, 2000))
+    writer.commit()
+    recipe = folder / "bench.yaml"
+    recipe.write_text(
+        f"model: {{family: {case.family}, layers: {case.layers}, hidden: {case.hidden}, heads: {case.heads}, "
+        f"kv_heads: {case.kv_heads}, ffn: {case.ffn}, vocab: {case.vocab}, tie_embeddings: {case.family == 'gpt2'}}}\n"
+        f"data: {{path: {folder / 'set'}, sequence_length: {case.sequence}}}\n"
+        f"train: {{steps: 100000, global_batch: {case.batch}, microbatch: {case.batch}, compile: {case.compiled}}}\n"
+        f"logging: {{dir: {folder}}}\n"
+    )
+    ranks = connect(Layout({Axis.DATA: 1}))
+    resolved = resolve(load_recipe(str(recipe)), Facts(world=1, device=ranks.device.type))
+    with compose(resolved, ranks, StopRequest()) as run:
+        run.log.start(0, [])
+        yield run
+
+
+def measure(case: Case, rounds: int) -> tuple[float, float, float]:
+    """Return seconds per step: ours, plain loop, plain loop with fused AdamW."""
+    with tempfile.TemporaryDirectory() as folder, our_loop(case, Path(folder)) as run:
+        plain, fused = plain_loop(case, run, False), plain_loop(case, run, True)
+        loops: list[Callable[[int], object]] = [lambda number: train_step(run, number), plain, fused]
+        seconds: list[list[float]] = [[] for _ in loops]
+        for number in range(rounds + 1):
+            order = range(len(loops)) if number % 2 else reversed(range(len(loops)))
+            for index in order:
+                started = time.perf_counter()
+                loops[index](number)
+                if number:  # the first step warms up
+                    seconds[index].append(time.perf_counter() - started)
+    ours, theirs, theirs_fused = (statistics.median(times) for times in seconds)
+    return ours, theirs, theirs_fused
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    lines = [
+        "| model, fp32 | ours, tokens/s | plain loop, tokens/s | ratio | plain loop with fused AdamW | ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for case in CASES:
+        ours, theirs, fused = measure(case, arguments.rounds)
+        tokens = case.batch * case.sequence
+        lines.append(
+            f"| {case.name} | {tokens / ours:,.0f} | {tokens / theirs:,.0f} | {theirs / ours:.2f} "
+            f"| {tokens / fused:,.0f} | {fused / ours:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    text = (
+        f"{machine()}, torch {torch.__version__}, transformers {transformers.__version__}. Median of "
+        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling and logging.\n\n" + "\n".join(lines)
+    )
+    print(text)
+    if arguments.write:
+        write_section(arguments.write, "step", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""`llmtrain run`."""
+
+from typing import Annotated
+
+import typer
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start on this machine; default: one for each GPU, else one.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check and print the resolved recipe, then stop.")] = False,
+) -> None:
+    """Train: start the run that a recipe describes, or go on with it where it stopped."""
+    from llmtrain.start import start
+
+    start(recipe, overrides or [], nproc, dry_run)

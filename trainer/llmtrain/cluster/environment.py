@@ -1,0 +1,68 @@
+"""Which run this process belongs to, read off the environment. No torch in here."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmtrain.errors import BadInputError
+
+# Set for ranks that `llmtrain run --nproc` started: the pid of the process that started them.
+LAUNCHER_PID = "LLMTRAIN_LAUNCHER_PID"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A rank's place as its launcher gave it, and the variables torch needs to find the other ranks."""
+
+    by: str
+    rank: int
+    world: int
+    variables: Mapping[str, str]
+
+
+def launched(environment: Mapping[str, str]) -> Launched | None:
+    """Return this process's place in a run that torchrun, srun or llmtrain started, or None if nobody did.
+
+    Raises BadInputError when the variables contradict themselves.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
+        return _launched(by, environment["RANK"], environment["WORLD_SIZE"], {})
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _from_slurm(environment)
+    return None
+
+
+def _from_slurm(environment: Mapping[str, str]) -> Launched:
+    rank, world = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
+    # Every job has an id of its own, so that jobs that share a node meet on different ports.
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", ""))),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+    return _launched("srun", rank, world, variables)
+
+
+def _launched(by: str, rank: str, world: str, variables: Mapping[str, str]) -> Launched:
+    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
+        raise BadInputError(
+            f"the environment has rank {rank!r} of {world!r}; expected a number below another. Start the run through "
+            "torchrun, srun or llmtrain run --nproc N, or unset RANK and WORLD_SIZE"
+        )
+    return Launched(by, int(rank), int(world), variables)
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[003-007,12],login1`."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodelist)
+    return "localhost" if match is None else match[1] + (match[2] or "") + match[3]
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Return how many of this machine's cores each of `local_ranks` may use."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)

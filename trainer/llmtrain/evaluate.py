@@ -1,0 +1,27 @@
+"""Mean loss over a fixed set of samples, the same on every layout."""
+
+import torch
+from llmtrain_data.dataset import Samples
+
+from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.model.gpt import GPT
+
+
+@torch.no_grad()
+def mean_loss(model: GPT, samples: Samples, count: int, microbatch: int, ranks: Ranks) -> float:
+    """Return the mean loss in nats per token over the first `count` samples in the file's order. Collective.
+
+    The data-parallel ranks share the samples; `count` is cut to what there is.
+    """
+    count = min(count, len(samples))
+    degree, place = ranks.layout.degrees[Axis.DATA], ranks.layout.coordinate(ranks.rank, Axis.DATA)
+    start, end = even_share(count, degree, place)
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for first in range(start, end, microbatch):
+        rows = torch.from_numpy(samples.sequential(first, min(microbatch, end - first))).to(ranks.device)
+        total += float(model(rows[:, :-1], rows[:, 1:])) * rows.shape[0]
+    model.train(was_training)
+    return ranks.sum_all([total])[0] / count

@@ -1,0 +1,54 @@
+"""Sampling text from a model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmtrain.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. temperature: 0 takes the likeliest. top_k: among how many of the likeliest (0: all).
+    top_p: among the fewest whose probabilities sum up to it (1: all)."""
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop_at: int | None) -> Iterator[int]:
+    """Yield up to `count` tokens that go on from `prompt` (at least one token), ending before the token `stop_at`.
+
+    The model sees the last `positions` tokens.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(sampling.seed)
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(count):
+        logits = model(tokens[:, -model.config.positions :])[0, -1].float()
+        drawn = draw(logits, sampling, generator)
+        if drawn == stop_at:
+            return
+        yield drawn
+        tokens = torch.cat((tokens, torch.tensor([[drawn]], device=device)), dim=1)
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token id from fp32 logits `[vocab]`."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / sampling.temperature
+    ordered, order = logits.sort(descending=True)
+    if sampling.top_k:
+        ordered = ordered[: sampling.top_k]
+    probabilities = ordered.softmax(-1)
+    # A token stays while those before it have not reached top_p, so the likeliest always does.
+    kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+    chosen = torch.multinomial(probabilities * kept, 1, generator=generator)
+    return int(order[chosen])

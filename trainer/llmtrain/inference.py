@@ -1,0 +1,117 @@
+"""Trained models for looking at: evaluated and sampled from outside their run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+
+import torch
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import SPLITS, open_split
+
+from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.checkpoint.load import load
+from llmtrain.checkpoint.manifest import model_of, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.shard import StateShard
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks, connect
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.evaluate import mean_loss
+from llmtrain.generate import Sampling, generate
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.recipe.load import parse_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.sharding.flat import attach
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model as one of its checkpoints holds it, on this machine's device, in fp32. recipe: None for an imported one."""
+
+    model: GPT
+    recipe: Recipe | None
+    step: int
+    ranks: Ranks
+
+
+def open_model(source: Path, warn: Callable[[str], None]) -> TrainedModel:
+    """Load a checkpoint, or a run's newest sound one; `warn` is told of those that are not.
+
+    Raises BadInputError when there is none.
+    """
+    for folder in find_checkpoints(source):
+        try:
+            return _open(folder)
+        except (DamagedError, RunFailedError) as error:
+            warn(f"skipped the checkpoint {folder}: {error}")
+    raise BadInputError(f"{source} holds no sound checkpoint; expected the folder of a run or of a checkpoint")
+
+
+def _open(folder: Path) -> TrainedModel:
+    ranks = connect(Layout({Axis.DATA: 1}))
+    manifest = read_manifest(folder)
+    config = model_of(manifest)
+    model = GPT(config, ranks.device)
+    weights = [(unit, torch.empty(unit.numel, device=ranks.device)) for unit in model_units(config)]
+    load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
+    for unit, weight in weights:
+        attach(unit, model.unit(unit.name), weight)
+    recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
+    return TrainedModel(model.eval(), recipe, manifest.step, ranks)
+
+
+def evaluate_on(
+    trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int
+) -> dict[str, float | int | str]:
+    """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split.
+
+    prefix: another prepared set than the recipe's.
+    """
+    if split not in SPLITS:
+        raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
+    data = _data(trained, prefix)
+    samples = open_split(data, split)
+    count = min(count or len(samples), len(samples))
+    loss = mean_loss(trained.model, samples, count, microbatch, trained.ranks)
+    return {
+        "split": split,
+        "loss": loss,
+        "perplexity": exp(loss),
+        "step": trained.step,
+        "samples": count,
+        "sequence_length": data.sequence_length,
+        "unigram_entropy": samples.unigram_entropy(),
+    }
+
+
+def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
+    if trained.recipe is not None:
+        return trained.recipe.data if prefix is None else replace(trained.recipe.data, path=prefix)
+    if prefix is None:
+        raise BadInputError("this checkpoint was imported and names no data; name a prepared set with --data")
+    return DataConfig(path=prefix, sequence_length=trained.model.config.positions)
+
+
+def complete(
+    trained: TrainedModel, prompt: str, count: int, sampling: Sampling, tokenizer_folder: Path | None
+) -> Iterator[str]:
+    """Yield the prompt and then, piece by piece, the text that the model goes on with."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder or (trained.recipe.data.tokenizer if trained.recipe else None)
+    if folder is None or not Path(folder).is_dir():
+        raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    start = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
+    yield prompt
+    tokens: list[int] = []
+    shown = ""
+    for token in generate(trained.model, start, count, sampling, tokenizer.eos_token_id):
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        # A character may take several tokens; a piece waits until it is whole.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text

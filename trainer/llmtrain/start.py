@@ -1,0 +1,68 @@
+"""From the command line's words to ranks that train."""
+
+import os
+import sys
+
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.environment import Launched, launched
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.errors import RunFailedError
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.prepare import settle
+from llmtrain.recipe.resolve import Facts, decisions, to_yaml
+from llmtrain.recipe.schema import Recipe
+
+
+def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
+    """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
+    srun started this process, as one of theirs. dry_run: print the resolved recipe instead."""
+    recipe = load_recipe(name, overrides)
+    place = launched(os.environ)
+    # torch comes this late so that a mistake in the recipe's text is told at once.
+    import torch
+
+    gpus = torch.cuda.device_count()
+    world = place.world if place else nproc or max(1, gpus)
+    facts = Facts(world=world, device="cuda" if gpus else "cpu", apex=_has_apex())
+    resolved = settle(recipe, facts, read_hf_config)
+    if dry_run:
+        sys.stdout.write(to_yaml(resolved))
+    elif place is not None or world == 1:
+        _run_rank(resolved, decisions(recipe, resolved), place)
+    else:
+        from llmtrain.cluster.launch import launch
+
+        launch(world, ["run", name, *overrides])
+
+
+def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None) -> None:
+    from llmtrain.cluster.launch import die_with_launcher
+    from llmtrain.cluster.ranks import connect, disconnect
+    from llmtrain.train import train
+
+    if place is not None:
+        os.environ.update(place.variables)
+        die_with_launcher()
+        decided = [f"{place.world} ranks, started by {place.by}", *decided]
+    ranks = connect(Layout({Axis.DATA: int(recipe.parallel.data)}))
+    try:
+        train(recipe, ranks, decided)
+    except RuntimeError as error:
+        # What gloo and NCCL raise when a peer is gone; the launcher names the rank that went first.
+        if ranks.layout.world > 1 and _lost_peer(error):
+            raise RunFailedError(f"rank {ranks.rank} lost contact with another rank") from error
+        raise
+    disconnect(ranks)
+
+
+def _lost_peer(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "Connection" in str(error) or "gloo" in str(error)
+
+
+def _has_apex() -> bool:
+    """Whether NVIDIA's apex is installed, not the package of the same name on PyPI."""
+    from importlib.util import find_spec
+
+    return find_spec("amp_C") is not None

@@ -1,0 +1,143 @@
+"""The training loop."""
+
+import time
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import Run, compose, resume, save
+from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.evaluate import mean_loss
+from llmtrain.optim.schedule import learning_rate
+from llmtrain.optim.step import clip_divisor, step_range
+from llmtrain.recipe.schema import Recipe
+from llmtrain.telemetry.logger import StepRecord
+
+
+def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
+    """Run a resolved and checked recipe from its newest checkpoint, or from the start, to its last step. Collective.
+
+    decisions: what was resolved, for the user to read. Raises PreemptedError when told to stop, RunFailedError when
+    the run cannot go on.
+    """
+    steps = recipe.train.steps
+    with compose(recipe, ranks, StopRequest().listen()) as run:
+        resume(run)
+        run.log.start(run.progress.step, decisions)
+        if run.progress.step == 0:
+            evaluate(run)
+        for step in range(run.progress.step, steps):
+            stopping = train_step(run, step)
+            if _due(step + 1, recipe.train.eval_every, steps):
+                evaluate(run)
+            if stopping or _due(step + 1, recipe.checkpoint.every or steps, steps):
+                save(run)
+            if stopping and step + 1 < steps:
+                settle(run)
+                raise PreemptedError(f"stopped after step {step + 1} and saved; the same command goes on from there")
+        settle(run)
+        run.log.end({})
+
+
+def train_step(run: Run, step: int) -> bool:
+    """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
+    recipe, started = run.recipe, time.perf_counter()
+    if run.config.dropout:
+        # Seeded by the step, so that a resumed run draws what an uninterrupted one would.
+        torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank)
+    loss, norm, stopping = forward_backward(run, step)
+    norm_value = float(norm) / run.scale.value
+    finite = isfinite(loss) and isfinite(norm_value)
+    lr = learning_rate(recipe.optimizer, step, recipe.train.steps)
+    if finite:
+        run.progress.applied += 1
+        optimizer_step(run, lr, norm)
+    run.progress.step = step + 1
+    note_skipped(run, finite)
+    run.log.step(
+        StepRecord(
+            step=step + 1,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm_value,
+            seconds=time.perf_counter() - started,
+            skipped_steps=run.progress.skipped,
+            loss_scale=run.scale.value if recipe.precision.compute == "fp16" else None,
+        )
+    )
+    return stopping
+
+
+def forward_backward(run: Run, step: int) -> tuple[float, Tensor, bool]:
+    """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
+    recipe, ranks = run.recipe, run.ranks
+    batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
+    degree, place = ranks.layout.degrees[Axis.DATA], ranks.layout.coordinate(ranks.rank, Axis.DATA)
+    start, end = even_share(batch, degree, place)
+    rows = torch.from_numpy(run.train_data.batch(recipe.seed, step * batch + start, end - start))
+    rows = rows.to(ranks.device, non_blocking=True)
+    total = torch.zeros((), device=ranks.device)
+    run.sync.clear()
+    for first in range(0, len(rows), microbatch):
+        part = rows[first : first + microbatch]
+        with run.sync.backward(last=first + microbatch == len(rows)):
+            loss = run.model(part[:, :-1], part[:, 1:]) * (microbatch / batch)
+            (loss * run.scale.value).backward()
+        total += loss.detach()
+    # One small sum tells every rank the loss, and whether any of them was asked to stop.
+    loss_sum, stops = ranks.sum_all([float(total), float(run.stop.signal_name is not None)])
+    return loss_sum, run.sync.norm(), stops > 0
+
+
+def optimizer_step(run: Run, lr: float, norm: Tensor) -> None:
+    """Step every unit. norm: of the scaled gradients, fp32 scalar."""
+    optimizer = run.recipe.optimizer
+    divisor = clip_divisor(norm, run.scale.value, optimizer.clip)
+    for unit in run.units:
+        states = (unit.master, unit.m, unit.v, unit.gradient, unit.weight)
+        step_range(optimizer, unit.spec.decayed, states, lr, run.progress.applied, divisor)
+
+
+def note_skipped(run: Run, finite: bool) -> None:
+    """Keep count of skipped steps; too many in a row end the run."""
+    progress, dynamic, before = run.progress, run.recipe.precision.compute == "fp16", run.scale.value
+    run.scale.update(finite, dynamic)
+    progress.loss_scale, progress.good_steps = run.scale.value, run.scale.good_steps
+    if finite:
+        progress.skipped_in_row = 0
+        return
+    progress.skipped += 1
+    if run.scale.value < before:
+        run.log.warn(f"step {progress.step} overflowed and was skipped; the loss scale is now {run.scale.value:g}")
+        return
+    progress.skipped_in_row += 1
+    run.log.warn(f"step {progress.step} had a non-finite loss or gradient and was skipped")
+    if progress.skipped_in_row >= run.recipe.train.max_skipped:
+        raise RunFailedError(
+            f"the loss or gradient was not finite for {progress.skipped_in_row} steps in a row (train.max_skipped), up "
+            f"to step {progress.step}; the checkpoints in {run.folder} are sound. Lower optimizer.lr or check the data"
+        )
+
+
+def evaluate(run: Run) -> None:
+    """Log the validation loss, if there is a validation split. Collective."""
+    if run.valid_data is not None:
+        count = run.recipe.train.eval_batches * run.recipe.train.global_batch
+        loss = mean_loss(run.model, run.valid_data, count, int(run.recipe.train.microbatch), run.ranks)
+        run.log.evaluation(run.progress.step, "validation", loss)
+
+
+def settle(run: Run) -> None:
+    """Wait until the last checkpoint is on disk. Collective."""
+    failure = run.checkpoints.wait()
+    if failure:
+        raise RunFailedError(failure)
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    """Whether something that happens `every` steps (0: never) and at the last one is due after `step` steps."""
+    return every > 0 and (step % every == 0 or step == steps)
