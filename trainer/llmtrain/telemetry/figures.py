@@ -43,9 +43,7 @@ def loss_figure(steps: list[Row], evaluations: list[Row], unigram_entropy: float
     validation = [row for row in evaluations if row.get("split") == "validation"]
     measured = _column(validation, "loss")
     if len(measured):
-        axes.plot(
-            _column(validation, "step"), measured, "o-", color=_ORANGE, ms=4, lw=1.5, label="validation"
-        )
+        axes.plot(_column(validation, "step"), measured, "o-", color=_ORANGE, ms=4, lw=1.5, label="validation")
     if unigram_entropy is not None:
         label = f"unigram entropy of the validation tokens ({unigram_entropy:.2f})"
         axes.axhline(unigram_entropy, color=_GREY, ls="--", lw=1.2, label=label)
@@ -85,9 +83,7 @@ def memory_figure(steps: list[Row]) -> bytes:
     for key, (label, color, style) in _MEMORY.items():
         used = np.array([number_at(row, "memory_bytes", key) for row in steps])
         if np.isfinite(used).any():
-            axes.plot(
-                x, used, color=color, ls=style, lw=1.6, label=label, marker="o" if len(x) == 1 else None
-            )
+            axes.plot(x, used, color=color, ls=style, lw=1.6, label=label, marker="o" if len(x) == 1 else None)
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.05)
     axes.yaxis.set_major_locator(_BinaryLocator(nbins=6, steps=[1, 2, 4, 5, 8, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
@@ -152,9 +148,7 @@ def _limit(axes: Axes, y: Any, others: list[float]) -> None:
     if above:
         text = f"{above} point{'s' if above > 1 else ''} above, up to {units.number(float(finite.max()))}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
-        axes.annotate(
-            text, (0.01, 0.98), xycoords="axes fraction", va="top", fontsize=9, color=_GREY, bbox=box
-        )
+        axes.annotate(text, (0.01, 0.98), xycoords="axes fraction", va="top", fontsize=9, color=_GREY, bbox=box)
 
 
 def _constant(ratio: Any) -> float | None:

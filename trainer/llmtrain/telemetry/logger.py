@@ -131,9 +131,7 @@ class _Session:
         self._elapsed_before, self._skipped = last["elapsed_s"], last["skipped_steps"]
         # A row's step time is the mean since the row before.
         before = [0, *(row["step"] for row in steps)]
-        self._seconds = sum(
-            row["step_time_s"] * (row["step"] - b) for row, b in zip(steps, before, strict=False)
-        )
+        self._seconds = sum(row["step_time_s"] * (row["step"] - b) for row, b in zip(steps, before, strict=False))
         self._timed = last["step"]
 
     def _start_wandb(self) -> None:
@@ -227,9 +225,7 @@ class _Session:
         self._metrics.write(row)
         if self._wandb is not None and row.get("event") == "eval":
             split = row["split"]
-            self._wandb.log(
-                row["step"], {f"{split}/loss": row["loss"], f"{split}/perplexity": row["perplexity"]}
-            )
+            self._wandb.log(row["step"], {f"{split}/loss": row["loss"], f"{split}/perplexity": row["perplexity"]})
         elif self._wandb is not None and "event" not in row:
             self._wandb.log(row["step"], row)
 

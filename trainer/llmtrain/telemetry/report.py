@@ -74,9 +74,7 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
     sections = [
         _section("Run", _table(_facts(run, run_dir))),
         _section("Decided", _table(((), *((text,) for text in _decisions(run))))),
-        _section(
-            "Evaluations", _table((("step", "split", "loss", "perplexity"), *map(_evaluation, evaluations)))
-        ),
+        _section("Evaluations", _table((("step", "split", "loss", "perplexity"), *map(_evaluation, evaluations)))),
         _section("Bytes handed to collectives in the last logged step", _table(_communication(steps[-1]))),
         _section("Recipe", _recipe(run_dir)),
     ]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# Seconds given to wandb for starting, and for sending the rest when the run ends.
+# Seconds given to wandb for starting, for sending the rest when the run ends, and that the run waits for it.
 _START_TIMEOUT = 30.0
-_FINISH_TIMEOUT = 30.0
+_FINISH_TIMEOUT = 20.0
+_WAIT_AT_END = 25.0
 _QUEUE_LENGTH = 10_000
 
 
@@ -56,9 +57,7 @@ class WandbSink:
         self._given_up = threading.Event()
         self._queue: queue.Queue[_Log | _Finish] = queue.Queue(_QUEUE_LENGTH)
         arguments = {"mode": mode, "project": project, "name": name, "config": config}
-        self._worker = threading.Thread(
-            target=self._work, args=(run_dir, arguments), name="wandb", daemon=True
-        )
+        self._worker = threading.Thread(target=self._work, args=(run_dir, arguments), name="wandb", daemon=True)
         self._worker.start()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -66,10 +65,10 @@ class WandbSink:
         self._put(_Log(step, values))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Write the summary and close the run; waits for wandb a minute at most."""
+        """Write the summary and close the run; waits for wandb half a minute at most."""
         self._put(_Finish(summary, exit_code))
         if not self._given_up.is_set():
-            self._worker.join(_START_TIMEOUT + _FINISH_TIMEOUT)
+            self._worker.join(_WAIT_AT_END)
             if self._worker.is_alive():
                 self._give_up("it did not finish in time")
 
@@ -82,14 +81,14 @@ class WandbSink:
             self._give_up("it fell behind")
 
     def _work(self, run_dir: Path, arguments: dict[str, Any]) -> None:
-        # Whatever wandb raises ends in a sentence: a run must not fail because of it.
+        # Whatever wandb raises, SystemExit included, ends in a sentence: a run must not fail because of it.
         try:
             run = _open(run_dir, arguments)
             while isinstance(message := self._queue.get(), _Log):
                 run.log(_finite(message.values), step=message.step)
             run.summary.update(_finite(message.summary))
             run.finish(exit_code=message.exit_code)
-        except Exception as error:
+        except BaseException as error:
             self._give_up(_one_line(error))
 
     def _give_up(self, reason: str) -> None:
@@ -103,16 +102,16 @@ def _open(run_dir: Path, arguments: dict[str, Any]) -> Any:
     import wandb
 
     settings = wandb.Settings(
-        # Standard output stays the run's own; silent also keeps wandb from asking for a key.
+        # Standard output stays the run's own.
         console="off",
         silent=True,
         init_timeout=_START_TIMEOUT,
         finish_timeout=_FINISH_TIMEOUT,
         finish_timeout_raises=True,
     )
-    return wandb.init(
-        id=_run_id(run_dir / "wandb"), resume="allow", dir=run_dir, settings=settings, **arguments
-    )
+    # init applies `silent` only after logging in, which would ask a person at the terminal for a key.
+    wandb.setup(settings)
+    return wandb.init(id=_run_id(run_dir / "wandb"), resume="allow", dir=run_dir, settings=settings, **arguments)
 
 
 def _run_id(folder: Path) -> str:
@@ -131,7 +130,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the first line of an error, without the key that it might quote."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     key = os.environ.get("WANDB_API_KEY")
