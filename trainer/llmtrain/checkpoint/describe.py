@@ -4,15 +4,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmtrain.checkpoint.folder import find_checkpoints, step_of
+from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.manifest import Manifest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.errors import BadInputError, RunFailedError
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
-    """Return step, tokens, bytes, folder and, if the manifest is damaged, `damage` of each checkpoint, newest
-    first.
+    """Return step, tokens, bytes and folder of each checkpoint, newest first; folder and `damage` of a damaged
+    one.
 
     path: the folder of a run or of a checkpoint. Reads manifests only. Raises BadInputError if there is none.
     """
@@ -22,7 +22,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
             manifest = read_manifest(folder)
             rows.append(_summary(folder, manifest))
         except DamagedError as error:
-            rows.append({"step": step_of(folder), "folder": str(folder), "damage": str(error)})
+            rows.append({"folder": str(folder), "damage": str(error)})
     return rows
 
 

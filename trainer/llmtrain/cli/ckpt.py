@@ -25,8 +25,8 @@ def list_(source: Source, as_json: Json = False) -> None:
         return
     typer.echo(f"{'step':>10} {'tokens':>16} {'size':>10}  folder")
     for row in rows:
-        note = f"  damaged: {row['damage']}" if "damage" in row else ""
-        typer.echo(f"{row['step']:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
+        step, note = row.get("step", "-"), f"  damaged: {row['damage']}" if "damage" in row else ""
+        typer.echo(f"{step:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
 
 
 @app.command()

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from llmtrain.errors import BadInputError
+
 GENERATION = "generation_config.json"
 _FILES = (
     "tokenizer.json",
@@ -31,7 +33,10 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
-    """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None where it has none."""
+    """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None where it has none.
+
+    Raises BadInputError if its files are not JSON.
+    """
     settings = _json(folder, "tokenizer_config.json")
     added = _json(folder, "tokenizer.json").get("added_tokens") or []
     ids = {token["content"]: token["id"] for token in added}
@@ -39,12 +44,15 @@ def special_tokens(folder: Path | None) -> dict[str, int | None]:
     for kind in ("bos_token", "eos_token"):
         token = settings.get(kind)
         content = token.get("content") if isinstance(token, dict) else token
-        special[f"{kind}_id"] = ids.get(content)
+        special[f"{kind}_id"] = ids.get(content) if isinstance(content, str) else None
     return special
 
 
 def _json(folder: Path | None, name: str) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
-    content = json.loads((folder / name).read_text())
+    try:
+        content = json.loads((folder / name).read_text())
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{folder / name} cannot be read as JSON: {error}") from error
     return content if isinstance(content, dict) else {}
