@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pydantic import TypeAdapter
-
 from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.recipe.resolve import as_data
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry import units
 from llmtrain.telemetry.about import RunInfo, describe, facts, write_run_file
@@ -138,13 +137,12 @@ class _Session:
         logging = self._recipe.logging
         if logging.wandb == "off":
             return
-        config = TypeAdapter(Recipe).dump_python(self._recipe, mode="json", by_alias=True)
         self._wandb = WandbSink(
             self._run_dir,
             mode=logging.wandb,
             project=logging.wandb_project,
             name=self._recipe.name,
-            config=config,
+            config=as_data(self._recipe),
             warn=self.console.warn,
         )
 

@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.2) -> float:
+def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.15) -> float:
     """Return the best rate in FLOP/s that products of two square matrices reach, in about `budget` seconds.
 
     Sizes double from 512 up to 8192 while there is time for the next one, as small products do not fill a GPU

@@ -1,0 +1,119 @@
+"""FLOPs against published sizes and torch's own counter; peaks by name; what a process measures of itself."""
+
+import pytest
+import torch
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.telemetry.flops import datasheet_peak, flops_per_token, multiplying_parameters
+from llmtrain.telemetry.meters import CommMeter, device_name, measured_peak, memory_bytes
+from torch.utils.flop_counter import FlopCounterMode
+
+CPU = torch.device("cpu")
+
+
+def config(family: str = "gpt2", **sizes: object) -> GPTConfig:
+    keys: dict[str, object] = {
+        "family": family,
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 192,
+        "positions": 32,
+        "vocab": 97,
+        "tie_embeddings": family == "gpt2",
+        "norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "rotary_fraction": 1.0,
+        "dropout": 0.0,
+    }
+    return GPTConfig(**{**keys, **sizes})  # type: ignore[arg-type]
+
+
+def test_gpt2_124m() -> None:
+    gpt2 = config(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, positions=1024, vocab=50257)
+    # 12 hidden^2 per block, and the tied head; neither positions nor norms nor biases.
+    assert multiplying_parameters(gpt2) == 12 * 12 * 768**2 + 50257 * 768
+    assert flops_per_token(gpt2, 1024) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
+
+
+def test_llama_shares_key_and_value_heads() -> None:
+    llama = config("llama", kv_heads=1)
+    per_block = 2 * 64 * 64 + 2 * 16 * 64 + 3 * 192 * 64
+    assert multiplying_parameters(llama) == 2 * per_block + 97 * 64
+
+
+@pytest.mark.parametrize(("family", "kv_heads"), [("gpt2", 4), ("llama", 4), ("llama", 2), ("neox", 4)])
+def test_the_model_does_what_is_counted(family: str, kv_heads: int) -> None:
+    shape = config(family, kv_heads=kv_heads)
+    model = GPT(shape, torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(3, 32, dtype=torch.long, device="meta"))
+    # Backward is twice forward; the counter does not halve for the causal mask either.
+    assert 3 * counter.get_total_flops() == flops_per_token(shape, 32) * 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "fp16", 756.5),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "fp32", 67.0),
+        ("NVIDIA GH200 480GB", "bf16", 989.5),
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-PCIE-16GB", "fp16", 112.0),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA L4", "bf16", 121.0),
+    ],
+)
+def test_peak_of_known_cards(name: str, precision: str, tflops: float) -> None:
+    assert datasheet_peak(name, precision) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("Tesla V100-SXM2-32GB", "bf16"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("CPU, 2 threads", "fp32"),
+        ("NVIDIA B1000", "bf16"),
+    ],
+)
+def test_peak_that_is_not_known(name: str, precision: str) -> None:
+    assert datasheet_peak(name, precision) is None
+
+
+def test_measuring_leaves_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    # Some thousand products per second and thread is what the slowest machine does.
+    assert 1e7 < measured_peak(CPU, torch.float32, budget=0.02) < 1e15
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_bytes_are_counted_by_group_and_operation_until_taken() -> None:
+    meter = CommMeter()
+    meter.add("data", "all_reduce", 100)
+    meter.add("data", "all_reduce", 20)
+    meter.add("data", "all_gather", 3)
+    meter.add("tensor", "all_reduce", 4)
+    assert meter.take() == {"data": {"all_reduce": 120, "all_gather": 3}, "tensor": {"all_reduce": 4}}
+    assert meter.take() == {}
+
+
+def test_memory_follows_what_is_held() -> None:
+    before = memory_bytes(CPU, model_states=5)
+    held = torch.ones(50_000_000, dtype=torch.uint8)
+    after = memory_bytes(CPU, model_states=5)
+    assert after["rss"] - before["rss"] > 0.9 * len(held)
+    assert after["peak_rss"] >= after["rss"]
+    assert after["model_states"] == 5
+    assert set(after) == {"rss", "peak_rss", "model_states"}
+    assert device_name(CPU) == f"CPU, {torch.get_num_threads()} threads"
