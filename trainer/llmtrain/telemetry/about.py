@@ -61,12 +61,13 @@ def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """Return the content of `run.json`; empty where there is none or it cannot be read."""
+    """Return the content of `run.json`; empty where there is none or it is not what `describe` returned."""
     try:
-        run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        run: dict[str, Any] = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        facts(run)
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
-    return run if isinstance(run, dict) else {}
+    return run
 
 
 def facts(run: dict[str, Any]) -> list[tuple[str, str]]:

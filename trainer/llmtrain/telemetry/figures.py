@@ -69,7 +69,7 @@ def rate_figure(steps: list[Row]) -> bytes:
         ("mfu", "MFU, of the data sheet's peak"),
         ("mfu_measured", "MFU, of the measured peak"),
     ):
-        per_token = _constant(_column(steps, key) / rate)
+        per_token = _constant(_column(steps, key) / np.where(rate > 0, rate, nan))
         if per_token is not None:
             _percent_axis(axes, per_token, label)
             break

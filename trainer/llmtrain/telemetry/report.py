@@ -1,10 +1,10 @@
 """`llmtrain report`: loss, rate and memory of a run as pictures and one self-contained page."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from statistics import median
 from string import Template
@@ -103,27 +103,28 @@ def _status(run: Row, rows: list[Row]) -> str:
 
 
 def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple[str, str]]:
+    """Yield (name, value) of the numbers that matter most, where they are known."""
     validation = [number_at(row, "loss") for row in evaluations if row.get("split") == "validation"]
-    last, entropy = steps[-1], _entropy(run)
-    if validation:
-        yield "validation loss", f"{validation[-1]:.4f}"
-        if entropy:
-            yield "of unigram entropy", f"{validation[-1] / entropy:.3f}"
-    yield "training loss", f"{number_at(last, 'loss'):.4f}"
-    yield "tokens", units.number(number_at(last, "tokens"))
-    yield "time", units.duration(number_at(last, "elapsed_s")) if "elapsed_s" in last else "unknown"
-    yield "tokens/s, median", units.number(_median(steps, "tokens_per_s"))
-    for key, label in (("mfu", "MFU, median"), ("mfu_measured", "MFU of measured peak")):
-        if isfinite(utilisation := _median(steps, key)):
-            yield label, f"{utilisation:.1%}"
-    yield "peak memory, main rank", units.size(_peak_memory(steps))
-    if skipped := number_at(last, "skipped_steps"):
-        yield "skipped steps", f"{skipped:.0f}"
+    last, reached = steps[-1], validation[-1] if validation else nan
+    entropy, skipped = number_at(run, "unigram_entropy"), number_at(last, "skipped_steps")
+    numbers: list[tuple[str, float, Callable[[float], str]]] = [
+        ("validation loss", reached, "{:.4f}".format),
+        ("of unigram entropy", reached / entropy if entropy else nan, "{:.3f}".format),
+        ("training loss", number_at(last, "loss"), "{:.4f}".format),
+        ("tokens", number_at(last, "tokens"), units.number),
+        ("time", number_at(last, "elapsed_s"), units.duration),
+        ("tokens/s, median", _median(steps, "tokens_per_s"), units.number),
+        ("MFU, median", _median(steps, "mfu"), "{:.1%}".format),
+        ("MFU of measured peak", _median(steps, "mfu_measured"), "{:.1%}".format),
+        ("peak memory, main rank", _peak_memory(steps), units.size),
+        ("skipped steps", skipped or nan, "{:.0f}".format),
+    ]
+    return ((name, shown(value)) for name, value, shown in numbers if isfinite(value))
 
 
 def _median(steps: list[Row], key: str) -> float:
     values = [value for row in steps if isfinite(value := number_at(row, key))]
-    return median(values) if values else float("nan")
+    return median(values) if values else nan
 
 
 def _peak_memory(steps: list[Row]) -> float:
@@ -132,7 +133,7 @@ def _peak_memory(steps: list[Row]) -> float:
         values = [value for row in steps if isfinite(value := number_at(row, "memory_bytes", key))]
         if values:
             return max(values)
-    return float("nan")
+    return nan
 
 
 def _facts(run: Row, run_dir: Path) -> list[tuple[str, ...]]:

@@ -1,0 +1,357 @@
+"""What a run leaves behind and says: metrics, console and wandb through the one object that the loop uses."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llmtrain.errors import PreemptedError
+from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
+from llmtrain.telemetry import units, wandb_sink
+from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry.config import LoggingConfig
+from llmtrain.telemetry.console import RunConsole
+from llmtrain.telemetry.logger import RunLogger, StepRecord
+from llmtrain.telemetry.metrics import Row, read_metrics
+from llmtrain_data.config import DataConfig
+from rich.console import Console
+
+MODEL = GPTConfig(
+    family="gpt2", layers=2, hidden=32, heads=2, kv_heads=2, ffn=128, positions=16, vocab=50, tie_embeddings=True,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+)  # fmt: skip
+
+
+def recipe(steps: int = 10, **logging: Any) -> Recipe:
+    return Recipe(
+        name="tiny [run]",
+        model=ModelConfig(family="gpt2"),
+        data=DataConfig(path="corpus", sequence_length=16),
+        train=TrainConfig(steps=steps, global_batch=4),
+        precision=PrecisionConfig(compute="fp32"),
+        logging=LoggingConfig(**{"every": 4, **logging}),
+    )
+
+
+def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
+    device = torch.device("cpu")
+    about = RunInfo(model=MODEL, world=world, device=device, model_state_bytes=77, unigram_entropy=4.0)
+    return RunLogger(folder, of, about, enabled)
+
+
+def record(step: int, **other: Any) -> StepRecord:
+    return StepRecord(**{"step": step, "loss": 5 / step, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5, **other})
+
+
+def train(log: RunLogger, first: int, last: int) -> None:
+    for step in range(first + 1, last + 1):
+        log.comm.add("data", "all_reduce", 1000)
+        log.step(record(step))
+        if step % 5 == 0:
+            log.comm.add("data", "all_reduce", 7)
+            log.evaluation(step, "validation", 6 / step)
+
+
+def rows(folder: Path) -> list[Row]:
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_rows_of_a_run(tmp_path: Path) -> None:
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        train(log, 0, 10)
+        log.end({"note": "x"})
+    found = rows(tmp_path)
+    assert [(row.get("event"), row["step"]) for row in found] == [
+        (None, 1), (None, 4), ("eval", 5), (None, 8), (None, 10), ("eval", 10), ("end", 10),
+    ]  # fmt: skip
+    step, run = found[3], json.loads((tmp_path / "run.json").read_text())
+    assert step["tokens"] == 8 * 4 * 16
+    assert step["step_time_s"] == 0.5
+    assert step["tokens_per_s"] == 128.0
+    assert step["tflops_per_rank"] == pytest.approx(128 / 2 * run["flops_per_token"] / 1e12)
+    assert step["mfu"] is None
+    assert step["mfu_measured"] == pytest.approx(step["tflops_per_rank"] * 1e12 / run["measured_peak"])
+    assert step["memory_bytes"]["model_states"] == 77
+    # Of the step alone: neither of the steps before it nor of the evaluation.
+    assert step["comm_bytes"] == {"data": {"all_reduce": 1000}}
+    assert found[2]["perplexity"] == pytest.approx(math.exp(6 / 5))
+    end = found[-1]
+    assert (end["outcome"], end["note"], end["tokens"]) == ("finished", "x", 640)
+    assert (end["first_validation_loss"], end["last_validation_loss"]) == (6 / 5, 6 / 10)
+    assert end["validation_over_unigram"] == pytest.approx(0.15)
+    assert end["tokens_per_s"] == 128.0
+
+
+def test_step_time_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        for step, seconds in enumerate((9.0, 1.0, 1.0, 4.0), start=1):
+            log.step(record(step, seconds=seconds))
+    assert [row["step_time_s"] for row in rows(tmp_path)[:2]] == [9.0, 2.0]
+
+
+def test_resumed_run_logs_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, parts in ((whole, [(0, 10)]), (cut, [(0, 9), (6, 10)])):
+        folder.mkdir()
+        for first, last in parts:
+            with logger(folder, recipe()) as log:
+                log.start(first, [])
+                train(log, first, last)
+                if last == 10:
+                    log.end({})
+    times = {"elapsed_s", "memory_bytes", "mfu_measured"}
+    for ours, theirs in zip(rows(cut), rows(whole), strict=True):
+        assert {k: v for k, v in ours.items() if k not in times} == {k: v for k, v in theirs.items() if k not in times}
+    elapsed = [row["elapsed_s"] for row in rows(cut) if "elapsed_s" in row]
+    assert elapsed == sorted(elapsed)
+
+
+def test_a_finished_run_started_again_ends_as_before(tmp_path: Path) -> None:
+    for first in (0, 10):
+        with logger(tmp_path, recipe()) as log:
+            log.start(first, [])
+            train(log, first, 10)
+            log.end({})
+    ends = [row for row in rows(tmp_path) if row.get("event") == "end"]
+    assert len(ends) == 1
+    assert ends[0]["tokens_per_s"] == pytest.approx(128.0)
+    assert ends[0]["first_validation_loss"] == 6 / 5
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(PreemptedError("told to stop"), "preempted"), (ValueError("broken"), "failed")]
+)
+def test_a_stopped_run_says_why(tmp_path: Path, error: Exception, outcome: str) -> None:
+    def run() -> None:
+        with logger(tmp_path, recipe()) as log:
+            log.start(0, [])
+            log.step(record(1))
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    end = rows(tmp_path)[-1]
+    assert (end["event"], end["outcome"], end["reason"]) == ("end", outcome, str(error))
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logger(tmp_path, recipe(wandb="offline"), enabled=False) as log:
+        log.start(0, ["decided"])
+        train(log, 0, 10)
+        log.warn("careful")
+        log.end({})
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_skipped_steps_and_loss_scale_are_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        log.step(record(1, loss=math.nan, grad_norm=math.inf, skipped_steps=1, loss_scale=32768.0))
+        log.evaluation(1, "validation", 1e6)
+        log.end({})
+    step, evaluation, end = rows(tmp_path)
+    assert (step["loss"], step["grad_norm"], step["skipped_steps"], step["loss_scale"]) == (None, None, 1, 32768.0)
+    assert evaluation["perplexity"] is None
+    assert end["skipped_steps"] == 1
+    assert "loss nan" in capsys.readouterr().out
+
+
+def console(terminal: bool) -> tuple[RunConsole, StringIO]:
+    text = StringIO()
+    return RunConsole(10, Console(file=text, force_terminal=terminal, width=60, color_system=None)), text
+
+
+ROW: Row = {
+    "step": 4, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 12345.0, "mfu": None, "mfu_measured": 0.421,
+    "skipped_steps": 0, "elapsed_s": 65.0,
+}  # fmt: skip
+
+
+def show(run: RunConsole) -> None:
+    run.start("tiny [run]", [("model", "gpt2 [small]")], ["microbatch: 4", "data: 2"])
+    run.progress(4, 65.0, 3600.0)
+    run.logged(ROW, 3600.0)
+    run.evaluation(4, "validation", 2.0, 7.389)
+    run.warn("step 5 was skipped")
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    run, text = console(terminal=False)
+    show(run)
+    run.end([("time", "1:05")])
+    assert text.getvalue().splitlines() == [
+        "run tiny [run]",
+        "  model           gpt2 [small]",
+        "  decided         microbatch: 4",
+        "                  data: 2",
+        "step 4/10  loss 2.5000  lr 1.00e-03  grad norm 1.00  12.3k tokens/s  MFU 42.1%  elapsed 1:05  left 1:00:00",
+        "step 4/10  validation loss 2.0000  perplexity 7.39",
+        "warning: step 5 was skipped",
+        "done",
+        "  time                  1:05",
+    ]
+
+
+def test_live_line_on_a_terminal() -> None:
+    run, text = console(terminal=True)
+    show(run)
+    run.close()
+    drawn = text.getvalue()
+    assert "4/10  loss 2.5000" in drawn
+    assert "left 1:00:00" in drawn or "left 59:59" in drawn
+    # The live line is drawn again below what is printed.
+    assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
+    assert "step 4/10  loss" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.number(999), "999"),
+        (units.number(12345.0), "12.3k"),
+        (units.number(999_999), "1.00M"),
+        (units.number(0.5), "0.500"),
+        (units.number(math.inf), "inf"),
+        (units.duration(4.21), "4.2s"),
+        (units.duration(65), "1:05"),
+        (units.duration(7205), "2:00:05"),
+        (units.duration(3 * 86400 + 4 * 3600), "3d 04:00:00"),
+        (units.size(1536), "1.50 KiB"),
+        (units.size(80 * 2**30), "80.0 GiB"),
+        (units.size(12), "12 B"),
+    ],
+)
+def test_quantities_for_people(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def wandb_reads(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What wandb's own reader of its transaction logs finds: the summary of the run, and all its records."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
+    texts = [
+        subprocess.run(
+            [*command, *more, str(folder)], capture_output=True, text=True, check=True, env=environment
+        ).stdout
+        for more in (["--summary"], [])
+    ]
+    return json.loads(texts[0]), [json.loads(line) for line in texts[1].splitlines()]
+
+
+def _item(record: dict[str, Any]) -> dict[str, Any]:
+    item: dict[str, Any] = record.get("history", {}).get("item", {})
+    return item
+
+
+def test_wandb_reads_its_offline_run_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "0123456789abcdef" * 2 + "01234567"
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    with logger(tmp_path, recipe(wandb="offline", wandb_project="shelf")) as log:
+        log.start(0, [])
+        train(log, 0, 10)
+        log.end({})
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    summary, records = wandb_reads(folder)
+    assert summary["config"]["train"]["global_batch"] == 4
+    assert summary["config"]["checkpoint"]["async"] is True
+    history = {item["_step"]: item for item in map(_item, records) if item}
+    assert {step: item["loss"] for step, item in history.items() if "loss" in item} == {
+        row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row
+    }
+    assert history[8]["comm_bytes.data.all_reduce"] == 1000
+    assert {step: item["validation/loss"] for step, item in history.items() if "validation/loss" in item} == {
+        5: 6 / 5,
+        10: 6 / 10,
+    }
+    assert summary["summary"]["outcome"] == "finished"
+    assert "wandb failed" not in capsys.readouterr().out
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(secret.encode() in path.read_bytes() for path in files)
+
+
+@contextmanager
+def pretended_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> Iterator[None]:
+    module = types.ModuleType("wandb")
+    module.Settings = lambda **keys: keys  # type: ignore[attr-defined]
+    module.setup = lambda settings: None  # type: ignore[attr-defined]
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(wandb_sink, "_WAIT_AT_END", 0.2)
+    yield
+
+
+class _BrokenRun:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        raise RuntimeError("connection lost\nlong story")
+
+
+def _hangs(**arguments: Any) -> None:
+    threading.Event().wait(20)
+
+
+def _refuses(**arguments: Any) -> None:
+    raise SystemExit("bad key topsecret")
+
+
+@pytest.mark.parametrize(
+    ("init", "reason"),
+    [
+        (_refuses, "bad key [key]"),
+        (lambda **_: _BrokenRun(), "connection lost"),
+        (_hangs, "it did not finish in time"),
+    ],
+)
+def test_wandb_failing_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], init: Any, reason: str
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "topsecret")
+    with pretended_wandb(monkeypatch, init), logger(tmp_path, recipe(wandb="online")) as log:
+        log.start(0, [])
+        train(log, 0, 10)
+        log.end({})
+    printed = capsys.readouterr().out
+    assert printed.count("warning:") == 1
+    assert f"warning: wandb failed ({reason}); the run goes on without it" in printed
+    assert rows(tmp_path)[-1]["outcome"] == "finished"
+
+
+def test_a_resumed_run_stays_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Run:
+        def __init__(self) -> None:
+            self.summary: dict[str, Any] = {}
+
+        def log(self, values: dict[str, Any], step: int) -> None: ...
+
+        def finish(self, exit_code: int) -> None:
+            seen[-1]["exit_code"] = exit_code
+
+    def init(**arguments: Any) -> Run:
+        seen.append(arguments)
+        return Run()
+
+    for first in (0, 4):
+        with pretended_wandb(monkeypatch, init), logger(tmp_path, recipe(wandb="online")) as log:
+            log.start(first, [])
+            train(log, first, 10)
+            log.end({})
+    assert seen[0]["id"] == seen[1]["id"]
+    assert [(run["mode"], run["resume"], run["exit_code"]) for run in seen] == [("online", "allow", 0)] * 2

@@ -1,0 +1,150 @@
+"""The report: pictures and one page from whatever a run has left so far."""
+
+import json
+import math
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from llmtrain.errors import BadInputError
+from llmtrain.telemetry.figures import loss_figure, memory_figure, rate_figure
+from llmtrain.telemetry.report import write_report
+
+NAMES = ["index.html", "loss.png", "memory.png", "rate.png"]
+HOSTILE = "<script>alert('x')</script> & $name"
+
+
+def step_row(step: int, **other: Any) -> dict[str, Any]:
+    row = {
+        "step": step,
+        "tokens": 64 * step,
+        "loss": 3 + math.exp(-step / 50),
+        "tokens_per_s": 1000.0 + step % 7,
+        "mfu": None,
+        "mfu_measured": (1000.0 + step % 7) / 4000,
+        "memory_bytes": {"rss": 3 * 2**30, "peak_rss": 4 * 2**30, "model_states": 2**28},
+        "comm_bytes": {"data": {"all_reduce": 1536}},
+        "skipped_steps": 0,
+        "elapsed_s": 0.1 * step,
+    }
+    return {**row, **other}
+
+
+def leave(folder: Path, rows: list[dict[str, Any]], run: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.resolved.yaml").write_text(f"name: {HOSTILE}\n")
+    if run is not None:
+        (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+def run_file(**other: Any) -> dict[str, Any]:
+    model = {"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 50}
+    keys = {
+        "name": HOSTILE, "model": model, "parameters": 1_350_000, "steps": 500, "tokens_per_step": 64,
+        "total_tokens": 32000, "world": 2, "device": "CPU, 1 threads", "precision": "fp32", "datasheet_peak": None,
+        "measured_peak": 1e11, "unigram_entropy": 6.0, "decisions": [HOSTILE],
+    }  # fmt: skip
+    return {**keys, **other}
+
+
+def evaluation(step: int, loss: float) -> dict[str, Any]:
+    return {"event": "eval", "step": step, "split": "validation", "loss": loss, "perplexity": math.exp(loss)}
+
+
+def test_report_of_a_run_in_progress(tmp_path: Path) -> None:
+    rows = [evaluation(0, 9.0), *(step_row(step) for step in range(1, 200)), evaluation(199, 3.0)]
+    folder = leave(tmp_path / "run", rows, run_file())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 200, "lo')
+    page = write_report(folder)
+    assert sorted(path.name for path in (folder / "report").iterdir()) == NAMES
+    text = page.read_text()
+    for shown in (
+        "in progress or interrupted after step 199 of 500",
+        "3.0000",
+        "0.500",
+        "1.35M",
+        "1.50 KiB",
+        "4.00 GiB",
+    ):
+        assert shown in text
+
+
+def test_page_needs_nothing_else_and_trusts_nothing(tmp_path: Path) -> None:
+    end = {"event": "end", "step": 3, "outcome": HOSTILE, "reason": HOSTILE}
+    rows = [step_row(1), step_row(3, comm_bytes={HOSTILE: {HOSTILE: 5}}), {**evaluation(3, 2.0), "split": HOSTILE}, end]
+    text = write_report(leave(tmp_path, rows, run_file()), tmp_path / "elsewhere").read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; $name") >= 7
+    assert set(re.findall(r'(?:src|href)="([^"]{0,22})', text)) == {"data:image/png;base64,"}
+    assert not re.search(r"https?://|url\(|@import", text)
+
+
+def pixels(picture: bytes) -> Any:
+    return matplotlib.image.imread(BytesIO(picture), format="png")
+
+
+def blue_rows(picture: bytes) -> Any:
+    """Heights, as shares of the picture from its top, at which the training curve is drawn."""
+    image = pixels(picture)
+    red, green, blue = image[..., 0], image[..., 1], image[..., 2]
+    drawn = (red < 0.1) & (abs(green - 0.45) < 0.1) & (abs(blue - 0.7) < 0.1)
+    return np.nonzero(drawn[60:, 120:].any(axis=1))[0] / len(image)
+
+
+def test_an_outlier_does_not_flatten_the_curve() -> None:
+    rows = [step_row(step, loss=4.0 - step / 200) for step in range(1, 100)]
+    plain = np.ptp(blue_rows(loss_figure(rows, [], None)))
+    rows[50]["loss"] = 1e6
+    spiked = np.ptp(blue_rows(loss_figure(rows, [], None)))
+    assert plain > 0.6
+    assert spiked > 0.4
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [step_row(1)],
+        [step_row(1, loss=None)],
+        [step_row(step, loss=None if step % 3 else 2.0, tokens_per_s=None) for step in range(1, 200)],
+        [step_row(step, loss=2.0) for step in range(1, 30)],
+        [{"step": 1}, {"step": 2, "loss": "high", "memory_bytes": 5, "comm_bytes": [], "elapsed_s": None}],
+        [step_row(1, tokens_per_s=0.0, memory_bytes={"rss": 0})],
+    ],
+    ids=["one", "none finite", "gaps", "constant", "malformed", "zeros"],
+)
+def test_odd_rows_are_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    write_report(leave(tmp_path, rows))
+    for picture in (loss_figure(rows, [], None), rate_figure(rows), memory_figure(rows)):
+        assert pixels(picture).shape[:2] == (546, 1170)
+
+
+@pytest.mark.parametrize("broken", ["", "[]", "{", '{"model": 3}', '{"name": "x", "steps": 5}'])
+def test_a_broken_run_file_leaves_its_facts_out(tmp_path: Path, broken: str) -> None:
+    leave(tmp_path, [step_row(1)])
+    (tmp_path / "run.json").write_text(broken)
+    assert "Loss" in write_report(tmp_path).read_text()
+
+
+def test_folders_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="absent is not a folder; give the folder of a run"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(BadInputError, match=r"holds no metrics.jsonl; give"):
+        write_report(tmp_path)
+    leave(tmp_path, [evaluation(0, 9.0)])
+    with pytest.raises(BadInputError, match=r"metrics.jsonl has no logged step yet"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    leave(tmp_path, [step_row(1)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match=r"file cannot take the report .*--output"):
+        write_report(tmp_path, tmp_path / "file")
