@@ -90,5 +90,8 @@ def _not_called() -> None:
 
 
 def _say(sentence: object, code: int) -> int:
-    print(f"llmtrain: {' '.join(str(sentence).split())}", file=sys.stderr)
+    one_line = " ".join(str(sentence).split())
+    # A path or value that is quoted may hold characters that would steer the terminal.
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in one_line)
+    print(f"llmtrain: {shown}", file=sys.stderr)
     return code

@@ -22,14 +22,14 @@ def show(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or file, or presets.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
 ) -> None:
-    """Print a recipe with what it extends and every default filled in."""
+    """Print a recipe with what it extends and every default filled in; ??? is left to you."""
     from llmtrain.recipe.load import load_recipe
     from llmtrain.recipe.resolve import to_yaml
 
     if recipe == "presets":
         presets()
     else:
-        typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)
+        typer.echo(to_yaml(load_recipe(recipe, overrides or [], complete=False)), nl=False)
 
 
 @app.command()

@@ -99,9 +99,9 @@ _SMALL = {
     "gpt2-3m": _gpt2(6, 192, 6, positions=256, vocab=2048),
     "gpt2-10m": _gpt2(6, 320, 5, positions=512, vocab=8192),
     "gpt2-30m": _gpt2(8, 512, 8, vocab=8192),
-    "llama-1m": _llama(4, 128, 4, 2, 384, positions=256, vocab=2048),
+    "llama-1m": _llama(4, 128, 4, 2, 384, positions=256, vocab=2048, tie_embeddings=True),
     "llama-10m": _llama(6, 320, 5, 5, 896, positions=512, vocab=8192, tie_embeddings=True),
-    "neox-1m": _neox(4, 128, 4, vocab=2048),
+    "neox-1m": _neox(5, 96, 4, vocab=2048),
 }
 
 # Radford et al. 2019, table 2, and the released weights.

@@ -12,9 +12,10 @@ _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_er
 
 def explain(error: ValidationError) -> str:
     """Name the key, the value, what was expected and what to do, for the first thing that is wrong."""
-    # A union reports one error for each of its members: those about one key are weighed together, and
-    # the one that says most is told.
+    # An unknown key is told first, as a key that seems to be missing is often the same one misspelt. A union reports
+    # an error for each of its members: those about one key are weighed together, and the one that says most is told.
     found = [(_key(details["loc"]), details) for details in error.errors(include_url=False)]
+    found.sort(key=lambda item: item[1]["type"] != _UNKNOWN)
     first = found[0][0]
     about_first = [(key, details) for key, details in found if key == first or key.startswith(f"{first}.")]
     key, details = min(about_first, key=lambda item: _rank(item[1]["type"]))

@@ -30,17 +30,17 @@ def recipe_adapter() -> TypeAdapter[Recipe]:
     return TypeAdapter(Recipe)
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> Recipe:
     """Read a recipe: what it extends, then the file, then `key=value` overrides, the later winning.
 
-    name_or_path: a shipped recipe's name or a YAML file. `name` is the file's stem unless given. Raises
-    BadInputError with one sentence for whatever is wrong.
+    name_or_path: a shipped recipe's name or a YAML file. `name` is the file's stem unless given. complete: refuse a
+    recipe that leaves values (`???`) to the command line. Raises BadInputError with one sentence for whatever is wrong.
     """
     path = find_recipe(name_or_path)
     merged = read_recipe_file(path)
     for override in overrides:
         merged = _merge(merged, _parse_override(override), override)
-    return parse_recipe(_resolved_container(merged, path), default_name=path.stem)
+    return parse_recipe(_resolved_container(merged, path, complete), default_name=path.stem)
 
 
 def parse_recipe(container: dict[str, Any], default_name: str | None = None) -> Recipe:
@@ -118,13 +118,13 @@ def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
     return merged
 
 
-def _resolved_container(merged: DictConfig, path: Path) -> dict[str, Any]:
+def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[str, Any]:
     for key, value in _leaves(OmegaConf.to_container(merged, resolve=False)):
         # A resolver such as oc.env would write a secret of the environment into the saved recipe.
         if isinstance(value, str) and _RESOLVER.search(value):
             raise BadInputError(f"{key} is {value}; a recipe may only refer to its own keys, as ${{train.steps}}")
     try:
-        container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=complete)
     except MissingMandatoryValue as error:
         missing = error.full_key
         raise BadInputError(

@@ -78,5 +78,7 @@ class Recipe:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
             raise ValueError(f"name is {self.name!r}; it names the run's folder, so it needs a plain file name")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must not be negative")

@@ -1,0 +1,180 @@
+"""Broken recipes and command lines: one sentence, exit code 2, no traceback, nothing written."""
+# ruff: noqa: E501 (one row of the table per line)
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from llmtrain.cli.main import main
+
+GOOD = "model: {preset: gpt2-1m}\ndata: {path: prepared, sequence_length: 64}\n"
+
+# (what is wrong, the recipe's text, arguments after `run recipe.yaml`, what the sentence has to name)
+BROKEN_RECIPES = [
+    ("no such key", GOOD + "trian: {steps: 3}", [], "trian is not a recipe key; did you mean train?"),
+    ("misspelt key", GOOD + "train: {stpes: 3}", [], "train.stpes is not a recipe key; did you mean train.steps?"),
+    ("key in the wrong section", GOOD + "train: {lr: 3}", [], "train.lr is not a recipe key; did you mean optimizer.lr?"),
+    ("key in no section", GOOD + "warmup: 3", [], "did you mean optimizer.warmup?"),
+    ("the field's name of an alias", GOOD + "checkpoint: {asynchronous: true}", [], "did you mean checkpoint.async?"),
+    ("text for a number", GOOD + "train: {steps: many}", [], "train.steps is many; expected a whole number"),
+    ("quoted number", GOOD + "train: {steps: '5'}", [], "train.steps is 5; expected a whole number"),
+    ("fraction for a whole number", GOOD + "train: {steps: 1.5}", [], "train.steps is 1.5; expected a whole number"),
+    ("number for a switch", GOOD + "train: {compile: 1}", [], "train.compile is 1; expected true or false"),
+    ("list for a number", GOOD + "optimizer: {lr: [1, 2]}", [], "optimizer.lr is [1, 2]; expected a number"),
+    ("word of no choice", GOOD + "precision: {compute: fp8}", [], "expected one of auto, fp32, bf16, fp16"),
+    ("wrong word beside a number", GOOD + "train: {microbatch: all}", [], "expected a whole number or auto"),
+    ("wrong union section", GOOD + "activation_checkpointing: {evry: 2}", [], "activation_checkpointing.every?"),
+    ("section as text", GOOD + "train: fast", [], "train is fast; expected a section with the keys steps"),
+    ("empty section", GOOD + "train:", [], "train is null; expected a section"),
+    ("short list", GOOD + "optimizer: {betas: [0.9]}", [], "optimizer.betas is [0.9]; expected a list of 2 numbers"),
+    ("negative size", GOOD + "train: {steps: -5}", [], "train.steps is -5; it must be at least 1"),
+    ("negative layers", GOOD, ["model.layers=-2"], "model.layers is -2; it must be at least 1"),
+    ("negative rate", GOOD, ["optimizer.lr=-1e-3"], "optimizer.lr is -0.001; it must not be negative"),
+    ("beta of 1", GOOD, ["optimizer.betas=[0.9,1]"], "optimizer.betas is [0.9, 1.0]; both must be"),
+    ("nan", GOOD, ["optimizer.lr=.nan"], "optimizer.lr is nan; expected a finite number"),
+    ("infinity", GOOD, ["optimizer.clip=.inf"], "optimizer.clip is inf; expected a finite number"),
+    ("huge number", GOOD, ["train.steps=99999999999999999999999"], "train.steps is 1e+23; expected a number below 2^63"),
+    ("heads that do not divide", GOOD, ["model.heads=7"], "model.hidden is 128; it must be a multiple of model.heads (7)"),
+    ("impossible batch", GOOD, ["--nproc", "3"], "train.global_batch is 8; expected a multiple of the 3 data-parallel ranks"),
+    ("impossible microbatch", GOOD, ["train.microbatch=3"], "train.microbatch is 3; expected a divisor of the 8 sequences"),
+    ("degree that is not there", GOOD, ["parallel.data=4"], "parallel.data is 4, but the run has 1 rank"),
+    ("sequence longer than positions", GOOD, ["data.sequence_length=512"], "expected at most model.positions (256)"),
+    ("long warm-up", GOOD, ["optimizer.warmup=5000"], "optimizer.warmup is 5000; expected at most train.steps (1000)"),
+    ("nothing to validate on", GOOD, ["data.split=[1,0,0]"], "data.split leaves nothing to validate on"),
+    ("malformed blend", GOOD, ["data.path=[prepared,0.5]"], "a blend is written [weight, prefix"),
+    ("unknown preset", GOOD, ["model.preset=gpt2-124"], "model.preset is gpt2-124, which is no preset; did you mean gpt2-124m?"),
+    ("two models", GOOD, ["model.family=llama"], "model.preset is gpt2-1m and model.family is llama; expected one of them"),
+    ("no model", "model: {}\ndata: {path: prepared}", [], "model says nothing; expected model.preset"),
+    ("half a model", "model: {family: llama, layers: 2, heads: 2}\ndata: {path: prepared}", [], "model.hidden is missing"),
+    ("key of another family", GOOD, ["model.rope_theta=1e6"], "model.rope_theta does not apply to family gpt2"),
+    ("no data", "model: {preset: gpt2-1m}", [], "data is missing; set it in the recipe or on the command line"),
+    ("data that is not there", GOOD, ["data.path=nowhere"], "there is no file nowhere.bin"),
+    ("no tokenizer", GOOD, ["data.tokenizer=nowhere"], "data.tokenizer is nowhere, which is not a folder"),
+    ("no hf folder", GOOD, ["model.preset=null", "model.hf=org/name"], "model.hf is org/name, which is not a folder"),
+    ("no run to resume", GOOD, ["checkpoint.resume=nowhere"], "checkpoint.resume is nowhere, which is not a folder"),
+    ("file as folder", GOOD, ["logging.dir=recipe.yaml"], "logging.dir is recipe.yaml, but recipe.yaml is a file"),
+    ("apex without a GPU", GOOD, ["optimizer.backend=apex"], "optimizer.backend is apex, which needs NVIDIA's apex and a GPU"),
+    ("name with a slash", GOOD, ["name=a/b"], "name is 'a/b'; it names the run's folder"),
+    ("name with a line end", GOOD + 'name: "a\\nb"', [], "name is 'a\\nb'; expected text of printable characters"),
+    ("negative seed", GOOD, ["seed=-1"], "seed is -1; it must not be negative"),
+    ("python tag", GOOD + "name: !!python/object/apply:os.system [id]", [], "could not determine a constructor"),
+    ("path tag", GOOD + "name: !!python/object/apply:pathlib.Path [x]", [], "name is PosixPath('x'); expected plain YAML"),
+    ("set tag", GOOD + "train: !!set {steps, seed}", [], "recipe.yaml is not a recipe"),
+    ("long name", GOOD, [f"name={'x' * 300}"], "it names the run's folder"),
+    ("binary tag", GOOD + "name: !!binary aGk=", [], "name is b'hi'; expected plain YAML"),
+    ("duplicate key", GOOD + "model: {preset: gpt2-3m}", [], "found duplicate key model"),
+    ("list", "- 1\n- 2\n", [], "it holds a list, expected sections with keys"),
+    ("scalar", "just words", [], "just words is not a recipe key"),
+    ("empty file", "", [], "model is missing"),
+    ("broken YAML", "model: {preset: gpt2", [], "recipe.yaml is not a recipe"),
+    ("tab", "model:\n\tpreset: gpt2-1m\n", [], "recipe.yaml is not a recipe"),
+    ("number as key", GOOD + "3: 4", [], "has the key 3; expected keys that are words"),
+    ("secret of the environment", GOOD + "name: ${oc.env:HOME}", [], "name is ${oc.env:HOME}; a recipe may only refer"),
+    ("reference to nowhere", GOOD + "name: ${train.stops}", [], "reference that leads nowhere"),
+    ("reference to itself", GOOD + "name: ${name}", [], "reference that leads nowhere"),
+    ("value left to the user", GOOD + "seed: ???", [], "seed is missing; recipe.yaml leaves it to you"),
+    ("extends nothing", GOOD + "extends: other.yaml", [], "there is no recipe other.yaml"),
+    ("extends itself", GOOD + "extends: recipe.yaml", [], "recipe.yaml extends itself: recipe.yaml -> recipe.yaml"),
+    ("extends a number", GOOD + "extends: 3", [], "extends in recipe.yaml is 3; expected another recipe"),
+    ("override without value", GOOD, ["train.steps"], "'train.steps' is not an override; expected key=value"),
+    ("override of no key", GOOD, ["steps=3"], "steps is not a recipe key; did you mean train.steps?"),
+    ("override with broken YAML", GOOD, ["data.path=[a"], "'data.path=[a' cannot be read as key=value"),
+    ("override without key", GOOD, ["=3"], "'=3' is not an override"),
+    ("override with spaces", GOOD, ["train.steps = 3"], "'train.steps = 3' is not an override"),
+    ("unicode override", GOOD, ["träin.steps=3"], "träin.steps is not a recipe key; did you mean train.steps?"),
+    ("no ranks", GOOD, ["--nproc", "0"], "--nproc"),
+    ("ranks in words", GOOD, ["--nproc", "two"], "--nproc"),
+    ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),
+]  # fmt: skip
+
+# (command line, what the sentence has to name)
+BROKEN_COMMANDS = [
+    (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+    (["--verbose"], "No such option: --verbose"),
+    (["run"], "Missing argument 'RECIPE'"),
+    (["run", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+    (["run", "quickstrat"], "there is no recipe quickstrat; did you mean quickstart?"),
+    (["run", "."], "is a folder; expected a recipe's YAML file"),
+    (["run", "prepared.bin"], "model is missing"),
+    (["run", "latin.yaml"], "latin.yaml is not a recipe"),
+    (["run", "\0"], "there is no recipe \\x00"),
+    (["run", "x" * 5000], "cannot be read as a recipe's path"),
+    (["recipes", "shwo"], "Did you mean 'show'?"),
+    (["recipes", "show", "nowhere"], "there is no recipe nowhere"),
+    (["doctor", "--jsn"], "No such option: --jsn"),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for suffix in ("bin", "idx"):
+        Path(f"prepared.{suffix}").touch()
+    Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
+    return tmp_path
+
+
+def expect_one_sentence(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    code = main(argv)
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("llmtrain: ")
+    assert captured.err.count("\n") == 1
+    assert expected in captured.err
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"), [case[1:] for case in BROKEN_RECIPES], ids=[case[0] for case in BROKEN_RECIPES]
+)
+def test_broken_recipe(
+    text: str, arguments: list[str], expected: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(text, encoding="utf-8")
+    expect_one_sentence(["run", "recipe.yaml", *arguments], expected, capsys)
+
+
+@pytest.mark.parametrize(("argv", "expected"), BROKEN_COMMANDS, ids=[case[1][:30] for case in BROKEN_COMMANDS])
+def test_broken_command(argv: list[str], expected: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expect_one_sentence(argv, expected, capsys)
+
+
+def test_the_good_recipe_is_good(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe that the broken ones are made from passes every check."""
+    Path("recipe.yaml").write_text(GOOD)
+    assert main(["run", "recipe.yaml", "--nproc", "2", "--dry-run"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert resolved["parallel"]["data"] == 2
+    assert resolved["model"]["layers"] == 4
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["run", "nowhere"], 2), (["--version"], 0)])
+def test_process(arguments: list[str], code: int, workplace: Path) -> None:
+    """As a process of its own: the same exit code, and the sentence or nothing on stderr."""
+    done = subprocess.run([sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (1 if code else 0)
+
+
+def test_recipes_verbs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "list"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+    assert main(["recipes", "show", "quickstart", "train.steps=7"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
+    assert main(["recipes", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["model"]
+    assert main(["recipes", "show", "presets"]) == 0
+    assert "124,439,808" in capsys.readouterr().out
+
+
+def test_doctor(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["can_train"] else 1)
+    names = {finding["name"] for finding in report["findings"]}
+    assert {"python", "torch", "gpu", "gloo", "memory", "apex", "mpi4py", "slurm"} <= names

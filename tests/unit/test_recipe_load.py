@@ -1,0 +1,112 @@
+"""Reading recipes: what wins over what, and that nothing but their own text enters them."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.document import recipe_schema
+from llmtrain.recipe.explain import unknown_key
+from llmtrain.recipe.keys import recipe_keys
+from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.resolve import as_data
+from llmtrain.recipe.schema import EveryK
+from llmtrain.recipe.shipped import shipped_folder, shipped_names
+
+BASE = (
+    "name: the-base\nmodel: {preset: gpt2-1m}\ndata: {path: d, split: [8, 1, 1]}\ntrain: {steps: 5, global_batch: 4}\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("folder/base.yaml").write_text(BASE)
+
+
+def test_the_later_wins() -> None:
+    Path("folder/child.yaml").write_text("extends: base.yaml\ntrain: {steps: 6}\ndata: {split: [1, 1, 0]}\n")
+    Path("grandchild.yaml").write_text("extends: folder/child.yaml\noptimizer: {lr: 1e-3}\n")
+    recipe = load_recipe(
+        "grandchild.yaml", ["train.global_batch=2", "optimizer.betas=[0.8, 0.9]", "train.compile=true"]
+    )
+    assert (recipe.train.steps, recipe.train.global_batch, recipe.train.compile) == (6, 2, True)
+    assert recipe.data.split == (1.0, 1.0, 0.0)
+    assert (recipe.optimizer.lr, recipe.optimizer.betas) == (1e-3, (0.8, 0.9))
+
+
+def test_the_name_is_the_files_own() -> None:
+    Path("child.yaml").write_text("extends: folder/base.yaml\n")
+    assert load_recipe("folder/base.yaml").name == "the-base"
+    assert load_recipe("child.yaml").name == "child"
+    assert load_recipe("child.yaml", ["name=other"]).name == "other"
+
+
+def test_extends_a_shipped_recipe_by_name() -> None:
+    Path("mine.yaml").write_text("extends: quickstart\ntrain: {steps: 7}\n")
+    mine, shipped = as_data(load_recipe("mine.yaml")), as_data(load_recipe("quickstart"))
+    shipped["train"]["steps"] = 7
+    assert mine == {**shipped, "name": "mine"}
+
+
+def test_a_circle_of_recipes_is_refused() -> None:
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    Path("b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(BadInputError, match=r"a\.yaml -> b\.yaml -> a\.yaml"):
+        load_recipe("a.yaml")
+
+
+def test_a_word_and_a_section_replace_each_other() -> None:
+    first = load_recipe("folder/base.yaml", ["activation_checkpointing.every=2"])
+    assert first.activation_checkpointing == EveryK(every=2)
+    Path("every.yaml").write_text(BASE + "activation_checkpointing: {every: 3}\n")
+    assert load_recipe("every.yaml", ["activation_checkpointing=full"]).activation_checkpointing == "full"
+
+
+def test_references_follow_overrides() -> None:
+    Path("linked.yaml").write_text(BASE + "optimizer: {warmup: '${train.steps}'}\n")
+    assert load_recipe("linked.yaml", ["train.steps=9"]).optimizer.warmup == 9
+
+
+def test_the_environment_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    for text in ("${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${train.${oc.env:SECRET}}"):
+        with pytest.raises(BadInputError) as caught:
+            load_recipe("folder/base.yaml", [f"logging.wandb_project='{text}'"])
+        assert "hunter2" not in str(caught.value)
+
+
+def test_plain_data_and_back() -> None:
+    recipe = load_recipe("folder/base.yaml", ["checkpoint.async=false", "activation_checkpointing.every=2"])
+    data = as_data(recipe)
+    assert data["checkpoint"]["async"] is False
+    assert parse_recipe(data) == recipe
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_recipes_are_short_and_load(name: str) -> None:
+    """Those that leave the data to the user do so in a sentence; each fits a screen."""
+    if name != "quickstart":
+        with pytest.raises(BadInputError, match=r"data\.path is missing; .* leaves it to you"):
+            load_recipe(name)
+    assert load_recipe(name, ["data.path=d"]).name == name
+    assert len((shipped_folder() / f"{name}.yaml").read_text().splitlines()) <= 20
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("optimizer.weightdecay", "optimizer.weight_decay"),
+        ("model.lr", "optimizer.lr"),
+        ("sequence_length", "data.sequence_length"),
+    ],
+)
+def test_nearest_key(key: str, nearest: str) -> None:
+    assert unknown_key(key).endswith(f"did you mean {nearest}?")
+
+
+def test_every_key_of_the_schema_is_known() -> None:
+    schema = recipe_schema()
+    assert set(schema["properties"]) == {key for key in recipe_keys() if "." not in key} | {"extends"}
+    checkpoint = schema["$defs"]["CheckpointConfig"]["properties"]
+    assert checkpoint["async"]["description"].startswith("write in the background")
