@@ -1,0 +1,60 @@
+# `make quickstart` trains a small GPT from nothing; `make test` runs the tests. Each installs into .venv first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CORPUS := runs/quickstart-data
+
+.PHONY: help install quickstart test check soak bench clean
+
+help:
+	@echo "make quickstart  train a small GPT on the source of Python's standard library, and let it write"
+	@echo "make test        run the tests"
+	@echo "make check       ruff, format, mypy"
+	@echo "make soak        run the long tests"
+	@echo "make bench       measure against peers and write docs/benchmarks.md"
+
+install: $(INSTALLED)
+
+# The constraints hold in pip's build environments too: a newer torch would be some gigabytes more.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || \
+	  { echo "llmtrain needs Python 3.11 or newer, and there is no $(PYTHON): make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "llmtrain needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
+	  { echo "llmtrain needs a C++ compiler: install g++ or clang++, or set CXX" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
+	  -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(CORPUS)/tokenizer/tokenizer.json: | $(INSTALLED)
+	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 4096 --output $(CORPUS)/tokenizer
+
+$(CORPUS)/stdlib.idx: | $(CORPUS)/tokenizer/tokenizer.json
+	$(BIN)/llmtrain data prepare stdlib --tokenizer $(CORPUS)/tokenizer --output $(CORPUS)/stdlib
+
+quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
+	$(BIN)/llmtrain run quickstart
+	$(BIN)/llmtrain generate runs/quickstart --prompt 'def '
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+soak: $(INSTALLED)
+	$(BIN)/pytest -m soak
+
+bench: $(INSTALLED)
+	$(BIN)/python tools/bench/step.py --write docs/benchmarks.md
+	$(BIN)/python tools/bench/data.py --write docs/benchmarks.md
+	$(BIN)/python tools/bench/checkpoint.py --write docs/benchmarks.md
+
+clean:
+	rm -rf $(VENV) build dist
