@@ -85,11 +85,7 @@ def _config(words: list[str], sequence_length: int, split: tuple[float, float, f
             len(open_split(DataConfig(path=str(word), sequence_length=sequence_length, split=split), "train"))
             for word in path
         ]
-        path = [
-            value
-            for size, word in zip(sizes, path, strict=True)
-            for value in (round(size / sum(sizes), 6), word)
-        ]
+        path = [value for size, word in zip(sizes, path, strict=True) for value in (round(size / sum(sizes), 6), word)]
     try:
         return DataConfig(path=path, sequence_length=sequence_length, split=split)
     except ValueError as error:

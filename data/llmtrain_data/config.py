@@ -25,9 +25,7 @@ class DataConfig:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length is {self.sequence_length}; it must be at least 1")
         if min(self.split) < 0 or self.split[0] <= 0:
-            raise ValueError(
-                f"split is {list(self.split)}; shares must not be negative and training needs one"
-            )
+            raise ValueError(f"split is {list(self.split)}; shares must not be negative and training needs one")
         self.blend()
 
     def blend(self) -> list[tuple[float, str]]:
@@ -43,8 +41,7 @@ class DataConfig:
         )
         if not well_formed:
             raise ValueError(
-                f"path is {self.path}; a blend is written [weight, prefix, weight, prefix, ...] "
-                "with positive weights"
+                f"path is {self.path}; a blend is written [weight, prefix, weight, prefix, ...] with positive weights"
             )
         total = sum(float(w) for w in weights)
         return [(float(w) / total, str(p)) for w, p in zip(weights, prefixes, strict=True)]

@@ -39,9 +39,7 @@ class CorpusOptions:
 
     def __post_init__(self) -> None:
         if self.input_format not in INPUT_FORMATS:
-            raise DataError(
-                f"--input-format is {self.input_format!r}; expected one of {', '.join(INPUT_FORMATS)}"
-            )
+            raise DataError(f"--input-format is {self.input_format!r}; expected one of {', '.join(INPUT_FORMATS)}")
         if self.separator == "":
             raise DataError("--separator is empty; expected the text between two documents, such as '\\n\\n'")
 
@@ -134,9 +132,7 @@ def _standard_library(options: CorpusOptions) -> FileCorpus:
     files = [path for path in files if path.is_file() and path.match(options.glob)]
     if not files:
         raise DataError(f"input stdlib: no Python source in {root} matches --glob {options.glob!r}")
-    return FileCorpus(
-        _ordered(files, root, options), options, True, f"{len(files)} files of Python's library"
-    )
+    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files of Python's library")
 
 
 def _folder(root: Path, options: CorpusOptions) -> FileCorpus:

@@ -1,23 +1,22 @@
-"""Encoders: gigatoken where it gives the ids that `tokenizers` gives, else `tokenizers` on every core."""
+"""Encoders: gigatoken where it gives the ids that `tokenizers` gives, else `tokenizers`; both on every core."""
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.readers import Chunk
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     import tokenizers
 
 ENCODERS = ("auto", "gigatoken", "tokenizers")
-CACHE = 128 << 20
-"""Bytes that gigatoken's cache of words may add to the process before it is emptied."""
+CACHE = 256 << 20
+"""Bytes that gigatoken's memories of words may add to the process before they are emptied."""
 
-SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 4096
+SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 """The texts, and the characters of each, that both encoders must agree on before the first chunk."""
 
-CHECKED_CHARACTERS = 2048
-"""Characters of one text of every further chunk that both must agree on."""
+WATCHED = 8
+"""One text of every so many chunks is encoded by both."""
 
 SPECIMENS = (
     " a  b\t\tc\n\n  d\r\n\u00a0\u3000e ",
@@ -47,12 +46,25 @@ SPECIMENS = (
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The ids of a chunk's texts, one after another, and the number of ids of each."""
+class Ending:
+    """How documents are stored: the id that ends each (None: nothing), and the dtype of ids."""
 
-    chunk: Chunk
+    end: int | None
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a chunk's documents, one after another, with their ends, and the number of ids of each text.
+
+    text_bytes: UTF-8 bytes of text. empty: texts without a token, which are left out. done: as of the chunk.
+    """
+
     ids: np.ndarray
     lengths: np.ndarray
+    text_bytes: int
+    empty: int
+    done: int
 
 
 class Encoder(Protocol):
@@ -61,165 +73,219 @@ class Encoder(Protocol):
     name: str
     reason: str
 
-    def stream(self, chunks: Iterator[Chunk]) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk."""
 
 
 class Gigatoken:
-    """Gigatoken on all cores, watched: one text of each chunk is held against `tokenizers`."""
+    """Gigatoken in one thread per core, each with a tokenizer of its own, and watched.
+
+    Threads of ours and not gigatoken's, so that parsing and storing spread over the cores as well, and so that
+    a chunk stays in one core's cache.
+    """
 
     name = "gigatoken"
 
-    def __init__(self, description: str, reference: "tokenizers.Tokenizer", reason: str) -> None:
+    def __init__(self, description: str, reference: "tokenizers.Tokenizer", reason: str, cores: int) -> None:
         self.reason = reason
         self._description = description
         self._reference = reference
-        self._load()
+        self._cores = cores
+        self._process = psutil.Process()
+        self._memory = self._process.memory_info().rss
+        self._generation = 0
 
-    def stream(self, chunks: Iterator[Chunk]) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk. Raises DataError where the two encoders differ."""
-        for chunk in chunks:
-            ids, lengths = self.encode(chunk.texts)
-            self._watch(chunk.texts)
-            yield Encoded(chunk, ids, lengths)
-            if psutil.Process().memory_info().rss > self._memory + CACHE:
-                self._load()
+        tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for _ in range(self._cores):
+            tokenizers.put((self._generation, self.load()))
+        self._memory = self._process.memory_info().rss
 
-    def encode(self, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts (uint32), and how many each has (int64)."""
-        import awkward
+        def work(chunk: Chunk, watched: bool) -> Encoded:
+            generation, tokenizer = tokenizers.get()
+            try:
+                texts = chunk.texts()
+                ids, lengths = encode_with(tokenizer, texts)
+                if watched:
+                    self._watch(tokenizer, texts)
+                encoded = assemble(chunk, texts, ids, lengths, ending)
+                if generation < self._generation:
+                    generation, tokenizer = self._generation, self.load()
+                return encoded
+            finally:
+                tokenizers.put((generation, tokenizer))
 
-        if texts.null_count:
-            texts = texts.fill_null("")
-        rows = self._tokenizer.encode_batch(awkward.from_arrow(texts, highlevel=True))
-        layout = rows.layout
-        offsets = np.asarray(layout.offsets)
-        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+        pool = ThreadPoolExecutor(self._cores)
+        try:
+            watched = (number % WATCHED == 0 for number in range(2**62))
+            for encoded in in_order(lambda chunk: pool.submit(work, chunk, next(watched)), chunks, self._cores):
+                yield encoded
+                self._empty_caches()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self) -> None:
+    def load(self) -> Any:
+        """Return a tokenizer that has encoded nothing yet."""
         import gigatoken
 
-        self._tokenizer = gigatoken.Tokenizer.from_json(self._description)
-        self._memory = psutil.Process().memory_info().rss
+        return gigatoken.Tokenizer.from_json(self._description)
 
-    def _watch(self, texts: pa.Array) -> None:
-        text = (texts[len(texts) // 2].as_py() or "")[:CHECKED_CHARACTERS]
-        if self._tokenizer.encode(text).tolist() != _reference_ids(self._reference, [text])[0]:
-            raise DataError(
-                f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers"
-            )
+    def _empty_caches(self) -> None:
+        """Have every tokenizer replaced once they have taken too much memory."""
+        memory = self._process.memory_info().rss
+        if memory > self._memory + CACHE:
+            self._memory = memory - CACHE // 2
+            self._generation += 1
+
+    def _watch(self, tokenizer: Any, texts: pa.Array) -> None:
+        text = _sampled(texts, 1)[0] if len(texts) else ""
+        if tokenizer.encode(text).tolist() != _reference_ids(self._reference, [text])[0]:
+            raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers")
 
 
 class Workers:
-    """`tokenizers` in one process per core, each with a part of every chunk."""
+    """`tokenizers` in one process per core."""
 
     name = "tokenizers"
 
-    def __init__(self, folder: Path, reason: str, workers: int) -> None:
+    def __init__(self, folder: Path, reason: str, cores: int) -> None:
         self.reason = reason
         self._folder = folder
-        self._workers = workers
+        self._cores = cores
 
-    def stream(self, chunks: Iterator[Chunk]) -> Iterator[Encoded]:
-        """Encode chunks, of which as many are under way as keep all workers busy."""
+    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
+        """Encode chunk after chunk."""
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self._workers, context, _start_worker, (str(self._folder),))
-        waiting: deque[tuple[Chunk, list[Future[tuple[np.ndarray, np.ndarray]]]]] = deque()
+        pool = ProcessPoolExecutor(self._cores, context, _start_worker, (str(self._folder), ending))
         try:
-            for chunk in chunks:
-                waiting.append(
-                    (chunk, [pool.submit(_encode_part, part) for part in self._parts(chunk.texts)])
-                )
-                if len(waiting) > 2:
-                    yield _gather(*waiting.popleft())
-            while waiting:
-                yield _gather(*waiting.popleft())
+            yield from in_order(lambda chunk: pool.submit(_work, chunk), chunks, self._cores)
         except BrokenProcessPool as error:
-            raise DataError(
-                "a worker that encodes text was ended from outside, by lack of memory?"
-            ) from error
+            raise DataError("a process that encodes text was ended from outside; too little memory?") from error
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _parts(self, texts: pa.Array) -> list[pa.Array]:
-        """Cut a chunk into parts of about equal bytes, several for each worker."""
-        ends = np.cumsum(pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False))
-        parts = 4 * self._workers
-        borders = np.searchsorted(ends, np.linspace(0, ends[-1], parts + 1)[1:-1]) + 1
-        starts = np.unique(np.clip([0, *borders, len(texts)], 0, len(texts))).tolist()
-        return [texts[first:last] for first, last in pairwise(starts)]
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def choose_encoder(folder: Path, sample: pa.Array, wanted: str, workers: int | None) -> Encoder:
-    """Return the encoder for the tokenizer in `folder`, with the reason for it.
+def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], workers: int) -> Iterator[Encoded]:
+    """Yield the results of chunks in their order, with enough of them under way to keep all workers busy."""
+    waiting: deque[Future[Encoded]] = deque()
+    for chunk in chunks:
+        waiting.append(submit(chunk))
+        if len(waiting) > 2 * workers:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
-    gigatoken if it takes the tokenizer and gives the ids of `tokenizers` on texts of `sample` and on a few
-    hard ones. workers: cores to use (None: all). Raises DataError if gigatoken was asked for and cannot be
-    used.
+
+def encode_with(tokenizer: Any, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
+    import awkward
+
+    if texts.null_count:
+        texts = texts.fill_null("")
+    if len(texts) == 0:
+        return np.empty(0, np.uint32), np.empty(0, np.int64)
+    layout = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
+    offsets = np.asarray(layout.offsets)
+    return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def assemble(chunk: Chunk, texts: pa.Array, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
+    """Put the end after each document; leave out texts without a token, as Megatron does.
+
+    A text that does not end its document gets no end.
     """
-    reference = load_tokenizer(folder)
+    ids, ends = ids.astype(ending.dtype), chunk.ends
+    kept = lengths > 0
+    empty = len(lengths) - int(kept.sum())
+    if empty:
+        lengths = lengths[kept]
+        ends = None if ends is None else ends[kept]
+    if ending.end is not None:
+        finished = np.ones(len(lengths), bool) if ends is None else ends
+        lengths = lengths + finished
+        is_end = np.zeros(len(ids) + int(finished.sum()), bool)
+        is_end[np.cumsum(lengths)[finished] - 1] = True
+        whole = np.full(len(is_end), ending.end, ending.dtype)
+        whole[~is_end] = ids
+        ids = whole
+    return Encoded(ids, lengths, _text_bytes(texts), empty, chunk.done)
+
+
+def choose_encoder(
+    folder: Path, reference: "tokenizers.Tokenizer", sample: pa.Array, wanted: str, workers: int | None
+) -> Encoder:
+    """Return the encoder for the tokenizer in `folder`, which is `reference` loaded, with the reason for it.
+
+    gigatoken if it takes the tokenizer and gives the ids of `tokenizers` on texts of `sample` and on a few hard
+    ones. workers: cores to use (None: all). Raises DataError if gigatoken was asked for and cannot be used.
+    """
     cores = workers or len(os.sched_getaffinity(0))
     if wanted == "tokenizers":
         return Workers(folder, "asked for", cores)
-    if workers:
-        os.environ["RAYON_NUM_THREADS"] = str(workers)
-    texts = [*SPECIMENS, *_sampled(sample)]
-    try:
-        candidate = Gigatoken(reference.to_str(), reference, f"same ids as tokenizers on {len(texts)} texts")
-        ids, lengths = candidate.encode(pa.array(texts, pa.large_string()))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a Rust panic is no Exception
-        problem = (
-            f"gigatoken does not take this tokenizer: {str(error).splitlines()[0] if str(error) else error!r}"
-        )
-    else:
-        rows = [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-        expected = _reference_ids(reference, texts)
-        different = next((text for text, a, b in zip(texts, rows, expected, strict=True) if a != b), None)
-        if different is None:
-            return candidate
-        problem = f"gigatoken gives other ids than tokenizers, first in {different[:40]!r}"
+    texts = [*SPECIMENS, *_sampled(sample, SAMPLE_TEXTS)]
+    candidate = Gigatoken(reference.to_str(), reference, f"same ids as tokenizers on {len(texts)} texts", cores)
+    problem = _difference(candidate, reference, texts)
+    if problem is None:
+        return candidate
     if wanted == "gigatoken":
         raise DataError(f"{problem}; leave out --encoder gigatoken")
     return Workers(folder, problem, cores)
+
+
+def _difference(candidate: Gigatoken, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
+    """Return why gigatoken cannot stand in for `tokenizers`, None if it can."""
+    try:
+        ids, lengths = encode_with(candidate.load(), pa.array(texts, pa.large_string()))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a Rust panic is no Exception
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        return f"gigatoken does not take this tokenizer: {reason}"
+    rows = np.split(ids, np.cumsum(lengths)[:-1])
+    for text, row, expected in zip(texts, rows, _reference_ids(reference, texts), strict=True):
+        if row.tolist() != expected:
+            return f"gigatoken gives other ids than tokenizers, first for {text[:40]!r}"
+    return None
 
 
 def _reference_ids(tokenizer: "tokenizers.Tokenizer", texts: list[str]) -> list[list[int]]:
     return [row.ids for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _sampled(texts: pa.Array) -> list[str]:
-    """Return the beginnings of texts spread over the array."""
-    picked = (
-        np.unique(np.linspace(0, len(texts) - 1, SAMPLE_TEXTS).astype(int)).tolist() if len(texts) else []
-    )
+def _sampled(texts: pa.Array, count: int) -> list[str]:
+    """Return the beginnings of up to `count` texts spread over the array."""
+    picked = np.unique(np.linspace(0, len(texts) - 1, count).astype(int)).tolist() if len(texts) else []
     return [(texts[i].as_py() or "")[:SAMPLE_CHARACTERS] for i in picked]
 
 
-def _gather(chunk: Chunk, parts: list[Future[tuple[np.ndarray, np.ndarray]]]) -> Encoded:
-    results = [part.result() for part in parts]
-    ids = np.concatenate([ids for ids, _ in results])
-    return Encoded(chunk, ids, np.concatenate([lengths for _, lengths in results]))
+def _text_bytes(texts: pa.Array) -> int:
+    if len(texts) == 0:
+        return 0
+    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    return int(offsets[-1] - offsets[0])
 
 
 class _Worker:
-    """What a worker process keeps between parts."""
+    """What a worker process keeps between chunks."""
 
     tokenizer: "tokenizers.Tokenizer"
+    ending: Ending
 
 
-def _start_worker(folder: str) -> None:
+def _start_worker(folder: str, ending: Ending) -> None:
     """Load the tokenizer; leave Ctrl-C to the parent, and end when the parent has ended, however it did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    _Worker.tokenizer = load_tokenizer(folder)
+    _Worker.tokenizer, _Worker.ending = load_tokenizer(folder), ending
 
 
-def _encode_part(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def _work(chunk: Chunk) -> Encoded:
+    texts = chunk.texts()
     rows = _reference_ids(_Worker.tokenizer, [text or "" for text in texts.to_pylist()])
     lengths = np.array([len(row) for row in rows], np.int64)
-    return np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)]), lengths
+    ids = np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)])
+    return assemble(chunk, texts, ids, lengths, _Worker.ending)

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain_data.corpus import HF_FILES
 from llmtrain_data.errors import DataError
-from llmtrain_data.readers import CHUNK, Chunk, as_strings
+from llmtrain_data.readers import CHUNK, ColumnChunk
 
 ROWS = 1000
 """Rows read at once."""
@@ -21,22 +21,20 @@ def rows(name: str, split: str) -> int | None:
     return known[split].num_examples if split in known else None
 
 
-def read(name: str, split: str, key: str) -> Iterator[Chunk]:
+def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
     """Read the text column `key` of a dataset."""
     dataset = _open(name, split)
     columns = dataset.column_names
     if columns is not None and key not in columns:
-        raise DataError(
-            f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key"
-        )
+        raise DataError(f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key")
     if columns is not None:
         dataset = dataset.select_columns([key])
     for table in dataset.with_format("arrow").iter(batch_size=ROWS):
-        texts = as_strings(table.column(key), f"dataset {name}: column {key!r}")
-        step = max(len(texts) * CHUNK // max(texts.nbytes, CHUNK), 1)
-        for start in range(0, len(texts), step):
-            part = texts[start : start + step]
-            yield Chunk(part, None, len(part))
+        column = table.column(key).combine_chunks()
+        step = max(len(column) * CHUNK // max(column.nbytes, CHUNK), 1)
+        for start in range(0, len(column), step):
+            part = column[start : start + step]
+            yield ColumnChunk(part, f"dataset {name}: column {key!r}", len(part))
 
 
 def _open(name: str, split: str) -> Any:

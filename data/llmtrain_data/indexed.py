@@ -112,9 +112,7 @@ class IndexedData:
             raise DataError(f"{self._idx} is not a Megatron index; prepare the data set again")
         _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
         if version != VERSION or code not in DTYPES:
-            raise DataError(
-                f"{self._idx} has version {version} and dtype code {code}; expected 1 and one of 1 to 8"
-            )
+            raise DataError(f"{self._idx} has version {version} and dtype code {code}; expected 1 and one of 1 to 8")
         expected = HEADER.size + 12 * sequences + 8 * documents
         if len(index) not in (expected, expected + sequences):
             raise DataError(
@@ -231,9 +229,7 @@ def _open_locked(path: Path) -> io.FileIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise DataError(
-            f"{path} is being written by another process; wait for it, or give another --output"
-        ) from None
+        raise DataError(f"{path} is being written by another process; wait for it, or give another --output") from None
     except OSError:
         pass  # a file system without locks
     file.truncate(0)

@@ -3,34 +3,29 @@
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 
 from llmtrain_data.corpus import Corpus
-from llmtrain_data.encode import ENCODERS, Encoded, Encoder, choose_encoder
+from llmtrain_data.encode import ENCODERS, Encoded, Encoder, Ending, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
-from llmtrain_data.progress import progress
+from llmtrain_data.progress import Report, progress
 from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """How to prepare.
 
-    append_end: whether documents end with the end-of-text id. overwrite: replace an existing set. encoder: one of
-    ENCODERS. workers: cores to use (None: all).
+    append_end: whether documents end with the end-of-text id. overwrite: replace an existing set.
+    encoder: one of ENCODERS. workers: cores to use (None: all).
     """
 
     append_end: bool = True
@@ -76,17 +71,19 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     """
     started = time.monotonic()
     size = tokenizer_size(tokenizer)
-    end = end_of_text_id(tokenizer, load_tokenizer(tokenizer)) if options.append_end else None
+    reference = load_tokenizer(tokenizer)
+    end = end_of_text_id(tokenizer, reference) if options.append_end else None
     check_output(prefix, options.overwrite)
     with interruptible(prefix):
-        chunks = ahead(corpus.chunks())
+        chunks = corpus.chunks()
         first = next(chunks, None)
         if first is None:
             raise DataError(f"the input has no text: {corpus.description}")
-        encoder = choose_encoder(tokenizer, first.texts, options.encoder, options.workers)
-        with _writing(prefix, token_dtype(size)) as writer:
-            with progress("prepare", corpus.total, corpus.unit) as report:
-                counts = _write(writer, ahead(encoder.stream(chain([first], chunks))), end, report)
+        encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
+        dtype = token_dtype(size)
+        with _writing(prefix, dtype) as writer, progress("prepare", corpus.total, corpus.unit) as report:
+            stream = encoder.stream(chain([first], chunks), Ending(end, dtype))
+            counts = _write(writer, stream, report)
             if writer.documents == 0:
                 raise DataError(f"the input has no text: {corpus.description}")
             writer.commit()
@@ -97,9 +94,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
 def check_output(prefix: Path, overwrite: bool) -> None:
     """Raise DataError if a data set cannot be written at `prefix`."""
     if prefix.is_dir() or str(prefix).endswith((".bin", ".idx")):
-        raise DataError(
-            f"--output {prefix} is not a prefix; expected a path without .bin, such as {prefix}/text"
-        )
+        raise DataError(f"--output {prefix} is not a prefix; expected a path without .bin, such as {prefix}/text")
     existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
     # A .bin without .idx but with unfinished files beside it is what a kill between the two renames leaves.
     unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[1].exists()
@@ -145,44 +140,15 @@ def interruptible(prefix: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """Yield `items`, of which a thread of its own makes up to `depth` in advance."""
-    end: Any = object()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = deque(pool.submit(next, items, end) for _ in range(depth))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(pool.submit(next, items, end))
-            yield item
-
-
-def _write(writer: IndexedWriter, stream: Iterator[Encoded], end: int | None, report: Any) -> tuple[int, int]:
+def _write(writer: IndexedWriter, stream: Iterator[Encoded], report: Report) -> tuple[int, int]:
     """Write all chunks; return the bytes of text and the number of documents left out for having no token."""
     text_bytes = left_out = 0
     for encoded in stream:
-        ids, lengths, empty = documents_of(encoded, end)
-        writer.add(ids.astype(writer.dtype), lengths)
-        text_bytes += pc.sum(pc.binary_length(encoded.chunk.texts)).as_py() or 0
-        left_out += empty
-        report(encoded.chunk.done)
+        writer.add(encoded.ids, encoded.lengths)
+        text_bytes += encoded.text_bytes
+        left_out += encoded.empty
+        report(encoded.done)
     return text_bytes, left_out
-
-
-def documents_of(encoded: Encoded, end: int | None) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the ids with `end` after each document, the length of each sequence, and how many were empty.
-
-    Texts without a token are left out, as Megatron does. A text that does not end its document gets no `end`.
-    """
-    ids, lengths, ends = encoded.ids, encoded.lengths, encoded.chunk.ends
-    kept = lengths > 0
-    empty = len(lengths) - int(kept.sum())
-    if empty:
-        lengths = lengths[kept]
-        ends = None if ends is None else ends[kept]
-    if end is not None:
-        finished = np.ones(len(lengths), bool) if ends is None else ends
-        ids = np.insert(ids, np.cumsum(lengths)[finished], end)
-        lengths = lengths + finished
-    return ids, lengths, empty
 
 
 def _summary(writer: IndexedWriter, counts: tuple[int, int], encoder: Encoder, seconds: float) -> Prepared:

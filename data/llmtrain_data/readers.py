@@ -1,7 +1,8 @@
-"""Readers of text, JSONL and Parquet files: chunks of documents as Arrow string arrays, some 8 MB at a time.
+"""Readers of text, JSONL and Parquet files: chunks of documents, some 2 MB at a time, which workers parse.
 
-Arrow arrays, because pyarrow parses JSONL and Parquet into them on all cores, and gigatoken takes them
-without a copy: no Python object is made per document.
+A chunk becomes an Arrow string array: pyarrow parses JSONL and Parquet into them, gigatoken takes them without a
+copy, and no Python object is made per document. Chunks are small so that they stay in a core's cache from the
+parser to the ids.
 """
 
 import io
@@ -21,30 +22,86 @@ from llmtrain_data.errors import DataError
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
-CHUNK = 8 << 20
+CHUNK = 2 << 20
 """Bytes of text read at once."""
 
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""
 
-JSON_BLOCK = 1 << 20
-"""Bytes that one thread of the JSON reader parses at once."""
-
 PROBE = 8192
 """A file with a zero byte among its first ones is taken for binary, as git does."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Documents, or parts of them, in the order of the corpus.
+class Chunk(Protocol):
+    """Some documents, or parts of them, in the order of the corpus; can be pickled.
 
-    texts: Arrow array of large_string; nulls are records without text. ends: bool for each text, whether a
-    document ends with it; None if each does. done: how much of the corpus this chunk takes, in its unit.
+    done: how much of the corpus this chunk takes, in its unit. ends: bool for each text, whether a document ends
+    with it; None if each does.
     """
 
-    texts: pa.Array
+    @property
+    def done(self) -> int:
+        """How much of the corpus this is."""
+
+    @property
+    def ends(self) -> np.ndarray | None:
+        """Whether a document ends with each text."""
+
+    def texts(self) -> pa.Array:
+        """Parse: an Arrow array of large_string; nulls are records without text. Raises DataError."""
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """Texts as bytes. What is not UTF-8 in them becomes U+FFFD."""
+
+    pieces: list[bytes]
     ends: np.ndarray | None
     done: int
+
+    def texts(self) -> pa.Array:
+        """Return the texts."""
+        offsets = np.zeros(len(self.pieces) + 1, np.int64)
+        np.cumsum([len(piece) for piece in self.pieces], out=offsets[1:])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(self.pieces))]
+        return _valid(pa.Array.from_buffers(pa.large_string(), len(self.pieces), buffers))
+
+
+@dataclass(frozen=True)
+class LinesChunk:
+    """Lines of JSON objects with the text in field `key`. line: how many lines of the file come before."""
+
+    block: bytes
+    key: str
+    path: Path
+    line: int
+    done: int
+    ends: None = None
+
+    def texts(self) -> pa.Array:
+        """Return the texts. Raises DataError naming the line that is wrong."""
+        texts = _parse_lines(self.block, self.key)
+        if texts is None:
+            texts = _parse_slowly(self.block, self.key, self.path, self.line)
+        if self.line == 0 and len(texts) and texts.null_count == len(texts):
+            raise DataError(
+                f"{self.path} has no text in field {self.key!r}{_fields(self.block)}; name the field with --text-key"
+            )
+        return texts
+
+
+@dataclass(frozen=True)
+class ColumnChunk:
+    """Rows of an Arrow column. where: what to call it in an error."""
+
+    column: Any
+    where: str
+    done: int
+    ends: None = None
+
+    def texts(self) -> pa.Array:
+        """Return the texts. Raises DataError if the column holds none."""
+        return as_strings(self.column, self.where)
 
 
 class Stream(Protocol):
@@ -110,15 +167,8 @@ def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
     """Read a file of JSON objects, one a line; the text is the string in field `key`."""
     line = 0
     for block, done, _ in _blocks(path, b"\n", CHUNK):
-        texts = _parse_lines(block, key)
-        if texts is None:
-            texts = _parse_slowly(block, key, path, line)
-        if line == 0 and len(texts) and texts.null_count == len(texts):
-            raise DataError(
-                f"{path} has no field {key!r} with text{_fields(block)}; name the field with --text-key"
-            )
+        yield LinesChunk(block, key, path, line, done)
         line += block.count(b"\n")
-        yield Chunk(texts, None, done)
 
 
 def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
@@ -126,19 +176,15 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     with pa.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
-            raise DataError(
-                f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key"
-            )
+            raise DataError(f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key")
         column = file.schema.names.index(key)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         content = sum(group.column(column).total_uncompressed_size for group in groups)
         rows = max(file.metadata.num_rows, 1)
         step = min(max(int(CHUNK * rows / max(content, 1)), 1), 1 << 16)
         bytes_per_row = path.stat().st_size / rows
-        for batch in file.iter_batches(batch_size=step, columns=[key], use_threads=True):
-            yield Chunk(
-                as_strings(batch.column(0), f"{path}: column {key!r}"), None, int(len(batch) * bytes_per_row)
-            )
+        for batch in file.iter_batches(batch_size=step, columns=[key]):
+            yield ColumnChunk(batch.column(0), f"{path}: column {key!r}", int(len(batch) * bytes_per_row))
 
 
 def as_strings(column: Any, where: str) -> pa.Array:
@@ -171,16 +217,8 @@ class _TextChunks:
         pieces, self._pieces, self._size = self._pieces, [], 0
         if pieces:
             ends = np.array([piece.ends for piece in pieces])
-            texts = _string_array([piece.content for piece in pieces])
-            yield Chunk(texts, None if ends.all() else ends, sum(piece.done for piece in pieces))
-
-
-def _string_array(pieces: list[bytes]) -> pa.Array:
-    """Return UTF-8 bytes as an Arrow array of large_string; what is not UTF-8 becomes U+FFFD."""
-    offsets = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
-    return _valid(pa.Array.from_buffers(pa.large_string(), len(pieces), buffers))
+            contents = [piece.content for piece in pieces]
+            yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces))
 
 
 def _valid(texts: pa.Array) -> pa.Array:
@@ -244,17 +282,15 @@ def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
 
 
 def _parse_lines(block: bytes, key: str) -> pa.Array | None:
-    """Parse with Arrow on all cores, None if it finds something wrong."""
+    """Parse with Arrow; None if it finds something wrong."""
     schema = pa.schema([(key, pa.large_string())])
     options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    for size in (JSON_BLOCK, len(block)):
-        try:
-            reading = pa.json.ReadOptions(block_size=size)
-            table = pa.json.read_json(io.BytesIO(block), read_options=reading, parse_options=options)
-        except (pa.ArrowException, UnicodeDecodeError):
-            continue
+    reading = pa.json.ReadOptions(block_size=len(block) + 1, use_threads=False)
+    try:
+        table = pa.json.read_json(pa.BufferReader(block), read_options=reading, parse_options=options)
         return _valid(table.column(key).combine_chunks())
-    return None
+    except (pa.ArrowException, UnicodeDecodeError):
+        return None
 
 
 def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> pa.Array:
@@ -266,9 +302,7 @@ def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> pa.Array:
         try:
             record = json.loads(raw.decode("utf-8", "replace"))
         except ValueError as error:
-            raise DataError(
-                f"{path} line {number} is not JSON ({error}); expected one object a line"
-            ) from error
+            raise DataError(f"{path} line {number} is not JSON ({error}); expected one object a line") from error
         text = record.get(key) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(text, str | None):
             raise DataError(

@@ -66,15 +66,13 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
     number = tokenizer.token_to_id(token)
     if number is None:
         raise DataError(
-            f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); name one "
-            "as eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
+            f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); "
+            "name one as eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
         )
     return int(number)
 
 
-def train_tokenizer(
-    texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False
-) -> int:
+def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False) -> int:
     """Train a byte-level BPE, of the same kind as GPT-2's, and write its folder; return its size.
 
     The folder holds `tokenizer.json` and `tokenizer_config.json`; beginning, end and padding are
@@ -116,9 +114,10 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
     taken = 0
     with progress("read", total, corpus.unit) as report:
         for chunk in corpus.chunks():
-            yield [text for text in chunk.texts.to_pylist() if text]
+            texts = chunk.texts()
+            yield [text for text in texts.to_pylist() if text]
             report(chunk.done)
-            taken += chunk.texts.nbytes
+            taken += texts.nbytes
             if taken >= limit:
                 return
 
@@ -133,9 +132,7 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
     if output.is_dir() and not any(output.iterdir()):
         return
     if output.exists() and not (overwrite and (output / "tokenizer.json").is_file()):
-        raise DataError(
-            f"--output {output} exists; give another folder, or --overwrite to replace a tokenizer"
-        )
+        raise DataError(f"--output {output} exists; give another folder, or --overwrite to replace a tokenizer")
 
 
 def _configured_eos(folder: Path) -> str | None:
@@ -164,8 +161,7 @@ def _from_transformers(folder: str | Path) -> Any:
     """Return the transformers tokenizer of a folder without tokenizer.json, such as a SentencePiece model."""
     if not Path(folder).is_dir():
         raise DataError(
-            f"no tokenizer folder {folder}; expected one with tokenizer.json, "
-            "as `llmtrain data tokenizer` writes"
+            f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
         )
     from transformers import AutoTokenizer
 
