@@ -17,9 +17,7 @@ def test_attention_matches_reference(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_cross_entropy_matches_reference(
-    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_cross_entropy_matches_reference(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": rows * 31})
     x, weight = torch.randn(13, 16), torch.randn(31, 16)
     targets = torch.randint(0, 31, (13,))
@@ -65,5 +63,13 @@ def test_adamw_matches_torch_optimizer(backend: str, divisor: float | None) -> N
 def test_adamw_leaves_aliased_weight_to_master() -> None:
     master = torch.randn(10)
     before = master.clone()
-    adamw("torch", master, torch.zeros(10), torch.zeros(10), torch.ones(10), master, AdamWStep(1, 0.1, 0.9, 0.95, 1e-8, 0.0))
+    adamw(
+        "torch",
+        master,
+        torch.zeros(10),
+        torch.zeros(10),
+        torch.ones(10),
+        master,
+        AdamWStep(1, 0.1, 0.9, 0.95, 1e-8, 0.0),
+    )
     torch.testing.assert_close(master, before - 0.1, rtol=1e-4, atol=1e-4)

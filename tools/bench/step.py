@@ -161,7 +161,8 @@ def main() -> None:
         print(lines[-1], flush=True)
     text = (
         f"{machine()}, torch {torch.__version__}, transformers {transformers.__version__}. Median of "
-        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling and logging.\n\n" + "\n".join(lines)
+        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling and logging.\n\n"
+        + "\n".join(lines)
     )
     print(text)
     if arguments.write:

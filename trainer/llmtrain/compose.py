@@ -119,7 +119,9 @@ def _prepare_folder(recipe: Recipe, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.resolved.yaml").write_text(to_yaml(recipe))
     except OSError as error:
-        raise RunFailedError(f"the run's folder {folder} cannot be written: {error.strerror}; check logging.dir") from error
+        raise RunFailedError(
+            f"the run's folder {folder} cannot be written: {error.strerror}; check logging.dir"
+        ) from error
 
 
 def _recompute(recipe: Recipe) -> int:

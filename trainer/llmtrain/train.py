@@ -25,7 +25,7 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
     the run cannot go on.
     """
     steps = recipe.train.steps
-    with compose(recipe, ranks, StopRequest().listen()) as run:
+    with StopRequest() as stop, compose(recipe, ranks, stop) as run:
         resume(run)
         run.log.start(run.progress.step, decisions)
         if run.progress.step == 0:
@@ -89,7 +89,7 @@ def forward_backward(run: Run, step: int) -> tuple[float, Tensor, bool]:
             (loss * run.scale.value).backward()
         total += loss.detach()
     # One small sum tells every rank the loss, and whether any of them was asked to stop.
-    loss_sum, stops = ranks.sum_all([float(total), float(run.stop.signal_name is not None)])
+    loss_sum, stops = ranks.sum_all([float(total), float(run.stop.asked)])
     return loss_sum, run.sync.norm(), stops > 0
 
 

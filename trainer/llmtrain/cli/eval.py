@@ -10,7 +10,9 @@ import typer
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "valid",
-    data: Annotated[str | None, typer.Option(help="Prefix of another prepared set; default: the recipe's data.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Prefix of another prepared set; default: the recipe's data.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to evaluate (0: the whole split).")] = 0,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -18,7 +20,9 @@ def eval(
     """Print a model's loss and perplexity on a split of its data, or of other data."""
     from llmtrain.inference import evaluate_on, open_model
 
-    result = evaluate_on(open_model(source, lambda sentence: typer.echo(sentence, err=True)), split, data, samples, microbatch)
+    result = evaluate_on(
+        open_model(source, lambda sentence: typer.echo(sentence, err=True)), split, data, samples, microbatch
+    )
     if as_json:
         typer.echo(json.dumps(result))
         return

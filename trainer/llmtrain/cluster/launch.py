@@ -66,7 +66,9 @@ def _explain(failures: list[ProcessFailure]) -> Exception:
         if first.exitcode < 0
         else f"ended with exit code {first.exitcode}"
     )
-    return RunFailedError(f"rank {first.local_rank} {how}, so the run stopped; the same command goes on from the last checkpoint")
+    return RunFailedError(
+        f"rank {first.local_rank} {how}, so the run stopped; the same command goes on from the last checkpoint"
+    )
 
 
 def die_with_launcher() -> None:

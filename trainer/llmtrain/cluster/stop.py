@@ -1,23 +1,28 @@
 """Being asked to stop: remembered until the step at hand is done."""
 
 import signal
-from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Self
 
 
-@dataclass
 class StopRequest:
-    """Which signal asked this rank to stop, if any. A second SIGINT stops at once."""
+    """In a `with` block, takes SIGINT and SIGTERM as requests to stop. A second SIGINT stops at once."""
 
-    signal_name: str | None = None
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, signal._HANDLER] = {}
 
-    def listen(self) -> "StopRequest":
-        """Take SIGINT and SIGTERM as requests from now on."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._asked)
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

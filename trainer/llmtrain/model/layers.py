@@ -2,9 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from llmtrain_kernels.attention import causal_attention
+from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
 

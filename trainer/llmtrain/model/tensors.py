@@ -90,9 +90,7 @@ def _unit(name: str, tensors: list[TensorSpec]) -> UnitSpec:
 
 
 def _named(unit: str, tensor: TensorSpec) -> TensorSpec:
-    return TensorSpec(
-        f"{unit}.{tensor.name}", tensor.parameter, tensor.shape, tensor.decay, tensor.std, tensor.fill
-    )
+    return TensorSpec(f"{unit}.{tensor.name}", tensor.parameter, tensor.shape, tensor.decay, tensor.std, tensor.fill)
 
 
 def _matrix(name: str, shape: tuple[int, int], std: float, parameter: str | None = None) -> TensorSpec:

@@ -36,8 +36,10 @@ class FlatUnit:
     def nbytes(self) -> int:
         """Bytes of all states together."""
         shared = self.weight.data_ptr() == self.master.data_ptr()
-        states = (self.master, self.gradient, self.m, self.v) if shared else (
-            self.weight, self.master, self.gradient, self.m, self.v
+        states = (
+            (self.master, self.gradient, self.m, self.v)
+            if shared
+            else (self.weight, self.master, self.gradient, self.m, self.v)
         )
         return sum(state.nbytes for state in states)
 

@@ -70,4 +70,3 @@ class GradientSync:
         work = dist.all_reduce(unit.gradient, group=self.group, async_op=True)
         assert work is not None
         self._works.append(work)
-

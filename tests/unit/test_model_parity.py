@@ -1,0 +1,109 @@
+"""Our three families against transformers' models: the same weights and input give the same logits and gradients."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.sharding.flat import FlatUnit, materialize, parameter_ranges
+from llmtrain.sharding.replicated import GradientSync
+from torch import Tensor
+
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2() -> transformers.PreTrainedModel:
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=97, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **SPECIAL
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(tied: bool = False) -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
+        max_position_embeddings=32, vocab_size=97, rms_norm_eps=1e-5, tie_word_embeddings=tied, **SPECIAL,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def neox() -> transformers.PreTrainedModel:
+    config = transformers.GPTNeoXConfig(
+        num_hidden_layers=3, hidden_size=48, num_attention_heads=4, intermediate_size=192, rotary_pct=0.5,
+        max_position_embeddings=32, vocab_size=97, **SPECIAL,
+    )  # fmt: skip
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "llama-tied": lambda: llama(tied=True),
+    "neox": neox,
+}
+
+
+def perturbed(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Move every parameter off its initial value, so that norms and biases count too."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, list[FlatUnit]]:
+    config = read_hf_config(folder)
+    model = GPT(config, torch.device("cpu"), recompute)
+    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    ranges = {
+        t.name: u.master[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
+    }
+    for name, tensor in hf_tensors(folder, config):
+        ranges.pop(name).copy_(tensor.flatten())
+    assert not ranges
+    return model, units
+
+
+def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Bring the peer's gradients into canonical form, by saving and reading them as if they were weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+    return {name: tensor.flatten().clone() for name, tensor in hf_tensors(folder, read_hf_config(folder))}
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> None:
+    theirs = perturbed(MODELS[family]())
+    theirs.save_pretrained(tmp_path / "weights")
+    model, units = ours_from(tmp_path / "weights", recompute)
+    tokens = torch.randint(0, 97, (3, 33))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    expected = theirs(inputs).logits
+    largest = float(expected.detach().abs().max())
+    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5 * largest)
+
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten())
+    loss.backward()
+    sync = GradientSync(units, None, lambda *_: None)
+    with sync.backward(last=True):
+        our_loss = model(inputs, targets)
+        our_loss.backward()
+    assert float(our_loss) == pytest.approx(float(loss), rel=1e-6)
+    gradients = gradients_by_name(tmp_path / "gradients", theirs)
+    assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}
+    for unit in units:
+        # By parameter: where the peer has one for Q, K and V, as gpt2 and neox do, its gradient is one as well.
+        # (The part of K's bias alone is nothing but rounding in gpt2, as that bias moves a query's scores alike.)
+        for name, start, end in parameter_ranges(unit.spec):
+            wanted = torch.cat([gradients[t.name] for t in unit.spec.tensors if t.parameter == name])
+            error = (unit.gradient[start:end] - wanted).norm() / wanted.norm()
+            assert error < 1e-4, (unit.spec.name, name)

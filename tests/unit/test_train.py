@@ -1,0 +1,216 @@
+"""The loop in one process: what must not change the curve, what ends a run, where a run may start from."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from llmtrain import train as loop
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import connect
+from llmtrain.compose import Run
+from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
+from llmtrain.recipe.prepare import prepared
+from llmtrain.recipe.resolve import Facts
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: 20, global_batch: 8, microbatch: 2, eval_every: 10}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 6}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+
+Train = Callable[..., list[float]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    for _ in range(200):
+        writer.add(np.cumsum(random.integers(1, 4, size=100)) % 64, np.array([100]))
+    writer.commit()
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def train(folder: Path) -> Train:
+    """Train by the tiny recipe with overrides, and return the run's training losses."""
+
+    def run(*overrides: str) -> list[float]:
+        recipe = prepared(str(folder / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
+        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+        return losses(folder / "runs" / recipe.name)
+
+    return run
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run) if "event" not in row]
+
+
+def test_accumulation_and_recomputation_keep_the_curve(train: Train) -> None:
+    plain = train()
+    assert len(plain) == 20
+    assert plain[-1] < plain[0] - 0.5
+    for number, key in enumerate(
+        [
+            "train.microbatch=8",
+            "train.microbatch=1",
+            "activation_checkpointing=full",
+            "activation_checkpointing.every=3",
+        ]
+    ):
+        assert train(f"name=other{number}", key) == pytest.approx(plain, rel=1e-5)
+
+
+def test_backends_keep_the_curve(train: Train) -> None:
+    assert train("name=reference", "optimizer.backend=reference") == pytest.approx(train(), rel=1e-5)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_16_bit_stays_near_fp32(train: Train, compute: str) -> None:
+    assert train("name=half", f"precision.compute={compute}") == pytest.approx(train(), rel=2e-2)
+
+
+def test_fp16_overflow_halves_the_scale_and_is_skipped(train: Train, folder: Path) -> None:
+    # Scaled by 2**40, every 16-bit gradient overflows at first.
+    curve = train("precision.compute=fp16", f"precision.loss_scale={2.0**40}", "train.max_skipped=1", "train.steps=60")
+    scales = [row["loss_scale"] for row in rows(folder / "runs" / "tiny") if "event" not in row]
+    skipped = rows(folder / "runs" / "tiny")[-1]["skipped_steps"]
+    assert scales[0] == 2.0**39
+    assert 5 < skipped < 30
+    assert scales[-1] == 2.0 ** (40 - skipped)
+    assert curve[-1] < curve[0] - 0.5
+
+
+def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -> None:
+    original = loop.forward_backward
+
+    def spoilt(run: Run, step: int) -> tuple[float, torch.Tensor, bool]:
+        loss, norm, stopping = original(run, step)
+        return (loss, norm * float("nan"), stopping) if broken(step) else (loss, norm, stopping)
+
+    monkeypatch.setattr(loop, "forward_backward", spoilt)
+
+
+def test_non_finite_step_is_skipped_whole(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = train("train.steps=8", "optimizer.schedule=constant")
+    break_step(monkeypatch, lambda step: step == 7)
+    after = train("name=broken", "train.steps=8", "optimizer.schedule=constant")
+    assert after == before  # the loss of a step comes before its update
+    end = rows(folder / "runs" / "broken")[-1]
+    assert end["skipped_steps"] == 1
+    # Nothing of the skipped step reached the weights: its validation loss is that of one step less.
+    shorter = [row for row in rows(folder / "runs" / "broken") if row.get("event") == "eval"][-1]["loss"]
+    monkeypatch.undo()
+    train("name=short", "train.steps=7", "optimizer.schedule=constant")
+    assert shorter == [row for row in rows(folder / "runs" / "short") if row.get("event") == "eval"][-1]["loss"]
+
+
+def test_too_many_non_finite_steps_stop_the_run(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_step(monkeypatch, lambda step: step >= 8)
+    with pytest.raises(RunFailedError, match="3 steps in a row"):
+        train("train.max_skipped=3")
+    assert [path.name for path in (folder / "runs" / "tiny" / "checkpoints").iterdir()] == ["step-00000006"]
+    assert rows(folder / "runs" / "tiny")[-1]["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_stopped_run_goes_on_bit_exactly(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    keys = [f"precision.compute={precision}", "model.dropout=0.1", "train.eval_every=3"]
+    calm = train("name=calm", *keys)
+    original = loop.forward_backward
+    monkeypatch.setattr(loop, "forward_backward", lambda run, step: (*original(run, step)[:2], step == 8))
+    with pytest.raises(PreemptedError, match="step 9"):
+        train(*keys)
+    monkeypatch.undo()
+    assert train(*keys) == calm
+    evaluations = [
+        [(row["step"], row["loss"]) for row in rows(folder / "runs" / name) if row.get("event") == "eval"]
+        for name in ("tiny", "calm")
+    ]
+    assert evaluations[0] == evaluations[1]
+    assert [step for step, _ in evaluations[0]] == [0, 3, 6, 9, 12, 15, 18, 20]
+
+
+def test_finished_run_is_left_as_it_is(train: Train, folder: Path) -> None:
+    first = train()
+    assert train() == first
+    assert sum(row.get("event") == "end" for row in rows(folder / "runs" / "tiny")) == 1
+
+
+def test_run_starts_from_another_one(train: Train, folder: Path) -> None:
+    whole = train("optimizer.schedule=constant")
+    train("name=half", "optimizer.schedule=constant", "train.steps=12")
+    rest = train("name=rest", "optimizer.schedule=constant", f"checkpoint.resume={folder}/runs/half")
+    assert rest == whole[12:]
+
+
+def test_never_resuming_refuses_a_used_folder(train: Train) -> None:
+    train("train.steps=6", "checkpoint.resume=never")
+    with pytest.raises(BadInputError, match="never"):
+        train("train.steps=6", "checkpoint.resume=never")
+
+
+def test_damaged_checkpoint_is_skipped(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train("name=calm")
+    assert train("checkpoint.keep=9") == whole
+    newest = folder / "runs" / "tiny" / "checkpoints" / "step-00000020" / "rank-00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(bytes(content))
+    capsys.readouterr()
+    assert train() == whole
+    shown = "".join(capsys.readouterr())
+    assert "skipped the checkpoint" in shown
+    assert "step-00000020" in shown
+    assert re.search(r"continues after +step 18", shown)
+
+
+def test_run_starts_from_hugging_face_weights(train: Train, folder: Path) -> None:
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        theirs.transformer.wte.weight.mul_(30)
+    theirs.save_pretrained(folder / "hf")
+    (folder / "tiny.yaml").write_text(
+        RECIPE.format(folder=folder).replace(
+            "family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64", f"hf: {folder}/hf"
+        )
+    )
+    first = train("train.steps=5")[0]
+    from llmtrain_data.config import DataConfig
+    from llmtrain_data.dataset import open_split
+
+    batch = torch.from_numpy(
+        open_split(DataConfig(path=f"{folder}/set", sequence_length=16), "train").batch(1234, 0, 8)
+    )
+    with torch.no_grad():
+        logits = theirs(batch[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    assert first == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:
+    with pytest.raises(BadInputError, match=r"token 63.*model.vocab is 60"):
+        train("model.vocab=60")
