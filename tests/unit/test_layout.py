@@ -1,5 +1,7 @@
 """Ranks, groups and shares."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_even_shares_tile_the_range(numel: int, parts: int) -> None:
     shares = [even_share(numel, parts, index) for index in range(parts)]
     assert shares[0][0] == 0
     assert shares[-1][1] == numel
-    assert all(left[1] == right[0] for left, right in zip(shares, shares[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(shares))
     sizes = [end - start for start, end in shares]
     assert max(sizes) - min(sizes) <= 1
 

@@ -19,7 +19,8 @@ SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
 
 def gpt2() -> transformers.PreTrainedModel:
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=97, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **SPECIAL
+        n_layer=3, n_embd=48, n_head=4, n_positions=32, vocab_size=97,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **SPECIAL,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 

@@ -96,8 +96,8 @@ def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | No
     training = open_split(recipe.data, "train")
     if (largest := training.max_token()) >= config.vocab:
         raise BadInputError(
-            f"data.path holds token {largest}, but model.vocab is {config.vocab}; prepare the data with the tokenizer of "
-            "this recipe, or raise model.vocab"
+            f"data.path holds token {largest}, but model.vocab is {config.vocab}; prepare the data with the "
+            "tokenizer of this recipe, or raise model.vocab"
         )
     evaluated = recipe.train.eval_every and recipe.data.split[1]
     return training, open_split(recipe.data, "valid") if evaluated else None

@@ -28,7 +28,7 @@ from llmtrain.sharding.flat import attach
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model as one of its checkpoints holds it, on this machine's device, in fp32. recipe: None for an imported one."""
+    """A model as a checkpoint holds it, on this machine's device, in fp32. recipe: None if it was imported."""
 
     model: GPT
     recipe: Recipe | None
@@ -110,7 +110,7 @@ def complete(
     shown = ""
     for token in generate(trained.model, start, count, sampling, tokenizer.eos_token_id):
         tokens.append(token)
-        text = tokenizer.decode(tokens)
+        text = str(tokenizer.decode(tokens))
         # A character may take several tokens; a piece waits until it is whole.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]

@@ -22,8 +22,8 @@ GRACE = 60
 def launch(ranks: int, arguments: Sequence[str]) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
-    SIGINT and SIGTERM go on to the ranks, which save and end. Raises PreemptedError when they did, RunFailedError when a
-    rank failed otherwise.
+    SIGINT and SIGTERM go on to the ranks, which save and end. Raises PreemptedError when they did, RunFailedError
+    when a rank failed otherwise.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
