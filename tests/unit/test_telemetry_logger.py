@@ -233,6 +233,8 @@ def test_live_line_on_a_terminal() -> None:
         (units.size(1536), "1.50 KiB"),
         (units.size(80 * 2**30), "80.0 GiB"),
         (units.size(12), "12 B"),
+        (units.flops(312e12), "312 TFLOP/s"),
+        (units.flops(17.14e9), "17.1 GFLOP/s"),
     ],
 )
 def test_quantities_for_people(text: str, expected: str) -> None:

@@ -90,7 +90,7 @@ def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _peaks(run: dict[str, Any]) -> str:
-    measured = f"{run['measured_peak'] / 1e12:.3g} TFLOP/s measured"
+    measured = f"{units.flops(run['measured_peak'])} measured"
     if run["datasheet_peak"] is None:
         return measured
-    return f"{run['datasheet_peak'] / 1e12:.4g} TFLOP/s by data sheet, {measured}"
+    return f"{units.flops(run['datasheet_peak'])} by data sheet, {measured}"

@@ -34,6 +34,14 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def flops(rate: float) -> str:
+    """Format operations per second: 312e12 is `312 TFLOP/s`."""
+    for scale, suffix in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+        if rate >= scale:
+            return f"{_three_digits(rate / scale)} {suffix}"
+    return f"{_three_digits(rate / 1e6)} MFLOP/s"
+
+
 def _three_digits(value: float) -> str:
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{3 if abs(value) < 0.9995 else digits}f}"
