@@ -379,3 +379,17 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (failure,) = save(tmp_path / "file" / "c", [10], 2)
     assert failure is not None
     assert "Not a directory; there is no earlier one" in failure
+
+
+def test_parts_that_leave_something_out_are_not_a_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, [10], 1)
+
+    def work(ranks: Ranks) -> str | None:
+        shards = shards_of(values_at(20), ranks)[ranks.rank :]
+        return Checkpointer(tmp_path, ranks, 1, asynchronous=False).save(20, shards, {}, ABOUT)
+
+    failures = on_ranks(2, work)
+    assert failures[0] == failures[1]
+    assert failures[0] is not None
+    assert "leaves gaps or overlaps in embedding.tokens" in failures[0]
+    assert os.listdir(tmp_path) == ["step-00000010"]

@@ -9,7 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, encode
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, check, encode
 from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
 from llmtrain.errors import BadInputError
 
@@ -48,8 +48,9 @@ def find_checkpoints(path: Path) -> list[Path]:
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     """Write the manifest beside the parts, and give the checkpoint its name; an older one of that name goes.
 
-    Durable when it returns. Raises OSError.
+    Durable when it returns. Raises OSError, and DamagedError if the parts do not make up all of every tensor.
     """
+    check(manifest)
     for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
         with DurableFile(partial / name) as file:
             file.write(content)

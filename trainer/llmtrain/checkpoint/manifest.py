@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise DamagedError(f"{MANIFEST} is not a checkpoint's manifest: {place}: {first['msg']}") from error
-    _check(manifest)
+    check(manifest)
     return manifest
 
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> bytes:
         os.close(fd)
 
 
-def _check(manifest: Manifest) -> None:
+def check(manifest: Manifest) -> None:
     """Raise DamagedError unless the pieces tile every tensor and every file, inside the folder."""
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):

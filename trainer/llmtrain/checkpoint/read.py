@@ -12,6 +12,9 @@ from llmtrain.checkpoint.manifest import ITEM, MANIFEST, Piece, digest, read_man
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
+# Fewer than a process may have open; a checkpoint of many ranks has more files.
+_OPEN_FILES = 256
+
 
 class CheckpointReader:
     """A checkpoint opened for reading, in a `with` block. Raises DamagedError if its manifest is unsound."""
@@ -78,6 +81,8 @@ class CheckpointReader:
     def file(self, name: str) -> int:
         """Return the descriptor of a file whose length and header have been verified. Raises DamagedError."""
         if name not in self._open:
+            if len(self._open) == _OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
             self._open[name] = self._verified(name)
         return self._open[name]
 

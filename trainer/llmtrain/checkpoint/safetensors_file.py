@@ -102,7 +102,7 @@ class DurableFile:
     def _queue(self) -> None:
         """Let the kernel begin to write back what has gathered; whole pages, which no later write touches."""
         whole = self._written // _PAGE * _PAGE
-        if whole - self._queued >= _WRITE_BLOCK:
+        if whole - self._queued >= _WRITE_BLOCK and hasattr(os, "posix_fadvise"):
             # Besides dropping clean pages from the cache, this makes Linux queue the dirty ones for writing.
             os.posix_fadvise(self._fd, self._queued, whole - self._queued, os.POSIX_FADV_DONTNEED)
             self._queued = whole

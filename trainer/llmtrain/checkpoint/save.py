@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from llmtrain.checkpoint.exchange import Exchange
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.part import Part, Range, merge_parts, write_part
-from llmtrain.checkpoint.safetensors_file import bytes_of
+from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.errors import RunFailedError
@@ -33,7 +34,7 @@ class _Save:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells rank 0 of its part: the part, or why there is none."""
+    """What a rank tells rank 0 of its part: the part, if it has ranges at all, or why it could not be written."""
 
     part: Part | None = None
     failure: str = ""
@@ -138,18 +139,20 @@ class Checkpointer:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
+            sync_folder(self._folder.parent)
         except OSError as error:
             failure = self._sentence(save, _reason(error))
             self._exchange.tell("open", failure)
             return failure
         self._exchange.tell("open", "")
-        failure = ""
         try:
             self._finish(save, [self._write(save), *self._reports()])
-            prune(self._folder, save.step, self._keep)
         except Exception as error:
+            with suppress(OSError):
+                clean(self._folder)
             failure = self._sentence(save, _reason(error))
-            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            failure = self._prune(save)
         self._exchange.tell("done", failure)
         return failure or None
 
@@ -165,6 +168,8 @@ class Checkpointer:
             if save.copied is not None:
                 save.copied.synchronize()
             ranges = list(_ranges(save.shards))
+            if not ranges:
+                return _Report()
             return _Report(write_part(self._partial(save) / name, ranges, _contents(save)))
         except Exception as error:
             return _Report(failure=f"rank {self._ranks.rank}: {_reason(error)}")
@@ -182,6 +187,13 @@ class Checkpointer:
         files, tensors = merge_parts(parts)
         manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
         commit(partial, self._folder / step_name(save.step), manifest)
+
+    def _prune(self, save: _Save) -> str:
+        try:
+            prune(self._folder, save.step, self._keep)
+        except OSError as error:
+            return f"the checkpoint of step {save.step} is saved, but an older one stays: {_reason(error)}"
+        return ""
 
     def _partial(self, save: _Save) -> Path:
         return self._folder / f"{step_name(save.step)}.partial"
@@ -218,4 +230,4 @@ def _contents(save: _Save) -> Iterator[memoryview]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__

@@ -25,6 +25,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             yield partial
             sync_folder(partial)
             partial.rename(target)
+            sync_folder(target.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
