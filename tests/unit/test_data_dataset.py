@@ -1,0 +1,140 @@
+"""Sampling: a batch depends on seed and position alone, an epoch visits everything once, blends keep their shares."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import open_split, split_bounds
+from llmtrain_data.errors import DataError
+from llmtrain_data.indexed import IndexedWriter
+from llmtrain_data.order import Interleave, epoch_keys, permute
+
+LENGTH = 8
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two sets whose tokens count up: `a` from 0 in 100 documents, `b` from 10000 in 50."""
+    for name, first, documents in (("a", 0, 100), ("b", 10000, 50)):
+        lengths = np.arange(documents) % 7 + 20
+        writer = IndexedWriter(tmp_path / name, np.dtype("uint16"))
+        writer.add(first + np.arange(lengths.sum()), lengths)
+        writer.commit()
+    return tmp_path
+
+
+def config(path: str | list[str | float], **keys: object) -> DataConfig:
+    return DataConfig(path=path, sequence_length=LENGTH, **keys)  # type: ignore[arg-type]
+
+
+def test_samples_are_windows_that_share_one_token(corpus: Path) -> None:
+    samples = open_split(config(str(corpus / "a"), split=(100, 0, 0)), "train")
+    rows = samples.sequential(0, len(samples))
+    assert rows.dtype == np.int64
+    assert rows.shape == (len(samples), LENGTH + 1)
+    assert (rows == np.arange(len(samples))[:, None] * LENGTH + np.arange(LENGTH + 1)).all()
+    assert samples.sequential(len(samples), 1).tolist() == rows[:1].tolist()
+
+
+def test_splits_are_contiguous_ranges_of_documents(corpus: Path) -> None:
+    lengths = np.arange(100) % 7 + 20
+    ends = np.cumsum(lengths)
+    tokens = {}
+    for split in ("train", "valid", "test"):
+        samples = open_split(config(str(corpus / "a"), split=(80, 10, 10)), split)
+        tokens[split] = samples.sources[0].tokens
+    assert tokens["train"].tolist() == list(range(ends[79]))
+    assert tokens["valid"].tolist() == list(range(ends[79], ends[89]))
+    assert tokens["test"].tolist() == list(range(ends[89], ends[99]))
+
+
+def test_every_split_with_a_share_gets_a_document() -> None:
+    assert split_bounds(1000, (98, 1, 1)) == [0, 980, 990, 1000]
+    assert split_bounds(10, (98, 1, 1)) == [0, 8, 9, 10]
+    assert split_bounds(10, (99, 1, 0)) == [0, 9, 10, 10]
+    assert split_bounds(10, (100, 0, 0)) == [0, 10, 10, 10]
+    assert split_bounds(2, (98, 1, 1)) == [0, 1, 2, 2]
+    assert split_bounds(0, (98, 1, 1)) == [0, 0, 0, 0]
+
+
+def test_batches_do_not_depend_on_how_they_are_cut(corpus: Path) -> None:
+    blend = config([0.7, str(corpus / "a"), 0.3, str(corpus / "b")])
+    whole = open_split(blend, "train").batch(7, 0, 600)
+    pieces = [open_split(blend, "train").batch(7, first, 5) for first in range(0, 600, 5)]
+    assert (np.concatenate(pieces) == whole).all()
+    assert (open_split(blend, "train").batch(8, 0, 600) != whole).any()
+
+
+def test_an_epoch_visits_every_sample_once_in_an_order_of_its_own(corpus: Path) -> None:
+    samples = open_split(config(str(corpus / "a")), "train")
+    n = len(samples)
+    starts = samples.batch(3, 0, 3 * n)[:, 0].reshape(3, n)
+    for epoch in starts:
+        assert sorted(epoch) == [LENGTH * i for i in range(n)]
+    assert not (starts[0] == starts[1]).all()
+    assert not (starts[1] == starts[2]).all()
+    assert np.abs(np.corrcoef(starts[0], np.arange(n))[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
+def test_permutation_is_one_to_one(n: int) -> None:
+    for epoch in range(3):
+        keys = epoch_keys(1234, 0, np.full(n, epoch))
+        assert sorted(permute(np.arange(n), n, keys).tolist()) == list(range(n))
+
+
+def test_permutation_spreads_evenly() -> None:
+    """Where position 0 of 10 goes, over 20,000 epochs: each place 2,000 times, within 5 standard deviations."""
+    places = permute(np.zeros(20000, np.int64), 10, epoch_keys(1, 0, np.arange(20000)))
+    counts = Counter(places.tolist())
+    assert all(abs(counts[place] - 2000) < 5 * np.sqrt(1800) for place in range(10))
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.7, 0.3], [1.0], [1, 1, 1], [0.9, 0.05, 0.03, 0.02], [0.998, 0.001, 0.001], [1 / 3, 2 / 3]]
+)
+def test_blend_keeps_its_shares_at_every_prefix(weights: list[float]) -> None:
+    n = 5000
+    sources, turns = Interleave(weights)(np.arange(n))
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.array(weights) / sum(weights) * np.arange(1, n + 1)[:, None]
+    assert np.abs(counts - shares).max() < 1
+    assert (turns == np.take_along_axis(counts, sources[:, None], 1)[:, 0] - 1).all()
+
+
+def test_blend_with_odd_and_tiny_weights() -> None:
+    weights = [1.0, np.pi, 1e-9]
+    sources, _ = Interleave(weights)(np.arange(200000))
+    counts = np.bincount(sources, minlength=3)
+    assert counts[2] >= 1
+    assert np.abs(counts / 200000 - np.array(weights) / sum(weights)).max() < 1e-4
+
+
+def test_entropy_and_largest_token(corpus: Path) -> None:
+    writer = IndexedWriter(corpus / "c", np.dtype("int32"))
+    writer.add(np.array([5, 9, 9, 9] * 10), np.full(10, 4))
+    writer.commit()
+    samples = open_split(config(str(corpus / "c"), split=(100, 0, 0)), "train")
+    assert samples.unigram_entropy() == pytest.approx(-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)))
+    assert samples.max_token() == 9
+    blend = open_split(config([1, str(corpus / "c"), 3, str(corpus / "a")], split=(100, 0, 0)), "train")
+    n = len(blend.sources[1].tokens)
+    shares = np.full(n, 0.75 / n)
+    shares[5] += 0.25 * 0.25
+    shares[9] += 0.25 * 0.75
+    assert blend.unigram_entropy() == pytest.approx(-(shares * np.log(shares)).sum())
+
+
+def test_a_split_too_small_for_a_sample_is_refused(corpus: Path) -> None:
+    with pytest.raises(DataError, match=r"test split of .*data\.split"):
+        open_split(config(str(corpus / "a"), split=(99, 1, 0)), "test")
+    with pytest.raises(DataError, match=r"too few for one sample of data\.sequence_length"):
+        open_split(DataConfig(path=str(corpus / "a"), sequence_length=5000), "train")
+
+
+@pytest.mark.parametrize("path", [[0.5], [0.5, "a", "b"], [0, "a"], ["a", 0.5], [], [1.0, 2.0]])
+def test_malformed_blends_are_refused(path: list[str | float]) -> None:
+    with pytest.raises(ValueError, match="blend is written"):
+        DataConfig(path=path)
