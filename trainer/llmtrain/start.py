@@ -3,14 +3,23 @@
 import os
 import sys
 
+from llmtrain_data.errors import DataError
+
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.environment import Launched, launched
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
 from llmtrain.recipe.resolve import Facts, decisions, to_yaml
 from llmtrain.recipe.schema import Recipe
+
+EXIT_CODES = {
+    BadInputError: EXIT_BAD_INPUT,
+    DataError: EXIT_BAD_INPUT,
+    RunFailedError: EXIT_FAILED,
+    PreemptedError: EXIT_PREEMPTED,
+}
 
 
 def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
@@ -47,8 +56,13 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None) -> Non
     ranks = connect(Layout({Axis.DATA: int(recipe.parallel.data)}))
     try:
         train(recipe, ranks, decided)
+    except tuple(EXIT_CODES) as error:
+        if ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1:
+            # Another rank has said the same.
+            raise SystemExit(EXIT_CODES[type(error)]) from error
+        raise
     except RuntimeError as error:
-        # What gloo and NCCL raise when a peer is gone; the launcher names the rank that went first.
+        # What gloo and NCCL raise when a peer is gone; that one, or the launcher, says why.
         if ranks.layout.world > 1 and _lost_peer(error):
             raise RunFailedError(f"rank {ranks.rank} lost contact with another rank") from error
         raise

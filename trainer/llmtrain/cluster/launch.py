@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.cluster.environment import LAUNCHER_PID, threads_per_rank
-from llmtrain.errors import EXIT_PREEMPTED, PreemptedError, RunFailedError
+from llmtrain.errors import EXIT_PREEMPTED, RunFailedError
 
 # How long the agent waits for the other ranks once one has ended, in seconds.
 GRACE = 60
@@ -22,8 +22,8 @@ GRACE = 60
 def launch(ranks: int, arguments: Sequence[str]) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
-    SIGINT and SIGTERM go on to the ranks, which save and end. Raises PreemptedError when they did, RunFailedError
-    when a rank failed otherwise.
+    SIGINT and SIGTERM go on to the ranks, which save and end. Raises SystemExit with the code of the first rank that
+    ended otherwise, RunFailedError when it was killed.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
@@ -49,7 +49,7 @@ def launch(ranks: int, arguments: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
-        raise _explain(list(error.failures.values())) from None
+        raise _ending(list(error.failures.values())) from None
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
@@ -57,17 +57,17 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)
 
 
-def _explain(failures: list[ProcessFailure]) -> Exception:
+def _ending(failures: list[ProcessFailure]) -> BaseException:
+    """Return how this process ends. A rank that ended by itself has said why; one that was killed could not."""
     if any(failure.exitcode == EXIT_PREEMPTED for failure in failures):
-        return PreemptedError("the run was stopped and has saved a checkpoint; the same command goes on from there")
+        return SystemExit(EXIT_PREEMPTED)
     first = min(failures, key=lambda failure: failure.timestamp)
-    how = (
-        f"was killed by {signal.Signals(-first.exitcode).name}"
-        if first.exitcode < 0
-        else f"ended with exit code {first.exitcode}"
-    )
+    if first.exitcode >= 0:
+        return SystemExit(first.exitcode)
+    name = signal.Signals(-first.exitcode).name
     return RunFailedError(
-        f"rank {first.local_rank} {how}, so the run stopped; the same command goes on from the last checkpoint"
+        f"rank {first.local_rank} was killed by {name}, so the run stopped; the same command goes on from the last "
+        "checkpoint"
     )
 
 
