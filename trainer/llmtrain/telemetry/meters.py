@@ -53,7 +53,8 @@ def device_name(device: torch.device) -> str:
     """Return the name that the device gives itself; a CPU's is its number of threads used."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.15) -> float:
