@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +30,39 @@ def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     `read_hf_config` says of the folder. Raises BadInputError if a tensor is missing, of another shape or not
     known to our model.
     """
-    with ExitStack() as stack:
-        places = _places(folder, stack)
-        layout = hf_layout(config)
-        found = {tensor.name: _find(tensor.name, places, folder) for tensor in layout}
-        known = {name for name in places if _DERIVED.search(name)} | set(found.values())
-        if config.tie_embeddings:
-            known |= set(_HEADS)
-        if strangers := sorted(places.keys() - known):
-            raise BadInputError(
-                f"{folder} holds {strangers[0]}, which our {config.family} model does not have; convert only plain "
-                f"{config.family} models"
-            )
-        for tensor in layout:
-            values = _get(places[found[tensor.name]], found[tensor.name], tensor, folder)
-            for part, canonical in zip(tensor.parts, tensor.split(values), strict=True):
-                yield part.name, canonical
+    places = _places(folder)
+    layout = hf_layout(config)
+    found = {tensor.name: _find(tensor.name, places, folder) for tensor in layout}
+    known = {name for name in places if _DERIVED.search(name)} | set(found.values())
+    if config.tie_embeddings:
+        known |= set(_HEADS)
+    if strangers := sorted(places.keys() - known):
+        raise BadInputError(
+            f"{folder} holds {strangers[0]}, which our {config.family} model does not have; convert only plain "
+            f"{config.family} models"
+        )
+    for tensor in layout:
+        values = _get(places[found[tensor.name]], found[tensor.name], tensor)
+        for part, canonical in zip(tensor.parts, tensor.split(values), strict=True):
+            yield part.name, canonical
 
 
-def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return the open file of each tensor, by the tensor's name."""
+def _places(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor, by the tensor's name."""
     places = {}
     for path in _files(folder):
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            places.update(dict.fromkeys(file.keys(), file))
-        except (OSError, SafetensorError) as error:
-            raise BadInputError(f"{path} cannot be read as a safetensors file: {error}") from error
+        with _opened(path) as file:
+            places.update(dict.fromkeys(file.keys(), path))
     return places
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -77,7 +82,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _find(name: str, places: dict[str, Any], folder: Path) -> str:
+def _find(name: str, places: dict[str, Path], folder: Path) -> str:
     """Return the name under which the folder has the tensor."""
     candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
     for candidate in candidates:
@@ -86,14 +91,13 @@ def _find(name: str, places: dict[str, Any], folder: Path) -> str:
     raise BadInputError(f"{folder} lacks the tensor {name}; its weights are not those of its config.json")
 
 
-def _get(file: Any, name: str, expected: HFTensor, folder: Path) -> Tensor:
-    try:
+def _get(path: Path, name: str, expected: HFTensor) -> Tensor:
+    # Opened anew for each tensor: a file that stays mapped would be in memory as a whole in the end.
+    with _opened(path) as file:
         values: Tensor = file.get_tensor(name)
-    except SafetensorError as error:
-        raise BadInputError(f"{name} in {folder} cannot be read: {error}") from error
     if tuple(values.shape) != expected.shape:
         shape = list(values.shape)
-        raise BadInputError(f"{name} in {folder} has shape {shape}; its config.json says {list(expected.shape)}")
+        raise BadInputError(f"{name} in {path} has shape {shape}; its config.json says {list(expected.shape)}")
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise BadInputError(f"{name} in {folder} is of type {values.dtype}; expected fp32, bf16 or fp16")
+        raise BadInputError(f"{name} in {path} is of type {values.dtype}; expected fp32, bf16 or fp16")
     return values.float()
