@@ -58,7 +58,8 @@ def train(log: RunLogger, first: int, last: int) -> None:
     for step in range(first + 1, last + 1):
         log.comm.add("data", "all_reduce", 1000)
         log.step(record(step))
-        if step % 5 == 0:
+        # Just before a step that is logged.
+        if step % 4 == 3:
             log.comm.add("data", "all_reduce", 7)
             log.evaluation(step, "validation", 6 / step)
 
@@ -74,9 +75,9 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         log.end({"note": "x"})
     found = rows(tmp_path)
     assert [(row.get("event"), row["step"]) for row in found] == [
-        (None, 1), (None, 4), ("eval", 5), (None, 8), (None, 10), ("eval", 10), ("end", 10),
+        (None, 1), ("eval", 3), (None, 4), ("eval", 7), (None, 8), (None, 10), ("end", 10),
     ]  # fmt: skip
-    step, run = found[3], json.loads((tmp_path / "run.json").read_text())
+    step, run = found[4], json.loads((tmp_path / "run.json").read_text())
     assert step["tokens"] == 8 * 4 * 16
     assert step["step_time_s"] == 0.5
     assert step["tokens_per_s"] == 128.0
@@ -86,11 +87,11 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert step["memory_bytes"]["model_states"] == 77
     # Of the step alone: neither of the steps before it nor of the evaluation.
     assert step["comm_bytes"] == {"data": {"all_reduce": 1000}}
-    assert found[2]["perplexity"] == pytest.approx(math.exp(6 / 5))
+    assert found[1]["perplexity"] == pytest.approx(math.exp(6 / 3))
     end = found[-1]
     assert (end["outcome"], end["note"], end["tokens"]) == ("finished", "x", 640)
-    assert (end["first_validation_loss"], end["last_validation_loss"]) == (6 / 5, 6 / 10)
-    assert end["validation_over_unigram"] == pytest.approx(0.15)
+    assert (end["first_validation_loss"], end["last_validation_loss"]) == (6 / 3, 6 / 7)
+    assert end["validation_over_unigram"] == pytest.approx(6 / 7 / 4)
     assert end["tokens_per_s"] == 128.0
 
 
@@ -128,7 +129,7 @@ def test_a_finished_run_started_again_ends_as_before(tmp_path: Path) -> None:
     ends = [row for row in rows(tmp_path) if row.get("event") == "end"]
     assert len(ends) == 1
     assert ends[0]["tokens_per_s"] == pytest.approx(128.0)
-    assert ends[0]["first_validation_loss"] == 6 / 5
+    assert ends[0]["first_validation_loss"] == 6 / 3
 
 
 @pytest.mark.parametrize(
@@ -279,8 +280,8 @@ def test_wandb_reads_its_offline_run_back(
     }
     assert history[8]["comm_bytes.data.all_reduce"] == 1000
     assert {step: item["validation/loss"] for step, item in history.items() if "validation/loss" in item} == {
-        5: 6 / 5,
-        10: 6 / 10,
+        3: 6 / 3,
+        7: 6 / 7,
     }
     assert summary["summary"]["outcome"] == "finished"
     assert "wandb failed" not in capsys.readouterr().out
@@ -355,5 +356,11 @@ def test_a_resumed_run_stays_the_same_wandb_run(tmp_path: Path, monkeypatch: pyt
             log.start(first, [])
             train(log, first, 10)
             log.end({})
-    assert seen[0]["id"] == seen[1]["id"]
+    assert seen[0]["id"] == seen[1]["id"] == (tmp_path / "wandb" / "run-id").read_text().strip()
+    other = tmp_path / "other"
+    other.mkdir()
+    with pretended_wandb(monkeypatch, init), logger(other, recipe(wandb="online")) as log:
+        log.start(0, [])
+        log.end({})
+    assert seen.pop()["id"] != seen[0]["id"]
     assert [(run["mode"], run["resume"], run["exit_code"]) for run in seen] == [("online", "allow", 0)] * 2
