@@ -35,6 +35,8 @@ SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 WATCHED = 8
 """One text of every so many chunks is encoded by both."""
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
 SPECIMENS = (
     " a  b\t\tc\n\n  d\r\n\u00a0\u3000e ",
     "don't WE'LL 12345678 3.14e-10 x_1 #!/$%^&*()",
@@ -159,11 +161,20 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self._cores, context, _start_worker, (str(self._folder), ending))
         try:
-            yield from in_order(lambda chunk: pool.submit(_work, chunk), chunks, self._cores)
+            yield from in_order(lambda chunk: _submit(pool, chunk), chunks, self._cores)
         except BrokenProcessPool as error:
             raise DataError("a process that encodes text was ended from outside; too little memory?") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Encoded]:
+    """Submit a chunk, which may start a process: that must not be broken off half-way by a signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        return pool.submit(_work, chunk)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], workers: int) -> Iterator[Encoded]:
@@ -274,8 +285,9 @@ class _Worker:
 
 
 def _start_worker(folder: str, ending: Ending) -> None:
-    """Load the tokenizer; leave Ctrl-C to the parent, and end when the parent has ended, however it did."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Load the tokenizer; leave stopping to the parent, and end when the parent has ended, however it did."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain_data.corpus import Corpus
-from llmtrain_data.encode import ENCODERS, Encoded, Encoder, Ending, choose_encoder
+from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
 from llmtrain_data.progress import Report, progress
@@ -127,7 +127,7 @@ def interruptible(prefix: Path) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in STOPS}
     try:
         yield
     except KeyboardInterrupt as stopped:

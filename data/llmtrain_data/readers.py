@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CHUNK = 2 << 20
 """Bytes of text read at once."""
 
+LONGEST = 1 << 30
+"""Bytes of the longest line, or document between separators, that is read."""
+
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""
 
@@ -152,8 +155,8 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
         yield from _separated(path, separator.encode())
         return
     piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
-    for block, done, last in _blocks(path, b"\n", max(piece, CHUNK)):
-        if done == 0 and b"\0" in block[:PROBE]:
+    for number, (block, done, last) in enumerate(_blocks(path, b"\n", max(piece, CHUNK))):
+        if number == 0 and b"\0" in block[:PROBE]:
             return
         start = 0
         while start < len(block):
@@ -248,21 +251,22 @@ def _blocks(path: Path, separator: bytes, size: int) -> Iterator[tuple[bytes, in
     """Read whole records: (block, bytes of the file it took, whether it is the last)."""
     with open(path, "rb") as file:
         stream = _decompressed(file, path)
-        position, rest = 0, b""
-        while True:
-            read = stream.read(size)
-            ready = rest + read
-            cut = len(ready) if not read else ready.rfind(separator) + len(separator)
-            if read and cut < len(separator):
+        position, rest, read = 0, b"", stream.read(size)
+        while read:
+            # The last block is known as such only once there is nothing behind it.
+            following = stream.read(size)
+            ready, searched = rest + read, max(len(rest) - len(separator), 0)
+            found = ready.rfind(separator, searched)
+            cut = found + len(separator) if following and found >= 0 else len(ready)
+            read = following
+            if following and found < 0:
+                if len(ready) > LONGEST:
+                    raise DataError(f"{path} has more than {LONGEST >> 20} MiB without {separator!r}")
                 rest = ready
                 continue
-            block, rest = ready[:cut], ready[cut:]
-            now = file.tell()
-            if block:
-                yield block, now - position, not read
+            rest, now = ready[cut:], file.tell()
+            yield ready[:cut], now - position, not following
             position = now
-            if not read:
-                return
 
 
 def _decompressed(file: io.BufferedReader, path: Path) -> Stream:
@@ -275,7 +279,7 @@ def _decompressed(file: io.BufferedReader, path: Path) -> Stream:
 
 def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
     for block, done, _ in _blocks(path, separator, CHUNK):
-        *documents, last = block.split(separator)
+        *documents, last = block.removesuffix(separator).split(separator)
         for document in documents:
             yield Piece(document, True, 0)
         yield Piece(last, True, done)

@@ -102,7 +102,7 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path: Path, at: int, va
     index = bytearray((tmp_path / "a.idx").read_bytes())
     index[at : at + 1] = value
     (tmp_path / "a.idx").write_bytes(index)
-    with pytest.raises(DataError, match="a.idx"):
+    with pytest.raises(DataError, match=r"a\.idx"):
         IndexedData(tmp_path / "a")
 
 

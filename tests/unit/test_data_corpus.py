@@ -1,0 +1,164 @@
+"""Corpora of every kind give the documents that are in them, and what is wrong with one is named."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from llmtrain_data import readers
+from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.errors import DataError
+
+TEXTS = ["one two", "dr\u00fcei \U0001f600\nfour", 'quote " and \\ back', "last"]
+
+
+def documents(source: Path | str, **options: object) -> list[str | None]:
+    """Read a corpus; parts of one document are joined."""
+    out: list[str | None] = []
+    unfinished = False
+    for chunk in open_corpus(str(source), CorpusOptions(**options)).chunks():  # type: ignore[arg-type]
+        texts = chunk.texts().to_pylist()
+        ends = [True] * len(texts) if chunk.ends is None else chunk.ends.tolist()
+        for text, end in zip(texts, ends, strict=True):
+            if unfinished:
+                out[-1] += text
+            else:
+                out.append(text)
+            unfinished = not end
+    return out
+
+
+def jsonl(texts: list[str | None], key: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": [1], key: text, "z": {"text": "no"}}).encode() + b"\n" for text in texts)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("chunk", [16, 1 << 20])
+def test_jsonl(tmp_path: Path, suffix: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(jsonl(TEXTS).rstrip(b"\n")))
+    assert documents(path) == TEXTS
+    corpus = open_corpus(str(path), CorpusOptions())
+    assert sum(piece.done for piece in corpus.chunks()) == corpus.total == path.stat().st_size
+
+
+def test_jsonl_takes_blank_lines_missing_text_and_lone_surrogates(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"body":"a"}\n\n{"x":1}\n{"body":null}\n{"body":"\\ud800!"}\n')
+    assert documents(tmp_path / "a.json", text_key="body") == ["a", None, None, "?!"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text":"a"}\n{"text":\n', r"a\.jsonl line 2 is not JSON"),
+        ('{"text":"a"}\n\n{"text":5}\n', r"a\.jsonl line 3 has int '5'"),
+        ('["text"]\n', r"a\.jsonl line 1 has list"),
+        ('{"body":"a","x":1}\n', r"no text in field 'text', only body, x; name the field with --text-key"),
+    ],
+)
+def test_broken_jsonl_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_cut_short_is_found(tmp_path: Path, suffix: str) -> None:
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(jsonl(TEXTS))[:-6])
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read"):
+        documents(tmp_path / f"a.jsonl{suffix}")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array([*TEXTS, None]), "n": [1, 2, 3, 4, 5]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert documents(tmp_path / "a.parquet") == [*TEXTS, None]
+    with pytest.raises(DataError, match="no column 'body', only text, n"):
+        documents(tmp_path / "a.parquet", text_key="body")
+    with pytest.raises(DataError, match="column 'n' holds int64; expected text"):
+        documents(tmp_path / "a.parquet", text_key="n")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match=r"b\.parquet cannot be read"):
+        documents(tmp_path / "b.parquet")
+
+
+def test_text_alone_is_cut_at_line_ends_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "CHUNK", 10000)
+    text = "".join(f"line {i} \u00e4\n" * (1 + i % 3) for i in range(4000)) + "x" * 9000 + "\u20ac" * 5000
+    (tmp_path / "a.txt").write_text(text)
+    chunks = list(open_corpus(str(tmp_path / "a.txt"), CorpusOptions()).chunks())
+    pieces = [piece for chunk in chunks for piece in chunk.texts().to_pylist()]
+    assert documents(tmp_path / "a.txt") == [text]
+    assert len(pieces) > 20
+    assert max(len(piece.encode()) for piece in pieces) <= 4096
+    assert all(piece.endswith("\n") for piece in pieces[:-8])
+
+
+@pytest.mark.parametrize("chunk", [4, 1 << 20])
+def test_text_with_a_separator(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    (tmp_path / "a.txt").write_text("one\ntwo<|end|>three<|end|>four")
+    assert documents(tmp_path / "a.txt", separator="<|end|>") == ["one\ntwo", "three", "four"]
+
+
+def test_a_folder_gives_one_document_a_file_in_a_fixed_shuffled_order(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    for i in range(30):
+        (root / f"d{i % 3}").mkdir(parents=True, exist_ok=True)
+        (root / f"d{i % 3}" / f"{i:02}.py").write_text(f"{i}\n\n{i}")
+    (root / "more.jsonl").write_bytes(jsonl(["from jsonl"]))
+    (root / "image.png").write_bytes(b"\x89PNG\0\0\1")
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("hidden")
+    (root / "empty.py").write_text("")
+    names = [f"{i}\n\n{i}" for i in range(30)]
+    shuffled = documents(root, glob="*.py")
+    assert shuffled != names
+    assert sorted(shuffled) == sorted(names)
+    os.rename(root, tmp_path / "elsewhere")
+    assert documents(tmp_path / "elsewhere", glob="*.py") == shuffled
+    ordered = documents(tmp_path / "elsewhere", shuffle=False)
+    assert ordered == [*names[0::3], *names[1::3], *names[2::3], "caf\ufffd", "from jsonl"]
+
+
+def test_the_standard_library(tmp_path: Path) -> None:
+    corpus = open_corpus("stdlib", CorpusOptions())
+    assert 6e6 < corpus.total < 25e6
+    assert corpus.files == open_corpus("stdlib", CorpusOptions()).files
+    assert any(path.name == "argparse.py" for path in corpus.files)
+
+
+def test_what_datasets_opens(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
+    assert documents(tmp_path / "saved") == TEXTS
+    (tmp_path / "a.csv").write_text('text,n\n"one, two",1\nthree,2\n')
+    assert documents(tmp_path / "a.csv") == ["one, two", "three"]
+    with pytest.raises(DataError, match=r"dataset .*none.* cannot be opened"):
+        documents(f"hf:{tmp_path}/none")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("none", {}, "none not found"),
+        ("empty", {}, "no file in this folder matches"),
+        ("zero.txt", {}, "is empty"),
+        ("zero.txt", {"input_format": "xml"}, "--input-format is 'xml'"),
+        ("zero.txt", {"separator": ""}, "--separator is empty"),
+    ],
+)
+def test_inputs_that_cannot_be(tmp_path: Path, name: str, options: dict[str, object], message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zero.txt").touch()
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / name, **options)

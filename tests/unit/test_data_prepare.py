@@ -1,0 +1,197 @@
+"""Preparation: both encoders give the same set, nothing half is left behind, memory stays flat."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain_data import encode
+from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.errors import DataError
+from llmtrain_data.indexed import IndexedData
+from llmtrain_data.prepare import Prepared, PrepareOptions, prepare
+from llmtrain_data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_size, train_tokenizer
+
+TEXT = "def f(x):\n    return x + 1  # na\u00efve\n\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_tokenizer(iter([[TEXT, "other words, spaces  and 123 numbers"]]), 300, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of 40 texts and an empty one."""
+    root = tmp_path / "in"
+    root.mkdir()
+    for i in range(40):
+        (root / f"{i:02}.txt").write_text(TEXT * (i % 5 + 1) + f"number {i}")
+    (root / "blank.txt").touch()
+    return root
+
+
+def run(source: Path, tokenizer: Path, prefix: Path, **options: object) -> Prepared:
+    return prepare(open_corpus(str(source), CorpusOptions()), tokenizer, prefix, PrepareOptions(**options))
+
+
+@pytest.mark.parametrize("encoder", ["gigatoken", "tokenizers"])
+def test_documents_are_the_texts_with_an_end(folder: Path, tokenizer: Path, tmp_path: Path, encoder: str) -> None:
+    done = run(folder, tokenizer, tmp_path / "new" / "set", encoder=encoder, workers=2)
+    data = IndexedData(tmp_path / "new" / "set")
+    expected = [chunk.texts().to_pylist() for chunk in open_corpus(str(folder), CorpusOptions()).chunks()]
+    reference = load_tokenizer(tokenizer)
+    ids = [[*reference.encode(text).ids, 0] for texts in expected for text in texts]
+    assert [data.document(i).tolist() for i in range(data.documents)] == ids
+    assert (done.documents, done.tokens, done.encoder) == (40, sum(map(len, ids)), encoder)
+    assert done.text_bytes == sum(len(text.encode()) for texts in expected for text in texts)
+    assert data.dtype == np.uint16
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["set.bin", "set.idx"]
+
+
+def test_a_text_cut_in_pieces_ends_once(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT * 800)
+    done = run(tmp_path / "a.txt", tokenizer, tmp_path / "set")
+    data = IndexedData(tmp_path / "set")
+    assert data.documents > 5
+    assert np.flatnonzero(data.tokens == 0).tolist() == [done.tokens - 1]
+    assert load_tokenizer(tokenizer).decode(data.tokens[:-1].tolist()) == TEXT * 800
+
+
+def test_without_end(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    run(folder, tokenizer, tmp_path / "set", append_end=False)
+    assert not (IndexedData(tmp_path / "set").tokens == 0).any()
+
+
+def test_an_encoder_that_differs_is_not_taken(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = encode.encode_with
+    monkeypatch.setattr(encode, "encode_with", lambda *given: (right(*given)[0] + 1, right(*given)[1]))
+    done = run(folder, tokenizer, tmp_path / "set", workers=1)
+    assert done.encoder == "tokenizers"
+    assert "gigatoken gives other ids" in done.reason
+    with pytest.raises(DataError, match="leave out --encoder gigatoken"):
+        run(folder, tokenizer, tmp_path / "other", encoder="gigatoken")
+
+
+def test_an_encoder_that_fails_is_not_taken(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode.Gigatoken, "load", lambda self: 1 / 0)
+    done = run(folder, tokenizer, tmp_path / "set", workers=1)
+    assert done.encoder == "tokenizers"
+    assert "does not take this tokenizer" in done.reason
+
+
+def test_caches_are_emptied_without_changing_ids(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(folder, tokenizer, tmp_path / "a")
+    monkeypatch.setattr(encode, "CACHE", -(1 << 40))
+    monkeypatch.setattr("llmtrain_data.readers.CHUNK", 100)
+    run(folder, tokenizer, tmp_path / "b")
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+def test_an_existing_set_is_kept(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    run(folder, tokenizer, tmp_path / "set")
+    before = (tmp_path / "set.bin").read_bytes()
+    (folder / "new.txt").write_text("new")
+    with pytest.raises(DataError, match=r"exists already; .*--overwrite"):
+        run(folder, tokenizer, tmp_path / "set")
+    assert (tmp_path / "set.bin").read_bytes() == before
+    assert run(folder, tokenizer, tmp_path / "set", overwrite=True).documents == 41
+
+
+def test_a_failure_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
+    lines = '{"text":"fine"}\n' * 300000 + "{broken\n"
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(DataError, match="line 300001 is not JSON"):
+        run(tmp_path / "a.jsonl", tokenizer, tmp_path / "out" / "set")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("encoder", ["gigatoken", "tokenizers"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_at_work(tokenizer: Path, tmp_path: Path, number: signal.Signals, encoder: str) -> None:
+    """A fifo keeps the preparation waiting for more input, so that it is stopped half-way for certain."""
+    source, out = tmp_path / "pipe.jsonl", tmp_path / "out"
+    source.write_text('{"text":"some words"}\n' * 200000)
+    code = (
+        "import sys, time; from llmtrain_data import readers; from llmtrain.cli.main import main\n"
+        "whole = readers.read_jsonl\n"
+        "def slowly(*given):\n"
+        "    for number, chunk in enumerate(whole(*given)):\n"
+        "        yield chunk\n"
+        "        time.sleep(60 if number else 0)\n"
+        "readers.read_jsonl = slowly\n"
+        "if __name__ == '__main__': sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "data", "prepare", str(source), "--tokenizer", str(tokenizer)]
+    command += ["--output", str(out / "set"), "--encoder", encoder, "--workers", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out / "set.bin.partial").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == 1
+        assert f"stopped by {number.name}: nothing was written" in errors
+        assert "give the same command again" in errors
+        assert "Traceback" not in errors
+        assert list(out.iterdir()) == []
+    assert not (out / "set.bin").exists()
+    assert not (out / "set.idx").exists()
+    done = run(source, tokenizer, out / "set")
+    assert sorted(path.name for path in out.iterdir()) == ["set.bin", "set.idx"]
+    assert done.documents == 200000
+
+
+def test_killed_between_the_two_renames(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    run(folder, tokenizer, tmp_path / "set")
+    (tmp_path / "set.idx").rename(tmp_path / "set.idx.partial")
+    with pytest.raises(DataError, match=r"set\.idx not found"):
+        IndexedData(tmp_path / "set")
+    assert run(folder, tokenizer, tmp_path / "set").documents == 40
+
+
+def test_trained_tokenizer_is_a_hugging_face_folder(tokenizer: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    assert len(loaded) == tokenizer_size(tokenizer) == 300
+    assert [loaded.bos_token, loaded.eos_token, loaded.pad_token] == [END_OF_TEXT] * 3
+    assert loaded.decode(loaded.encode(TEXT)) == TEXT
+    assert loaded.encode(TEXT) == load_tokenizer(tokenizer).encode(TEXT).ids
+
+
+def test_tokenizer_size_counts_added_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model":{"vocab":{"a":0,"b":1}},"added_tokens":[{"id":7,"content":"<x>"}]}')
+    assert tokenizer_size(tmp_path) == 8
+    path.write_text('{"model":{"vocab":[["a",-1.0],["b",-2.0]]}}')
+    assert tokenizer_size(tmp_path) == 2
+    for broken in ("{", "[]", "{}"):
+        path.write_text(broken)
+        with pytest.raises(DataError, match=r"tokenizer\.json"):
+            tokenizer_size(tmp_path)
+
+
+def test_a_tokenizer_without_end_of_text(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    content = (tokenizer / "tokenizer.json").read_text().replace(END_OF_TEXT, "<other>")
+    (bare / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"no end-of-text token.*--no-eod"):
+        run(folder, bare, tmp_path / "set")
+    (bare / "tokenizer_config.json").write_text('{"eos_token":{"content":"<other>"}}')
+    assert run(folder, bare, tmp_path / "set").documents == 40
