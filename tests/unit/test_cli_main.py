@@ -1,0 +1,51 @@
+"""Errors become a sentence on stderr and an exit code."""
+
+import pytest
+from llmtrain.cli import main as module
+from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
+from llmtrain_data.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (BadInputError("key is 3"), 2, "key is 3"),
+        (DataError("no such file"), 2, "no such file"),
+        (RunFailedError("rank 1 is gone"), 1, "rank 1 is gone"),
+        (PreemptedError("saved\nand stopped"), 75, "saved and stopped"),
+        (OSError(28, "No space left on device", "runs/a"), 1, "runs/a: No space left on device"),
+        (MemoryError(), 1, "out of memory; a smaller train.microbatch or model needs less"),
+        (KeyboardInterrupt(), 130, None),
+        (BadInputError("a \x1b[31mred\u202e path"), 2, "a \\x1b[31mred\\u202e path"),
+    ],
+)
+def test_errors_become_codes(
+    error: BaseException,
+    code: int,
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def doctor() -> None:
+        raise error
+
+    monkeypatch.setattr("llmtrain.cli.doctor.doctor", doctor)
+    assert module.main(["doctor"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == ("" if sentence is None else f"llmtrain: {sentence}\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doctor() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("llmtrain.cli.doctor.doctor", doctor)
+    with pytest.raises(ZeroDivisionError):
+        module.main(["doctor"])
+
+
+def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert module.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in (*module.VERBS, *module.GROUPS))

@@ -1,0 +1,45 @@
+"""The doctor tells NVIDIA's apex from the package of the same name on PyPI, and what works from what does not."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain import doctor
+from llmtrain.doctor import Finding, can_train
+
+
+def look_for_apex(folder: Path, files: list[str], monkeypatch: pytest.MonkeyPatch) -> Finding:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    monkeypatch.syspath_prepend(str(folder))
+    return doctor._apex()
+
+
+def test_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = doctor._apex()
+    assert found.state == "absent"
+    assert "not on PyPI" in found.advice
+
+
+def test_the_apex_of_pypi_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look_for_apex(tmp_path, ["apex/__init__.py", "apex/views.py"], monkeypatch)
+    assert found.state == "wrong"
+    assert found.advice.startswith("pip uninstall apex")
+
+
+def test_apex_without_extensions_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look_for_apex(tmp_path, ["apex/__init__.py", "apex/optimizers/__init__.py"], monkeypatch)
+    assert found.state == "wrong"
+    assert "without its CUDA extensions" in found.detail
+
+
+def test_the_real_apex_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py"]
+    assert look_for_apex(tmp_path, files, monkeypatch).state == "ok"
+
+
+def test_only_what_training_needs_stops_it() -> None:
+    optional = [Finding("a", "ok", ""), Finding("b", "absent", ""), Finding("c", "wrong", "")]
+    assert can_train(optional)
+    assert not can_train([*optional, Finding("d", "broken", "")])
