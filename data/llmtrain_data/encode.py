@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.readers import Chunk
+from llmtrain_data.readers import Chunk, TextChunk
 from llmtrain_data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -247,7 +247,9 @@ def choose_encoder(
 def _difference(candidate: Gigatoken, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
     """Return why gigatoken cannot stand in for `tokenizers`, None if it can."""
     try:
-        ids, lengths = encode_with(candidate.load(), pa.array(texts, pa.large_string()))
+        # Not pa.array(texts), which imports pandas.
+        chunk = TextChunk([text.encode() for text in texts], None, 0)
+        ids, lengths = encode_with(candidate.load(), chunk.texts())
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is no Exception

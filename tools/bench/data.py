@@ -1,0 +1,225 @@
+"""Rate and memory of `llmtrain data prepare` against its encoder alone and against Megatron-style workers.
+
+    python tools/bench/data.py [--write]
+
+Every measurement is a process of its own on all cores, interleaved over the rounds; medians are reported. The
+corpus is Python's standard library, over and over, with a letter in a hundred replaced at random in each copy, so
+that an encoder which remembers words keeps meeting new ones. The encoder alone has all texts in memory; `prepare`
+is the whole command, from the start of Python to the last fsync.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from table import machine, table, write_section
+
+VOCAB = 32768
+PREPARE = "import sys; from llmtrain.cli.main import main; sys.exit(main(['data', *sys.argv[1:]]))"
+WORK = [
+    "encoder large.jsonl",
+    "prepare large.jsonl",
+    "prepare large.txt",
+    "prepare small.jsonl",
+    "megatron slice.jsonl",
+]
+
+
+def main() -> None:
+    """Measure, print the table, and write it into the document if asked to."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--megabytes", type=int, default=800, help="size of the large corpus")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="folder for the corpora (default: a temporary one)")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--peer", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peer:
+        peers = {"encoder": encoder_alone, "megatron": megatron_style}
+        print(json.dumps(peers[arguments.peer[0]](Path(arguments.peer[1]), arguments.tokenizer)))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        text = measure(Path(folder), arguments.megabytes, arguments.rounds)
+    print(text)
+    if arguments.write:
+        write_section(Path(__file__).parents[2] / "docs" / "benchmarks.md", "data", text)
+
+
+def measure(folder: Path, megabytes: int, rounds: int) -> str:
+    """Return the markdown report."""
+    tokenizer = folder / "tokenizer"
+    run(["-c", PREPARE, "tokenizer", "stdlib", "--vocab-size", str(VOCAB), "--output", str(tokenizer)])
+    sizes = {"large": megabytes, "small": megabytes // 8, "slice": max(megabytes // 40, 1)}
+    texts = {name: make_corpus(folder / name, size, seed) for seed, (name, size) in enumerate(sizes.items())}
+    rates: dict[str, list[float]] = {}
+    peaks: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for name in WORK if number % 2 == 0 else WORK[::-1]:
+            what, corpus = name.split()
+            seconds, peak = timed(what, folder / corpus, tokenizer)
+            rates.setdefault(name, []).append(texts[Path(corpus).stem] / seconds / 1e6)
+            peaks.setdefault(name, []).append(peak)
+            print(f"{name}: {rates[name][-1]:.1f} MB/s, peak {peak:.0f} MB", file=sys.stderr)
+    rate = {name: statistics.median(values) for name, values in rates.items()}
+    peak_of = {name: statistics.median(values) for name, values in peaks.items()}
+    return report(rate, peak_of, texts, rounds)
+
+
+def report(rate: dict[str, float], peak: dict[str, float], texts: dict[str, int], rounds: int) -> str:
+    """Return the medians as markdown."""
+    encoder, megatron = rate["encoder large.jsonl"], rate["megatron slice.jsonl"]
+    names = {
+        "encoder large.jsonl": "gigatoken alone, texts in memory",
+        "prepare large.txt": "`data prepare`, text file",
+        "prepare large.jsonl": "`data prepare`, JSONL",
+        "prepare small.jsonl": "`data prepare`, JSONL, an eighth of it",
+        "megatron slice.jsonl": "Megatron-style `tokenizers` workers, JSONL",
+    }
+    rows = [
+        [
+            label,
+            f"{texts[Path(name.split()[1]).stem] / 1e6:.0f} MB",
+            f"{rate[name]:.1f}",
+            f"{rate[name] / encoder:.2f}",
+            f"{rate[name] / megatron:.0f}",
+            f"{peak[name]:.0f} MB" if peak[name] else "",
+        ]
+        for name, label in names.items()
+    ]
+    header = ["work", "text", "MB/s", "of the encoder", "of Megatron-style", "peak memory"]
+    growth = peak["prepare large.jsonl"] / peak["prepare small.jsonl"]
+    return "\n".join(
+        [
+            "## Data preparation",
+            "",
+            f"{machine(('gigatoken', 'tokenizers', 'pyarrow'))}.",
+            f"Byte-level BPE of {VOCAB} ids; {rounds} rounds, interleaved, medians; `python tools/bench/data.py`.",
+            "",
+            table(header, rows),
+            "",
+            "Targets: at least 0.7 of the encoder, at least 10 times the Megatron-style workers, memory flat: "
+            f"8 times the corpus takes {growth:.2f} times the memory.",
+        ]
+    )
+
+
+def make_corpus(path: Path, megabytes: int, seed: int) -> int:
+    """Write about `megabytes` of text as .jsonl and as .txt; return the bytes of text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in sorted(root.rglob("*.py")) if "site-packages" not in file.parts]
+    sources = [file.read_bytes() for file in files]
+    random = np.random.default_rng(seed)
+    written = 0
+    with open(path.with_suffix(".jsonl"), "w") as lines, open(path.with_suffix(".txt"), "w") as plain:
+        while True:
+            for source in sources:
+                text = perturbed(source, random).decode("utf-8", "replace")
+                lines.write(json.dumps({"text": text}) + "\n")
+                plain.write(text)
+                written += len(text.encode())
+                if written >= megabytes * 10**6:
+                    return written
+
+
+def perturbed(source: bytes, random: np.random.Generator) -> bytes:
+    """Replace one letter in a hundred, at random, by another."""
+    text = np.frombuffer(source, np.uint8).copy()
+    places = random.integers(0, max(len(text), 1), len(text) // 100)
+    places = places[(text[places] >= 97) & (text[places] <= 122)]
+    text[places] = random.integers(97, 123, len(places))
+    return text.tobytes()
+
+
+def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float]:
+    """Return the seconds and the peak memory (MB) of one measurement."""
+    if what != "prepare":
+        peer = ["--peer", what, str(corpus), "--tokenizer", str(tokenizer)]
+        output, _, _ = run([__file__, *peer])
+        return float(json.loads(output)), 0.0
+    prefix = corpus.with_suffix("")
+    arguments = ["--tokenizer", str(tokenizer), "--output", str(prefix), "--overwrite"]
+    _, seconds, peak = run(["-c", PREPARE, "prepare", str(corpus), *arguments])
+    return seconds, peak
+
+
+def run(arguments: list[str]) -> tuple[str, float, float]:
+    """Run Python on `arguments`; return what it printed, its wall seconds and its peak memory (MB)."""
+    started = time.perf_counter()
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(arguments[:3])}... ended with {process.returncode}")
+    return output, time.perf_counter() - started, usage.ru_maxrss / 1000
+
+
+def encoder_alone(corpus: Path, tokenizer: Path) -> float:
+    """Return the seconds gigatoken takes to encode the texts, which are in memory already, on all cores.
+
+    In calls of 16 MB, the size it is fastest at: one call for everything spends as long again on page faults.
+    """
+    import gigatoken
+
+    with open(corpus, encoding="utf-8") as file:
+        texts = [json.loads(line)["text"].encode() for line in file]
+    borders = np.cumsum([len(text) for text in texts]) // (16 << 20)
+    batches = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(borders)) + 1)
+    calls = [[texts[i] for i in batch] for batch in batches]
+    encoder = gigatoken.Tokenizer(tokenizer)
+    started = time.perf_counter()
+    for call in calls:
+        encoder.encode_batch(call)
+    return time.perf_counter() - started
+
+
+class _Worker:
+    """A Megatron-style worker's tokenizer."""
+
+    encode: "object"
+
+
+def megatron_style(corpus: Path, tokenizer: Path) -> float:
+    """Return the seconds of preparing as Megatron's preprocess_data does.
+
+    A pool of processes, each with a tokenizer of its own; one JSON line is a task, its ids come back as a list
+    and are written one document at a time.
+    """
+    started = time.perf_counter()
+    lengths = []
+    with (
+        open(corpus, encoding="utf-8") as lines,
+        open(corpus.with_suffix(".megatron"), "wb") as out,
+        multiprocessing.Pool(len(os.sched_getaffinity(0)), _start, (str(tokenizer),)) as pool,
+    ):
+        for ids in pool.imap(_encode, lines, 32):
+            out.write(np.array(ids, np.uint16).tobytes(order="C"))
+            lengths.append(len(ids))
+    return time.perf_counter() - started
+
+
+def _start(folder: str) -> None:
+    import tokenizers
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _Worker.encode = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").encode
+
+
+def _encode(line: str) -> list[int]:
+    return [*_Worker.encode(json.loads(line)["text"]).ids, 0]  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    main()
