@@ -138,8 +138,10 @@ class Checkpointer:
         partial = self._partial(save)
         try:
             shutil.rmtree(partial, ignore_errors=True)
+            first = not self._folder.exists()
             partial.mkdir(parents=True)
-            sync_folder(self._folder.parent)
+            if first:
+                sync_folder(self._folder.parent)
         except OSError as error:
             failure = self._sentence(save, _reason(error))
             self._exchange.tell("open", failure)
