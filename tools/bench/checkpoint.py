@@ -174,8 +174,8 @@ def row(name: str, values: list[float]) -> list[str]:
     return [name, f"{statistics.median(values):.3f}", f"{min(values):.3f} to {max(values):.3f}"]
 
 
-def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[float]]) -> str:
-    """Return the section for the document."""
+def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[float]], load: float) -> str:
+    """Return the section for the document. load: the machine's load average before the first round."""
     names = {
         "plain": "plain write, 16 MiB blocks, then fsync",
         "ours": "llmtrain, checksums included",
@@ -199,7 +199,7 @@ def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[fl
         f"## Checkpoints\n\n{machine(('torch', 'xxhash'))}.\n\n"
         f"`python tools/bench/checkpoint.py`: {bench.nbytes / 1e9:.2f} GB of fp32 states on one rank. {len(blocked)} "
         "rounds, every contender once a round in changing order; seconds are medians, ratios the median of the "
-        f"rounds' ratios.\n\n{first}\n\n{second}\n"
+        f"rounds' ratios. Load average when it started, from other work: {load:.1f}.\n\n{first}\n\n{second}\n"
     )
 
 
@@ -212,11 +212,12 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="document to put the table into")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = make(arguments.mib, Path(folder))
         saves = measure_saves(bench, arguments.rounds)
         holds = measure_blocking(bench, arguments.rounds)
-    text = report(bench, saves, holds)
+    text = report(bench, saves, holds, load)
     print(text)
     if arguments.write:
         write_section(arguments.write, "checkpoint", text)
