@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from pydantic import JsonValue, TypeAdapter
@@ -52,13 +53,18 @@ class Checkpointer:
         self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
         self._exchange = Exchange(ranks, "save")
         self._staging: list[torch.Tensor] = []
-        self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self._queue: SimpleQueue[_Save | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
         if ranks.is_main:
             try:
                 clean(folder)
             except OSError as error:
                 raise RunFailedError(f"{folder} cannot be cleaned up: {_reason(error)}") from error
+        if asynchronous:
+            # One for all saves, as starting a thread takes milliseconds; it must not keep a failed run from ending.
+            threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
     def reserve(self, shards: list[StateShard]) -> None:
         """Allocate the host copies now, so that the first asynchronous save takes no longer than the next."""
@@ -87,22 +93,24 @@ class Checkpointer:
         self._exchange.next()
         host, copied = self._host_copies(shards)
         save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
-        self._thread.start()
-        return failure if self._asynchronous else self.wait()
+        if not self._asynchronous:
+            self._run(save)
+            return self.wait()
+        self._idle.clear()
+        self._queue.put(save)
+        return failure
 
     def wait(self) -> str | None:
         """Join the save that is under way. Returns a sentence if it failed, the same on every rank, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._idle.wait()
         failure, self._failure = self._failure, None
         return failure
 
     def close(self) -> str | None:
-        """Join the save that is under way and free the host copies. Returns what `wait` returns."""
+        """Join the save that is under way and free what the next one would need. Returns what `wait` returns."""
         failure = self.wait()
         self._staging = []
+        self._queue.put(None)
         return failure
 
     def _host_copies(self, shards: list[StateShard]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
@@ -119,8 +127,15 @@ class Checkpointer:
         copied.record()
         return self._staging, copied
 
+    def _work(self) -> None:
+        """Do in the background what is queued, until told to end."""
+        while (save := self._queue.get()) is not None:
+            self._run(save)
+            del save
+            self._idle.set()
+
     def _run(self, save: _Save) -> None:
-        """Write in the background; whatever goes wrong reaches the training loop as a sentence."""
+        """Write; whatever goes wrong reaches the training loop as a sentence."""
         try:
             self._failure = self._lead(save) if self._ranks.is_main else self._follow(save)
         except Exception as error:
