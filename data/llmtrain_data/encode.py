@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 from collections import deque
@@ -10,16 +9,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import psutil
-import pyarrow as pa
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.readers import Chunk, TextChunk
+from llmtrain_data.readers import Chunk
 from llmtrain_data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -80,10 +79,10 @@ class Encoder(Protocol):
 
 
 class Gigatoken:
-    """Gigatoken in one thread per core, each with a tokenizer of its own, and watched.
+    """Gigatoken on all cores, watched.
 
     Threads of ours and not gigatoken's, so that parsing and storing spread over the cores as well, and so that
-    a chunk stays in one core's cache.
+    a chunk stays in one core's cache. They share one tokenizer, and with it its memory of words.
     """
 
     name = "gigatoken"
@@ -94,36 +93,28 @@ class Gigatoken:
         self._reference = reference
         self._cores = cores
         self._process = psutil.Process()
-        self._memory = self._process.memory_info().rss
-        self._generation = 0
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk. Raises DataError where the two encoders differ."""
-        tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        for _ in range(self._cores):
-            tokenizers.put((self._generation, self.load()))
-        self._memory = self._process.memory_info().rss
+        tokenizer = self.load()
+        memory = self._process.memory_info().rss
 
         def work(chunk: Chunk, watched: bool) -> Encoded:
-            generation, tokenizer = tokenizers.get()
-            try:
-                texts = chunk.texts()
-                ids, lengths = encode_with(tokenizer, texts)
-                if watched:
-                    self._watch(tokenizer, texts)
-                encoded = assemble(chunk, texts, ids, lengths, ending)
-                if generation < self._generation:
-                    generation, tokenizer = self._generation, self.load()
-                return encoded
-            finally:
-                tokenizers.put((generation, tokenizer))
+            mine, texts = tokenizer, chunk.texts()
+            ids, lengths = encode_with(mine, texts)
+            if watched:
+                self._watch(mine, texts)
+            return assemble(chunk, texts, ids, lengths, ending)
 
         pool = ThreadPoolExecutor(self._cores)
         try:
-            watched = (number % WATCHED == 0 for number in range(2**62))
+            watched = (number % WATCHED == 0 for number in count())
             for encoded in in_order(lambda chunk: pool.submit(work, chunk, next(watched)), chunks, self._cores):
                 yield encoded
-                self._empty_caches()
+                if self._process.memory_info().rss > memory + CACHE:
+                    # The old one goes when the last thread has done with it.
+                    tokenizer = self.load()
+                    memory = self._process.memory_info().rss - CACHE // 2
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -133,16 +124,9 @@ class Gigatoken:
 
         return gigatoken.Tokenizer.from_json(self._description)
 
-    def _empty_caches(self) -> None:
-        """Have every tokenizer replaced once they have taken too much memory."""
-        memory = self._process.memory_info().rss
-        if memory > self._memory + CACHE:
-            self._memory = memory - CACHE // 2
-            self._generation += 1
-
-    def _watch(self, tokenizer: Any, texts: pa.Array) -> None:
-        text = _sampled(texts, 1)[0] if len(texts) else ""
-        if tokenizer.encode(text).tolist() != _reference_ids(self._reference, [text])[0]:
+    def _watch(self, tokenizer: Any, texts: list[str]) -> None:
+        text = _sampled(texts, 1)[0] if texts else ""
+        if encode_with(tokenizer, [text])[0].tolist() != _reference_ids(self._reference, [text])[0]:
             raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers")
 
 
@@ -188,20 +172,16 @@ def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk]
         yield waiting.popleft().result()
 
 
-def encode_with(tokenizer: Any, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def encode_with(tokenizer: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
-    import awkward
-
-    if texts.null_count:
-        texts = texts.fill_null("")
-    if len(texts) == 0:
+    if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
-    layout = tokenizer.encode_batch(awkward.from_arrow(texts), parallel=False).layout
+    layout = tokenizer.encode_batch(texts, parallel=False).layout
     offsets = np.asarray(layout.offsets)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
-def assemble(chunk: Chunk, texts: pa.Array, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
+def assemble(chunk: Chunk, texts: list[str], ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
     """Put the end after each document; leave out texts without a token, as Megatron does.
 
     A text that does not end its document gets no end.
@@ -224,7 +204,7 @@ def assemble(chunk: Chunk, texts: pa.Array, ids: np.ndarray, lengths: np.ndarray
 
 
 def choose_encoder(
-    folder: Path, reference: "tokenizers.Tokenizer", sample: pa.Array, wanted: str, workers: int | None
+    folder: Path, reference: "tokenizers.Tokenizer", sample: list[str], wanted: str, workers: int | None
 ) -> Encoder:
     """Return the encoder for the tokenizer in `folder`, which is `reference` loaded, with the reason for it.
 
@@ -247,9 +227,7 @@ def choose_encoder(
 def _difference(candidate: Gigatoken, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
     """Return why gigatoken cannot stand in for `tokenizers`, None if it can."""
     try:
-        # Not pa.array(texts), which imports pandas.
-        chunk = TextChunk([text.encode() for text in texts], None, 0)
-        ids, lengths = encode_with(candidate.load(), chunk.texts())
+        ids, lengths = encode_with(candidate.load(), texts)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a Rust panic is no Exception
@@ -266,17 +244,14 @@ def _reference_ids(tokenizer: "tokenizers.Tokenizer", texts: list[str]) -> list[
     return [row.ids for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _sampled(texts: pa.Array, count: int) -> list[str]:
-    """Return the beginnings of up to `count` texts spread over the array."""
-    picked = np.unique(np.linspace(0, len(texts) - 1, count).astype(int)).tolist() if len(texts) else []
-    return [(texts[i].as_py() or "")[:SAMPLE_CHARACTERS] for i in picked]
+def _sampled(texts: list[str], amount: int) -> list[str]:
+    """Return the beginnings of up to `amount` texts spread over the list."""
+    picked = np.unique(np.linspace(0, len(texts) - 1, amount).astype(int)).tolist() if texts else []
+    return [texts[i][:SAMPLE_CHARACTERS] for i in picked]
 
 
-def _text_bytes(texts: pa.Array) -> int:
-    if len(texts) == 0:
-        return 0
-    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    return int(offsets[-1] - offsets[0])
+def _text_bytes(texts: list[str]) -> int:
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 class _Worker:
@@ -299,7 +274,7 @@ def _start_worker(folder: str, ending: Ending) -> None:
 
 def _work(chunk: Chunk) -> Encoded:
     texts = chunk.texts()
-    rows = _reference_ids(_Worker.tokenizer, [text or "" for text in texts.to_pylist()])
+    rows = _reference_ids(_Worker.tokenizer, texts)
     lengths = np.array([len(row) for row in rows], np.int64)
     ids = np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)])
     return assemble(chunk, texts, ids, lengths, _Worker.ending)

@@ -1,20 +1,17 @@
 """Readers of text, JSONL and Parquet files: chunks of documents, some 2 MB at a time, which workers parse.
 
-A chunk becomes an Arrow string array: pyarrow parses JSONL and Parquet into them, gigatoken takes them without a
-copy, and no Python object is made per document. Chunks are small so that they stay in a core's cache from the
-parser to the ids.
+Chunks are small so that they stay in a core's cache from the parser to the ids.
 """
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
 import pyarrow.parquet
 
 from llmtrain_data.errors import DataError
@@ -50,8 +47,8 @@ class Chunk(Protocol):
     def ends(self) -> np.ndarray | None:
         """Whether a document ends with each text."""
 
-    def texts(self) -> pa.Array:
-        """Parse: an Arrow array of large_string; nulls are records without text. Raises DataError."""
+    def texts(self) -> list[str]:
+        """Parse; records without text give an empty one. Raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,9 @@ class TextChunk:
     ends: np.ndarray | None
     done: int
 
-    def texts(self) -> pa.Array:
+    def texts(self) -> list[str]:
         """Return the texts."""
-        offsets = np.zeros(len(self.pieces) + 1, np.int64)
-        np.cumsum([len(piece) for piece in self.pieces], out=offsets[1:])
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(self.pieces))]
-        return _valid(pa.Array.from_buffers(pa.large_string(), len(self.pieces), buffers))
+        return [piece.decode("utf-8", "replace") for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -81,16 +75,16 @@ class LinesChunk:
     done: int
     ends: None = None
 
-    def texts(self) -> pa.Array:
+    def texts(self) -> list[str]:
         """Return the texts. Raises DataError naming the line that is wrong."""
         texts = _parse_lines(self.block, self.key)
         if texts is None:
             texts = _parse_slowly(self.block, self.key, self.path, self.line)
-        if self.line == 0 and len(texts) and texts.null_count == len(texts):
+        if self.line == 0 and texts and not any(text is not None for text in texts):
             raise DataError(
                 f"{self.path} has no text in field {self.key!r}{_fields(self.block)}; name the field with --text-key"
             )
-        return texts
+        return [text or "" for text in texts]
 
 
 @dataclass(frozen=True)
@@ -102,9 +96,17 @@ class ColumnChunk:
     done: int
     ends: None = None
 
-    def texts(self) -> pa.Array:
+    def texts(self) -> list[str]:
         """Return the texts. Raises DataError if the column holds none."""
-        return as_strings(self.column, self.where)
+        column = self.column
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+            return [(text or b"").decode("utf-8", "replace") for text in column.to_pylist()]
+        if not any(test(column.type) for test in kinds):
+            raise DataError(f"{self.where} holds {column.type}; expected text")
+        return [text or "" for text in column.to_pylist()]
 
 
 class Stream(Protocol):
@@ -190,18 +192,6 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
             yield ColumnChunk(batch.column(0), f"{path}: column {key!r}", int(len(batch) * bytes_per_row))
 
 
-def as_strings(column: Any, where: str) -> pa.Array:
-    """Return an Arrow column as one large_string array. Raises DataError if it holds no strings."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_null)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if not any(test(column.type) for test in kinds):
-        raise DataError(f"{where} holds {column.type}; expected text")
-    return _valid(column.cast(pa.large_binary()).cast(pa.large_string(), safe=False))
-
-
 class _TextChunks:
     """Gathers pieces of text into chunks."""
 
@@ -222,16 +212,6 @@ class _TextChunks:
             ends = np.array([piece.ends for piece in pieces])
             contents = [piece.content for piece in pieces]
             yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces))
-
-
-def _valid(texts: pa.Array) -> pa.Array:
-    try:
-        texts.validate(full=True)
-    except pa.ArrowInvalid:
-        raw = texts.cast(pa.large_binary()).to_pylist()
-        decoded = [None if text is None else text.decode("utf-8", "replace") for text in raw]
-        return pa.array(decoded, pa.large_string())
-    return texts
 
 
 def _line_end(block: bytes, start: int, length: int) -> int:
@@ -285,20 +265,21 @@ def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
         yield Piece(last, True, done)
 
 
-def _parse_lines(block: bytes, key: str) -> pa.Array | None:
-    """Parse with Arrow; None if it finds something wrong."""
-    schema = pa.schema([(key, pa.large_string())])
-    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    reading = pa.json.ReadOptions(block_size=len(block) + 1, use_threads=False)
+def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:
+    """Parse with msgspec, without keeping the other fields; None if it finds something wrong or is not there."""
     try:
-        table = pa.json.read_json(pa.BufferReader(block), read_options=reading, parse_options=options)
-        return _valid(table.column(key).combine_chunks())
-    except (pa.ArrowException, UnicodeDecodeError):
+        import msgspec
+    except ImportError:
+        return None
+    record = msgspec.defstruct("Record", [("text", str | None, None)], rename={"text": key})
+    try:
+        return [line.text for line in msgspec.json.Decoder(record).decode_lines(block)]  # type: ignore[attr-defined]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> pa.Array:
-    """Parse line by line: takes what Arrow does not (lone surrogates), and names the line that is wrong."""
+def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> Sequence[str | None]:
+    """Parse line by line: takes what is not quite JSON (lone surrogates), and names the line that is wrong."""
     texts: list[str | None] = []
     for number, raw in enumerate(block.split(b"\n"), line + 1):
         if not raw.strip():
@@ -314,7 +295,7 @@ def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> pa.Array:
                 f"expected an object with a string in field {key!r}"
             )
         texts.append(None if text is None else text.encode("utf-8", "replace").decode())
-    return pa.array(texts, pa.large_string())
+    return texts
 
 
 def _fields(block: bytes) -> str:

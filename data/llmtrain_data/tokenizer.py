@@ -107,7 +107,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
 
 
 def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
-    """Yield the texts of a corpus until `limit` bytes, showing progress."""
+    """Yield the texts of a corpus until `limit` characters, showing progress."""
     from llmtrain_data.progress import progress
 
     total = corpus.total
@@ -115,9 +115,9 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
     with progress("read", total, corpus.unit) as report:
         for chunk in corpus.chunks():
             texts = chunk.texts()
-            yield [text for text in texts.to_pylist() if text]
+            yield texts
             report(chunk.done)
-            taken += texts.nbytes
+            taken += sum(map(len, texts))
             if taken >= limit:
                 return
 

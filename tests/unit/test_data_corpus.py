@@ -16,12 +16,12 @@ from llmtrain_data.errors import DataError
 TEXTS = ["one two", "dr\u00fcei \U0001f600\nfour", 'quote " and \\ back', "last"]
 
 
-def documents(source: Path | str, **options: object) -> list[str | None]:
+def documents(source: Path | str, **options: object) -> list[str]:
     """Read a corpus; parts of one document are joined."""
-    out: list[str | None] = []
+    out: list[str] = []
     unfinished = False
     for chunk in open_corpus(str(source), CorpusOptions(**options)).chunks():  # type: ignore[arg-type]
-        texts = chunk.texts().to_pylist()
+        texts = chunk.texts()
         ends = [True] * len(texts) if chunk.ends is None else chunk.ends.tolist()
         for text, end in zip(texts, ends, strict=True):
             if unfinished:
@@ -50,7 +50,7 @@ def test_jsonl(tmp_path: Path, suffix: str, chunk: int, monkeypatch: pytest.Monk
 
 def test_jsonl_takes_blank_lines_missing_text_and_lone_surrogates(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"body":"a"}\n\n{"x":1}\n{"body":null}\n{"body":"\\ud800!"}\n')
-    assert documents(tmp_path / "a.json", text_key="body") == ["a", None, None, "?!"]
+    assert documents(tmp_path / "a.json", text_key="body") == ["a", "", "", "?!"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_compressed_file_cut_short_is_found(tmp_path: Path, suffix: str) -> No
 def test_parquet(tmp_path: Path) -> None:
     table = pa.table({"text": pa.array([*TEXTS, None]), "n": [1, 2, 3, 4, 5]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    assert documents(tmp_path / "a.parquet") == [*TEXTS, None]
+    assert documents(tmp_path / "a.parquet") == [*TEXTS, ""]
     with pytest.raises(DataError, match="no column 'body', only text, n"):
         documents(tmp_path / "a.parquet", text_key="body")
     with pytest.raises(DataError, match="column 'n' holds int64; expected text"):
@@ -94,7 +94,7 @@ def test_text_alone_is_cut_at_line_ends_without_loss(tmp_path: Path, monkeypatch
     text = "".join(f"line {i} \u00e4\n" * (1 + i % 3) for i in range(4000)) + "x" * 9000 + "\u20ac" * 5000
     (tmp_path / "a.txt").write_text(text)
     chunks = list(open_corpus(str(tmp_path / "a.txt"), CorpusOptions()).chunks())
-    pieces = [piece for chunk in chunks for piece in chunk.texts().to_pylist()]
+    pieces = [piece for chunk in chunks for piece in chunk.texts()]
     assert documents(tmp_path / "a.txt") == [text]
     assert len(pieces) > 20
     assert max(len(piece.encode()) for piece in pieces) <= 4096

@@ -45,7 +45,7 @@ def run(source: Path, tokenizer: Path, prefix: Path, **options: object) -> Prepa
 def test_documents_are_the_texts_with_an_end(folder: Path, tokenizer: Path, tmp_path: Path, encoder: str) -> None:
     done = run(folder, tokenizer, tmp_path / "new" / "set", encoder=encoder, workers=2)
     data = IndexedData(tmp_path / "new" / "set")
-    expected = [chunk.texts().to_pylist() for chunk in open_corpus(str(folder), CorpusOptions()).chunks()]
+    expected = [chunk.texts() for chunk in open_corpus(str(folder), CorpusOptions()).chunks()]
     reference = load_tokenizer(tokenizer)
     ids = [[*reference.encode(text).ids, 0] for texts in expected for text in texts]
     assert [data.document(i).tolist() for i in range(data.documents)] == ids
