@@ -32,33 +32,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, wanted: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if wanted else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
+        grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
         for first in range(0, x.shape[0], rows):
             part, wished = x[first : first + rows], targets[first : first + rows, None]
             logits = F.linear(part, weight).float()
-            normalizer = logits.logsumexp(-1, keepdim=True)
+            probabilities = logits.softmax(-1)
+            # The normalizer out of the likeliest token, whose probability never underflows.
+            largest, likeliest = logits.max(-1, keepdim=True)
+            normalizer = largest - probabilities.gather(1, likeliest).log()
             total += (normalizer - logits.gather(1, wished)).sum()
             if grad_x is None or grad_weight is None:
                 continue
-            grad = logits.sub_(normalizer).exp_()
-            grad.scatter_add_(1, wished, grad.new_full(wished.shape, -1.0))
-            grad = grad.mul_(1.0 / x.shape[0]).to(x.dtype)
+            probabilities.scatter_add_(1, wished, probabilities.new_full(wished.shape, -1.0))
+            grad = probabilities.to(x.dtype)
             torch.mm(grad, weight, out=grad_x[first : first + rows])
-            _add_product(grad_weight, grad, part)
-        if grad_x is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
+            _add_product(grad_weight, grad, part, first == 0)
+        ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
         return total / x.shape[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss.to(grad_weight.dtype), None, None, None
+        (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
+        # Scaled where they lie, so they serve once: a second backward through the same graph fails.
+        ctx.gradients = None
+        dtype = grad_x.dtype
+        return grad_x.mul_(scale.to(dtype)), grad_weight.mul_(scale).to(dtype), None, None, None
 
 
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+def _add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
     # total [vocab, hidden] += grad.T [vocab, rows] @ x [rows, hidden]; fp32 sums over the chunks.
     if grad.dtype == torch.float32:
-        total.addmm_(grad.t(), x)
+        total.addmm_(grad.t(), x, beta=0.0 if first else 1.0)
+    elif first:
+        total.copy_(grad.t() @ x)
     else:
         total += grad.t() @ x

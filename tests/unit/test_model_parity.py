@@ -95,7 +95,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten())
     loss.backward()
     sync = GradientSync(units, None, lambda *_: None)
-    with sync.backward(last=True):
+    with sync.backward(first=True, last=True):
         our_loss = model(inputs, targets)
         our_loss.backward()
     assert float(our_loss) == pytest.approx(float(loss), rel=1e-6)

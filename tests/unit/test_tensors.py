@@ -11,6 +11,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
 from llmtrain.sharding.flat import materialize
+from llmtrain.sharding.replicated import GradientSync
 
 TINY = GPTConfig(
     family="gpt2",
@@ -90,8 +91,21 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     model = GPT(config, torch.device("cpu"))
     units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     tokens = torch.randint(0, config.vocab, (2, 9))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    block = units[1]
-    assert torch.equal(model.blocks[0].attention.qkv.weight.grad.flatten(), block.gradient[: 32 * 16])
+    sync, block, sums = GradientSync(units, None, lambda *_: None), units[1], []
+    for first in (True, False, True):
+        with sync.backward(first=first, last=True):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        sums.append(block.gradient.clone())
+    assert sums[0].any()
+    torch.testing.assert_close(sums[1], 2 * sums[0])
+    assert torch.equal(sums[2], sums[0])
     block.master.zero_()
     assert not model.blocks[0].mlp.down.weight.any()
+
+
+def test_parameter_without_gradient_is_an_error() -> None:
+    model = GPT(TINY, torch.device("cpu"))
+    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
+    sync = GradientSync(units, None, lambda *_: None)
+    with pytest.raises(RuntimeError, match="without a gradient"), sync.backward(first=True, last=True):
+        model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum().backward()

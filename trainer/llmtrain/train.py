@@ -81,10 +81,9 @@ def forward_backward(run: Run, step: int) -> tuple[float, Tensor, bool]:
     rows = torch.from_numpy(run.train_data.batch(recipe.seed, step * batch + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)
     total = torch.zeros((), device=ranks.device)
-    run.sync.clear()
     for first in range(0, len(rows), microbatch):
         part = rows[first : first + microbatch]
-        with run.sync.backward(last=first + microbatch == len(rows)):
+        with run.sync.backward(first=first == 0, last=first + microbatch == len(rows)):
             loss = run.model(part[:, :-1], part[:, 1:]) * (microbatch / batch)
             (loss * run.scale.value).backward()
         total += loss.detach()

@@ -55,10 +55,6 @@ def materialize(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: 
         gradient[start:end].view(parameter.shape)
         for parameter, (_, start, end) in zip(parameters, parameter_ranges(spec), strict=True)
     )
-    if weight is master:
-        # Autograd adds into a gradient that is there already, so fp32 gradients sum up in the flat buffer.
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view
     return FlatUnit(spec, weight, master, gradient, m, v, parameters, views)
 
 

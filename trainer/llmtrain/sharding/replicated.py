@@ -24,6 +24,7 @@ class GradientSync:
     units: Sequence[FlatUnit]
     group: dist.ProcessGroup | None
     count: CountBytes
+    _first: bool = True
     _reducing: bool = False
     _missing: dict[str, int] = field(default_factory=dict)
     _works: list[dist.Work] = field(default_factory=list)
@@ -34,20 +35,19 @@ class GradientSync:
                 parameter.register_post_accumulate_grad_hook(self._hook(unit, into))
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """Surround one microbatch's forward and backward; the step's `last` one starts the all-reduces."""
-        self._reducing = last and self.group is not None
+    def backward(self, first: bool, last: bool) -> Iterator[None]:
+        """Surround one microbatch's forward and backward.
+
+        The step's `first` one replaces what the gradients held, the `last` one starts the all-reduces.
+        """
+        self._first, self._reducing = first, last and self.group is not None
         self._missing = {unit.spec.name: len(unit.parameters) for unit in self.units}
         yield
-        if self._reducing:
-            for work in self._works:
-                work.wait()
-            self._works.clear()
-
-    def clear(self) -> None:
-        """Set every gradient to zero, for the next step."""
-        for unit in self.units:
-            unit.gradient.zero_()
+        if any(self._missing.values()):
+            raise RuntimeError(f"parameters without a gradient, by unit: {self._missing}")
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, an fp32 scalar, the same on every rank."""
@@ -55,10 +55,13 @@ class GradientSync:
 
     def _hook(self, unit: FlatUnit, into: Tensor) -> Callable[[nn.Parameter], None]:
         def accumulated(parameter: nn.Parameter) -> None:
-            # 16-bit gradients are summed over microbatches in fp32; fp32 ones already lie in the flat buffer.
-            if parameter.grad is not None and parameter.dtype != torch.float32:
+            # Autograd hands over a gradient of the compute dtype; microbatches are summed in fp32.
+            assert parameter.grad is not None
+            if self._first:
+                into.copy_(parameter.grad)
+            else:
                 into.add_(parameter.grad)
-                parameter.grad = None
+            parameter.grad = None
             self._missing[unit.spec.name] -= 1
             if self._reducing and self._missing[unit.spec.name] == 0:
                 self._reduce(unit)
