@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 ENCODERS = ("auto", "gigatoken", "tokenizers")
-CACHE = 256 << 20
+CACHE = 64 << 20
 """Bytes that gigatoken's memories of words may add to the process before they are emptied."""
 
 SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
@@ -93,14 +93,15 @@ class Gigatoken:
         self._reference = reference
         self._cores = cores
         self._process = psutil.Process()
+        self._tokenizer: Any = None
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk. Raises DataError where the two encoders differ."""
-        tokenizer = self.load()
-        memory = self._process.memory_info().rss
+        memory = 0
 
         def work(chunk: Chunk, watched: bool) -> Encoded:
-            mine, texts = tokenizer, chunk.texts()
+            # Held for the whole chunk: an emptied one goes when the last thread has done with it.
+            mine, texts = self._tokenizer, chunk.texts()
             ids, lengths = encode_with(mine, texts)
             if watched:
                 self._watch(mine, texts)
@@ -111,18 +112,20 @@ class Gigatoken:
             watched = (number % WATCHED == 0 for number in count())
             for encoded in in_order(lambda chunk: pool.submit(work, chunk, next(watched)), chunks, self._cores):
                 yield encoded
-                if self._process.memory_info().rss > memory + CACHE:
-                    # The old one goes when the last thread has done with it.
-                    tokenizer = self.load()
-                    memory = self._process.memory_info().rss - CACHE // 2
+                now = self._process.memory_info().rss
+                memory = memory or now
+                if now > memory + CACHE:
+                    self.load()
+                    memory = now - CACHE // 2
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self) -> Any:
-        """Return a tokenizer that has encoded nothing yet."""
+        """Take, and return, a tokenizer that has encoded nothing yet."""
         import gigatoken
 
-        return gigatoken.Tokenizer.from_json(self._description)
+        self._tokenizer = gigatoken.Tokenizer.from_json(self._description)
+        return self._tokenizer
 
     def _watch(self, tokenizer: Any, texts: list[str]) -> None:
         text = _sampled(texts, 1)[0] if texts else ""

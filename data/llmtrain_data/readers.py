@@ -23,7 +23,7 @@ CHUNK = 2 << 20
 """Bytes of text read at once."""
 
 LONGEST = 1 << 30
-"""Bytes of the longest line, or document between separators, that is read."""
+"""Bytes of the longest line, or document between separators, that is read whole."""
 
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""
@@ -109,13 +109,6 @@ class ColumnChunk:
         return [text or "" for text in column.to_pylist()]
 
 
-class Stream(Protocol):
-    """A binary stream."""
-
-    def read(self, size: int) -> bytes:
-        """Return up to `size` bytes, none at the end."""
-
-
 def read_files(
     files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool
 ) -> Iterator[Chunk]:
@@ -157,7 +150,7 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
         yield from _separated(path, separator.encode())
         return
     piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
-    for number, (block, done, last) in enumerate(_blocks(path, b"\n", max(piece, CHUNK))):
+    for number, (block, done, last) in enumerate(_blocks(path, max(piece, CHUNK))):
         if number == 0 and b"\0" in block[:PROBE]:
             return
         start = 0
@@ -171,7 +164,7 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
 def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
     """Read a file of JSON objects, one a line; the text is the string in field `key`."""
     line = 0
-    for block, done, _ in _blocks(path, b"\n", CHUNK):
+    for block, done, _ in _blocks(path, CHUNK):
         yield LinesChunk(block, key, path, line, done)
         line += block.count(b"\n")
 
@@ -227,42 +220,38 @@ def _line_end(block: bytes, start: int, length: int) -> int:
     return end
 
 
-def _blocks(path: Path, separator: bytes, size: int) -> Iterator[tuple[bytes, int, bool]]:
-    """Read whole records: (block, bytes of the file it took, whether it is the last)."""
+def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, int, bool]]:
+    """Read blocks of whole lines: (block, bytes of the file it took, whether it is the last)."""
     with open(path, "rb") as file:
-        stream = _decompressed(file, path)
-        position, rest, read = 0, b"", stream.read(size)
-        while read:
-            # The last block is known as such only once there is nothing behind it.
-            following = stream.read(size)
-            ready, searched = rest + read, max(len(rest) - len(separator), 0)
-            found = ready.rfind(separator, searched)
-            cut = found + len(separator) if following and found >= 0 else len(ready)
-            read = following
-            if following and found < 0:
-                if len(ready) > LONGEST:
-                    raise DataError(f"{path} has more than {LONGEST >> 20} MiB without {separator!r}")
-                rest = ready
-                continue
-            rest, now = ready[cut:], file.tell()
-            yield ready[:cut], now - position, not following
+        stream, position = _decompressed(file, path), 0
+        while block := stream.read(size):
+            if not block.endswith(b"\n"):
+                block += stream.readline(LONGEST)
+            now = file.tell()
+            yield block, now - position, not stream.peek(1)
             position = now
 
 
-def _decompressed(file: io.BufferedReader, path: Path) -> Stream:
+def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
+    with open(path, "rb") as file:
+        stream, position, rest = _decompressed(file, path), 0, b""
+        while block := stream.read(CHUNK):
+            *documents, rest = (rest + block).split(separator)
+            now = file.tell()
+            for number, document in enumerate(documents):
+                yield Piece(document, True, now - position if number == 0 else 0)
+            position = now if documents else position
+            if len(rest) > LONGEST:
+                raise DataError(f"{path} has more than {LONGEST >> 20} MiB without {separator!r}")
+        yield Piece(rest, True, file.tell() - position)
+
+
+def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     from llmtrain_data.corpus import COMPRESSION
 
     kind = COMPRESSION.get(path.suffix)
     # Arrow's reader fails on a stream that was cut short, which zstandard's own takes for its end.
-    return pa.CompressedInputStream(file, kind) if kind else file
-
-
-def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
-    for block, done, _ in _blocks(path, separator, CHUNK):
-        *documents, last = block.removesuffix(separator).split(separator)
-        for document in documents:
-            yield Piece(document, True, 0)
-        yield Piece(last, True, done)
+    return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK) if kind else file
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:

@@ -5,13 +5,15 @@
 Every measurement is a process of its own on all cores, interleaved over the rounds; medians are reported. The
 corpus is Python's standard library, over and over, with a letter in a hundred replaced at random in each copy, so
 that an encoder which remembers words keeps meeting new ones. The encoder alone has all texts in memory; `prepare`
-is the whole command, from the start of Python to the last fsync.
+is the whole command, from the start of Python to the last fsync. Processor time is given beside wall time because
+it hardly moves when the machine has other work.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,7 +40,7 @@ def main() -> None:
     """Measure, print the table, and write it into the document if asked to."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--megabytes", type=int, default=800, help="size of the large corpus")
+    parser.add_argument("--megabytes", type=int, default=1600, help="size of the large corpus")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="folder for the corpora (default: a temporary one)")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
@@ -63,20 +65,28 @@ def measure(folder: Path, megabytes: int, rounds: int) -> str:
     sizes = {"large": megabytes, "small": megabytes // 8, "slice": max(megabytes // 40, 1)}
     texts = {name: make_corpus(folder / name, size, seed) for seed, (name, size) in enumerate(sizes.items())}
     rates: dict[str, list[float]] = {}
+    loads: dict[str, list[float]] = {}
     peaks: dict[str, list[float]] = {}
     for number in range(rounds):
         for name in WORK if number % 2 == 0 else WORK[::-1]:
             what, corpus = name.split()
-            seconds, peak = timed(what, folder / corpus, tokenizer)
-            rates.setdefault(name, []).append(texts[Path(corpus).stem] / seconds / 1e6)
+            seconds, processor, peak = timed(what, folder / corpus, tokenizer)
+            size = texts[Path(corpus).stem]
+            rates.setdefault(name, []).append(size / seconds / 1e6)
+            loads.setdefault(name, []).append(processor / size * 1e9)
             peaks.setdefault(name, []).append(peak)
-            print(f"{name}: {rates[name][-1]:.1f} MB/s, peak {peak:.0f} MB", file=sys.stderr)
-    rate = {name: statistics.median(values) for name, values in rates.items()}
-    peak_of = {name: statistics.median(values) for name, values in peaks.items()}
-    return report(rate, peak_of, texts, rounds)
+            print(f"{name}: {rates[name][-1]:.1f} MB/s, {loads[name][-1]:.1f} s/GB", file=sys.stderr)
+    return report(medians(rates), medians(loads), medians(peaks), texts, rounds)
 
 
-def report(rate: dict[str, float], peak: dict[str, float], texts: dict[str, int], rounds: int) -> str:
+def medians(values: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of each list."""
+    return {name: statistics.median(measured) for name, measured in values.items()}
+
+
+def report(
+    rate: dict[str, float], load: dict[str, float], peak: dict[str, float], texts: dict[str, int], rounds: int
+) -> str:
     """Return the medians as markdown."""
     encoder, megatron = rate["encoder large.jsonl"], rate["megatron slice.jsonl"]
     names = {
@@ -93,11 +103,13 @@ def report(rate: dict[str, float], peak: dict[str, float], texts: dict[str, int]
             f"{rate[name]:.1f}",
             f"{rate[name] / encoder:.2f}",
             f"{rate[name] / megatron:.0f}",
+            f"{load[name]:.1f}",
+            f"{load['encoder large.jsonl'] / load[name]:.2f}",
             f"{peak[name]:.0f} MB" if peak[name] else "",
         ]
         for name, label in names.items()
     ]
-    header = ["work", "text", "MB/s", "of the encoder", "of Megatron-style", "peak memory"]
+    header = ["work", "text", "MB/s", "of the encoder", "of Megatron-style", "CPU s/GB", "encoder / it", "peak memory"]
     growth = peak["prepare large.jsonl"] / peak["prepare small.jsonl"]
     return "\n".join(
         [
@@ -141,20 +153,19 @@ def perturbed(source: bytes, random: np.random.Generator) -> bytes:
     return text.tobytes()
 
 
-def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the seconds and the peak memory (MB) of one measurement."""
+def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float]:
+    """Return the wall seconds, the processor seconds and the peak memory (MB) of one measurement."""
     if what != "prepare":
-        peer = ["--peer", what, str(corpus), "--tokenizer", str(tokenizer)]
-        output, _, _ = run([__file__, *peer])
-        return float(json.loads(output)), 0.0
-    prefix = corpus.with_suffix("")
-    arguments = ["--tokenizer", str(tokenizer), "--output", str(prefix), "--overwrite"]
-    _, seconds, peak = run(["-c", PREPARE, "prepare", str(corpus), *arguments])
-    return seconds, peak
+        output, *_ = run([__file__, "--peer", what, str(corpus), "--tokenizer", str(tokenizer)])
+        seconds, processor = json.loads(output)
+        return seconds, processor, 0.0
+    arguments = ["--tokenizer", str(tokenizer), "--output", str(corpus.with_suffix("")), "--overwrite"]
+    _, seconds, usage = run(["-c", PREPARE, "prepare", str(corpus), *arguments])
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000
 
 
-def run(arguments: list[str]) -> tuple[str, float, float]:
-    """Run Python on `arguments`; return what it printed, its wall seconds and its peak memory (MB)."""
+def run(arguments: list[str]) -> tuple[str, float, resource.struct_rusage]:
+    """Run Python on `arguments`; return what it printed, its wall seconds and its use of resources."""
     started = time.perf_counter()
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -163,11 +174,11 @@ def run(arguments: list[str]) -> tuple[str, float, float]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(arguments[:3])}... ended with {process.returncode}")
-    return output, time.perf_counter() - started, usage.ru_maxrss / 1000
+    return output, time.perf_counter() - started, usage
 
 
-def encoder_alone(corpus: Path, tokenizer: Path) -> float:
-    """Return the seconds gigatoken takes to encode the texts, which are in memory already, on all cores.
+def encoder_alone(corpus: Path, tokenizer: Path) -> tuple[float, float]:
+    """Return the wall and processor seconds that gigatoken takes on all cores, with the texts in memory.
 
     In calls of 16 MB, the size it is fastest at: one call for everything spends as long again on page faults.
     """
@@ -179,10 +190,10 @@ def encoder_alone(corpus: Path, tokenizer: Path) -> float:
     batches = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(borders)) + 1)
     calls = [[texts[i] for i in batch] for batch in batches]
     encoder = gigatoken.Tokenizer(tokenizer)
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     for call in calls:
         encoder.encode_batch(call)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - processor
 
 
 class _Worker:
@@ -191,8 +202,8 @@ class _Worker:
     encode: "object"
 
 
-def megatron_style(corpus: Path, tokenizer: Path) -> float:
-    """Return the seconds of preparing as Megatron's preprocess_data does.
+def megatron_style(corpus: Path, tokenizer: Path) -> tuple[float, float]:
+    """Return the wall and processor seconds of preparing as Megatron's preprocess_data does.
 
     A pool of processes, each with a tokenizer of its own; one JSON line is a task, its ids come back as a list
     and are written one document at a time.
@@ -207,7 +218,9 @@ def megatron_style(corpus: Path, tokenizer: Path) -> float:
         for ids in pool.imap(_encode, lines, 32):
             out.write(np.array(ids, np.uint16).tobytes(order="C"))
             lengths.append(len(ids))
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _start(folder: str) -> None:
