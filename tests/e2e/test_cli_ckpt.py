@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 CONFIG = GPTConfig(
     family="llama", layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, positions=32, vocab=65, tie_embeddings=False,
-    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="swiglu", dropout=0.0,
 )  # fmt: skip
 RECIPE = {"name": "test", "train": {"global_batch": 4}, "data": {"path": "x", "sequence_length": 16}}
 

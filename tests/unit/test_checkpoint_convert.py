@@ -196,7 +196,7 @@ def test_only_safetensors_of_the_folder_itself(tmp_path: Path) -> None:
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("neox", {"use_parallel_residual": False}, "use_parallel_residual"),
         ("neox", {"attention_bias": False}, "attention_bias"),
-        ("neox", {"hidden_act": "gelu_fast"}, "hidden_act"),
+        ("neox", {"hidden_act": "relu"}, "hidden_act"),
         ("neox", {"hidden_dropout": 0.5}, "hidden_dropout"),
     ],
 )

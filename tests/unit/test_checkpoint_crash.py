@@ -27,7 +27,7 @@ from llmtrain.model.tensors import model_units
 
 CONFIG = GPTConfig(
     family="gpt2", layers=1, hidden=32, heads=4, kv_heads=4, ffn=128, positions=32, vocab=65, tie_embeddings=True,
-    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="gelu_tanh", dropout=0.0,
 )  # fmt: skip
 RANKS = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
 ABOUT = {"recipe": {}, "model": asdict(CONFIG)}

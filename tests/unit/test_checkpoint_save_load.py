@@ -29,7 +29,7 @@ T = TypeVar("T")
 STATES = ("master", "m", "v")
 CONFIG = GPTConfig(
     family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, positions=32, vocab=65, tie_embeddings=False,
-    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="swiglu", dropout=0.0,
 )  # fmt: skip
 UNITS = model_units(CONFIG)
 ABOUT = {"recipe": {"name": "test"}, "model": asdict(CONFIG)}

@@ -33,10 +33,10 @@ def llama(tied: bool = False) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
-def neox() -> transformers.PreTrainedModel:
+def neox(activation: str = "gelu") -> transformers.PreTrainedModel:
     config = transformers.GPTNeoXConfig(
         num_hidden_layers=3, hidden_size=48, num_attention_heads=4, intermediate_size=192, rotary_pct=0.5,
-        max_position_embeddings=32, vocab_size=97, **SPECIAL,
+        max_position_embeddings=32, vocab_size=97, hidden_act=activation, **SPECIAL,
     )  # fmt: skip
     return transformers.GPTNeoXForCausalLM(config)
 
@@ -46,6 +46,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": llama,
     "llama-tied": lambda: llama(tied=True),
     "neox": neox,
+    "neox-20b": lambda: neox("gelu_fast"),
 }
 
 
@@ -98,7 +99,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     with sync.backward(first=True, last=True):
         our_loss = model(inputs, targets)
         our_loss.backward()
-    assert float(our_loss) == pytest.approx(float(loss), rel=1e-6)
+    assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}
     for unit in units:

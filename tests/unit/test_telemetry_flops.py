@@ -25,6 +25,7 @@ def config(family: str = "gpt2", **sizes: object) -> GPTConfig:
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
         "rotary_fraction": 1.0,
+        "activation": "swiglu" if family == "llama" else "gelu",
         "dropout": 0.0,
     }
     return GPTConfig(**{**keys, **sizes})  # type: ignore[arg-type]

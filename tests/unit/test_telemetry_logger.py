@@ -29,7 +29,7 @@ from rich.console import Console
 
 MODEL = GPTConfig(
     family="gpt2", layers=2, hidden=32, heads=2, kv_heads=2, ffn=128, positions=16, vocab=50, tie_embeddings=True,
-    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="gelu_tanh", dropout=0.0,
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_rows_written_before_a_kill_are_there(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "m") == [(None, 1), (None, 2), (None, 3)]
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
     """Let no file grow beyond 64 bytes, as on a disk that is full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -97,10 +98,10 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_stops_the_run_with_a_sentence(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m", 0)
     file.write({"step": 1, "text": "x" * 20})
-    with pytest.raises(RunFailedError, match=r"m cannot be written .*make room"):
+    # Only around the write, as pytest's own output may go to a file too.
+    with small_files(), pytest.raises(RunFailedError, match=r"m cannot be written .*make room"):
         file.write({"step": 2, "text": "x" * 80})
     assert rows_of(tmp_path / "m") == [(None, 1)]

@@ -26,12 +26,14 @@ TINY = GPTConfig(
     norm_eps=1e-5,
     rope_theta=10000.0,
     rotary_fraction=1.0,
+    activation="gelu_tanh",
     dropout=0.0,
 )
 
 
 def tiny(family: Family, tied: bool) -> GPTConfig:
-    return replace(TINY, family=family, kv_heads=2 if family == "llama" else 4, tie_embeddings=tied)
+    llama = {"kv_heads": 2, "activation": "swiglu"} if family == "llama" else {}
+    return replace(TINY, family=family, tie_embeddings=tied, **llama)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -67,6 +67,7 @@ def model_of_size(mib: int) -> GPTConfig:
         config = GPTConfig(
             family="gpt2", layers=layers, hidden=768, heads=12, kv_heads=12, ffn=3072, positions=1024, vocab=16384,
             tie_embeddings=True, norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, dropout=0.0,
+            activation="gelu_tanh",
         )  # fmt: skip
         if parameter_count(config) * 12 >= mib * 2**20:
             return config

@@ -9,6 +9,7 @@ import torch
 from llmtrain_data.dataset import Samples, open_split
 
 from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
@@ -118,6 +119,9 @@ def _prepare_folder(recipe: Recipe, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.resolved.yaml").write_text(to_yaml(recipe))
+        if recipe.data.tokenizer is not None:
+            # So that the run can be sampled and converted wherever it is taken.
+            copy_tokenizer(Path(recipe.data.tokenizer), folder / "tokenizer")
     except OSError as error:
         raise RunFailedError(
             f"the run's folder {folder} cannot be written: {error.strerror}; check logging.dir"
@@ -158,8 +162,9 @@ def resume(run: Run) -> None:
             raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
     if progress is not None:
         run.progress = Progress(**progress)  # type: ignore[arg-type]
+    if run.progress.step:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
-    elif run.recipe.model.hf is not None:
+    if progress is None and run.recipe.model.hf is not None:
         _import_hf(run, Path(run.recipe.model.hf))
     for unit in run.units:
         unit.publish()

@@ -9,6 +9,7 @@ import torch
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
 
+from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.load import load
 from llmtrain.checkpoint.manifest import model_of, read_manifest
@@ -33,6 +34,7 @@ class TrainedModel:
     model: GPT
     recipe: Recipe | None
     step: int
+    tokenizer: Path | None
     ranks: Ranks
 
 
@@ -59,7 +61,7 @@ def _open(folder: Path) -> TrainedModel:
     for unit, weight in weights:
         attach(unit, model.unit(unit.name), weight)
     recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
-    return TrainedModel(model.eval(), recipe, manifest.step, ranks)
+    return TrainedModel(model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks)
 
 
 def evaluate_on(
@@ -100,8 +102,8 @@ def complete(
     """Yield the prompt and then, piece by piece, the text that the model goes on with."""
     from transformers import AutoTokenizer
 
-    folder = tokenizer_folder or (trained.recipe.data.tokenizer if trained.recipe else None)
-    if folder is None or not Path(folder).is_dir():
+    folder = tokenizer_folder or trained.tokenizer
+    if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     start = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]

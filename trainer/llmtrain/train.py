@@ -116,6 +116,7 @@ def note_skipped(run: Run, finite: bool) -> None:
     progress.skipped_in_row += 1
     run.log.warn(f"step {progress.step} had a non-finite loss or gradient and was skipped")
     if progress.skipped_in_row >= run.recipe.train.max_skipped:
+        run.checkpoints.wait()
         raise RunFailedError(
             f"the loss or gradient was not finite for {progress.skipped_in_row} steps in a row (train.max_skipped), up "
             f"to step {progress.step}; the checkpoints in {run.folder} are sound. Lower optimizer.lr or check the data"

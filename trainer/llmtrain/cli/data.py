@@ -28,9 +28,7 @@ TextKey = Annotated[str, typer.Option(help="Field or column that holds the text.
 Glob = Annotated[str, typer.Option(help="Which files of a folder to read.", metavar="PATTERN")]
 Separator = Annotated[
     str | None,
-    typer.Option(
-        help="What lies between two documents of a text file; \\n stands for a line end.", metavar="TEXT"
-    ),
+    typer.Option(help="What lies between two documents of a text file; \\n stands for a line end.", metavar="TEXT"),
 ]
 DatasetSplit = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.", metavar="NAME")]
 Shuffle = Annotated[
@@ -54,9 +52,7 @@ def prepare(
     shuffle: Shuffle = True,
     eod: Annotated[bool, typer.Option(help="Append the end-of-text id to each document.")] = True,
     encoder: Annotated[str, typer.Option(help="auto, gigatoken or tokenizers.", metavar="NAME")] = "auto",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Cores to use [default: all].", metavar="N")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Cores to use [default: all].", metavar="N")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx).
@@ -89,9 +85,7 @@ def tokenizer(
     separator: Separator = None,
     dataset_split: DatasetSplit = "train",
     shuffle: Shuffle = True,
-    sample_mb: Annotated[
-        int, typer.Option(min=1, help="Learn from the first N MB of text.", metavar="N")
-    ] = 1000,
+    sample_mb: Annotated[int, typer.Option(min=1, help="Learn from the first N MB of text.", metavar="N")] = 1000,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, of the same kind as GPT-2's, as a Hugging Face folder."""
@@ -128,9 +122,7 @@ def blend(
         list[str],
         typer.Argument(metavar="[WEIGHT] PREFIX ...", help="Weights may be left out: by size then."),
     ],
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the training, such as 10B [default: one pass].")
-    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Length of the training, such as 10B [default: one pass].")] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
     split: Annotated[str, typer.Option(help="Shares of training, validation and test.")] = "98,1,1",
     json: Json = False,

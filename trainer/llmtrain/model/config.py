@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Family = Literal["gpt2", "llama", "neox"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class ModelConfig:
     norm_eps: float | None = None
     rope_theta: float | None = None
     rotary_fraction: float | None = None
+    activation: Literal["gelu", "gelu_tanh"] | None = None
     dropout: float | None = None
 
 
@@ -40,7 +42,8 @@ class GPTConfig:
 
     hidden: width of the residual stream. heads, kv_heads: query heads, and key/value heads that they share
     (grouped-query attention). ffn: width of the MLP. positions: longest sequence. vocab: rows of the
-    embedding. rotary_fraction: share of a head's channels that RoPE rotates (neox, llama).
+    embedding. rotary_fraction: share of a head's channels that RoPE rotates (neox, llama). activation: of
+    the MLP; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
     """
 
     family: Family
@@ -55,6 +58,7 @@ class GPTConfig:
     norm_eps: float
     rope_theta: float
     rotary_fraction: float
+    activation: Activation
     dropout: float
 
     def __post_init__(self) -> None:
@@ -72,6 +76,8 @@ class GPTConfig:
                 f"model.rotary_fraction is {self.rotary_fraction}; it must give an even number of at least 2 of the "
                 f"{self.head_dim} channels of a head"
             )
+        if (self.family == "llama") != (self.activation == "swiglu"):
+            raise ValueError(f"model.activation is {self.activation}; family llama, and no other, has swiglu")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
 

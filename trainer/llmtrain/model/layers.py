@@ -98,21 +98,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two products with a nonlinearity between: GELU (tanh form in gpt2, exact in neox) or SwiGLU (llama)."""
+    """Two products with a nonlinearity between: GELU, exact or in its tanh form, or SwiGLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.family = config.family
-        gated = config.family == "llama"
-        self.up = Linear(config.hidden, config.ffn * (2 if gated else 1), bias=not gated)
-        self.down = InputMajorLinear(config.ffn, config.hidden, bias=not gated)
+        self.activation = config.activation
+        gated, bias = config.activation == "swiglu", config.family != "llama"
+        self.up = Linear(config.hidden, config.ffn * (2 if gated else 1), bias)
+        self.down = InputMajorLinear(config.ffn, config.hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden]` to the same shape."""
-        if self.family == "llama":
+        if self.activation == "swiglu":
             gate, up = self.up(x).chunk(2, dim=-1)
             return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.family == "gpt2" else "none"))
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none"))
 
 
 class Block(nn.Module):

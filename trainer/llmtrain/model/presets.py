@@ -8,7 +8,7 @@ pretraining; GPT-2 and GPT-3 were published with 0.1.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.config import Activation, GPTConfig
 
 GPT2_VOCAB = 50257
 MEGATRON_VOCAB = 51200  # GPT-2's, padded to a multiple of 1024; the vocabulary of AxoNN and of Holmes
@@ -28,6 +28,7 @@ def _gpt2(layers: int, hidden: int, heads: int, positions: int = 1024, vocab: in
         norm_eps=1e-5,
         rope_theta=10_000.0,
         rotary_fraction=1.0,
+        activation="gelu_tanh",
         dropout=0.0,
     )
 
@@ -57,6 +58,7 @@ def _llama(
         norm_eps=1e-5,
         rope_theta=rope_theta,
         rotary_fraction=1.0,
+        activation="swiglu",
         dropout=0.0,
     )
 
@@ -75,7 +77,7 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, *, positions: int, t
     )
 
 
-def _neox(layers: int, hidden: int, heads: int, vocab: int = 50_304) -> GPTConfig:
+def _neox(layers: int, hidden: int, heads: int, vocab: int = 50_304, activation: Activation = "gelu") -> GPTConfig:
     return GPTConfig(
         family="neox",
         layers=layers,
@@ -89,6 +91,7 @@ def _neox(layers: int, hidden: int, heads: int, vocab: int = 50_304) -> GPTConfi
         norm_eps=1e-5,
         rope_theta=10_000.0,
         rotary_fraction=0.25,
+        activation=activation,
         dropout=0.0,
     )
 
@@ -147,7 +150,7 @@ _NEOX = {
     "pythia-2.8b": _neox(32, 2560, 32),
     "pythia-6.9b": _neox(32, 4096, 32, vocab=50_432),
     "pythia-12b": _neox(36, 5120, 40, vocab=50_688),
-    "gpt-neox-20b": _neox(44, 6144, 64, vocab=50_432),
+    "gpt-neox-20b": _neox(44, 6144, 64, vocab=50_432, activation="gelu_tanh"),
 }
 
 # The characterisation of DeepSpeed ZeRO, Offload and Infinity, section III: hidden 2048, 16 heads, 1024 positions,

@@ -15,9 +15,9 @@ from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
 
 _SIZES = tuple(entry.name for entry in fields(GPTConfig))
-_UNUSED: dict[Family, dict[str, float]] = {
+_UNUSED: dict[Family, dict[str, float | str]] = {
     "gpt2": {"rope_theta": 10_000.0, "rotary_fraction": 1.0},
-    "llama": {},
+    "llama": {"activation": "swiglu"},
     "neox": {},
 }
 """Keys that do not apply to a family (null in a resolved recipe), and what stands for them in `GPTConfig`."""
@@ -154,6 +154,7 @@ def _family_defaults(given: dict[str, Any], sequence_length: int) -> dict[str, A
         "norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "rotary_fraction": 0.25 if family == "neox" else 1.0,
+        "activation": {"gpt2": "gelu_tanh", "llama": "swiglu", "neox": "gelu"}[family],
         "dropout": 0.0,
     }
 

@@ -10,8 +10,8 @@ from llmtrain.checkpoint.convert.hf_config import CONFIG, to_hf_config
 from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
 from llmtrain.checkpoint.convert.read import INDEX, WEIGHTS
 from llmtrain.checkpoint.convert.target import new_folder
-from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens
-from llmtrain.checkpoint.manifest import Manifest, model_of
+from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens, tokenizer_of
+from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.safetensors_file import (
@@ -42,7 +42,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
     try:
         with CheckpointReader(checkpoint) as reader:
             config = model_of(reader.manifest)
-            tokenizer = _tokenizer(checkpoint, reader.manifest) if tokenizer is None else tokenizer
+            tokenizer = tokenizer_of(checkpoint, reader.manifest.recipe) if tokenizer is None else tokenizer
             special = special_tokens(tokenizer)
             contents = to_hf_config(config, _DTYPES[dtype][2], special)
             with new_folder(target) as folder:
@@ -54,15 +54,6 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
                     copy_tokenizer(tokenizer, folder)
     except DamagedError as error:
         raise RunFailedError(f"the checkpoint {checkpoint} is damaged: {error}") from error
-
-
-def _tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
-    """Return the folder of the run's tokenizer: the recipe's, or the one an import left in the run's folder."""
-    data = manifest.recipe.get("data")
-    named = data.get("tokenizer") if isinstance(data, dict) else None
-    candidates = [Path(named)] if isinstance(named, str) else []
-    candidates.append(checkpoint.resolve().parent.parent / "tokenizer")
-    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def _write_weights(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.config import Activation, GPTConfig
 
 CONFIG = "config.json"
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt_neox": "neox"}
@@ -22,7 +22,6 @@ _ARCHITECTURES = {
 # For each key: the default where config.json lacks it, and the values that mean what our model does.
 _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     "gpt2": {
-        "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
         "scale_attn_weights": (True, (True,)),
         "scale_attn_by_inverse_layer_idx": (False, (False,)),
         "add_cross_attention": (False, (False,)),
@@ -33,10 +32,15 @@ _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
         "mlp_bias": (False, (False,)),
     },
     "neox": {
-        "hidden_act": ("gelu", ("gelu",)),
         "use_parallel_residual": (True, (True,)),
         "attention_bias": (True, (True,)),
     },
+}
+
+# What Hugging Face calls our activations; the first name of each is the one that is written.
+_GELU: dict[Activation, tuple[str, ...]] = {
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
 }
 
 
@@ -118,6 +122,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "rope_theta": 10000.0,
         "rotary_fraction": 1.0,
+        "activation": _gelu(config, "activation_function", "gelu_new"),
         "dropout": _dropout(config, ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
     }
 
@@ -135,6 +140,7 @@ def _llama(config: _Config) -> dict[str, Any]:
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rotary_fraction": fraction,
+        "activation": "swiglu",
         "dropout": _dropout(config, ("attention_dropout",), 0.0),
     }
 
@@ -147,6 +153,7 @@ def _neox(config: _Config) -> dict[str, Any]:
         "norm_eps": config.number("layer_norm_eps", 1e-5),
         "rope_theta": theta,
         "rotary_fraction": fraction,
+        "activation": _gelu(config, "hidden_act", "gelu"),
         "dropout": _dropout(config, ("hidden_dropout", "attention_dropout"), 0.0),
     }
 
@@ -180,6 +187,14 @@ def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -
     )
 
 
+def _gelu(config: _Config, key: str, default: str) -> Activation:
+    value = config.get(key, default)
+    for activation, names in _GELU.items():
+        if value in names:
+            return activation
+    raise config.refuse(key, value, f"only with {' or '.join(names[0] for names in _GELU.values())}")
+
+
 def _dropout(config: _Config, keys: tuple[str, ...], default: float) -> float:
     rates = {key: config.number(key, default) for key in keys}
     if len(set(rates.values())) > 1:
@@ -211,7 +226,7 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
             "n_inner": config.ffn,
             "n_positions": config.positions,
             "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new",
+            "activation_function": _GELU[config.activation][0],
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.dropout,
@@ -227,7 +242,7 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
     if config.family == "neox":
         return common | {
             "layer_norm_eps": config.norm_eps,
-            "hidden_act": "gelu",
+            "hidden_act": _GELU[config.activation][0],
             "hidden_dropout": config.dropout,
             "use_parallel_residual": True,
             "attention_bias": True,

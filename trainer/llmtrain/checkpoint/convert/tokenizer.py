@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,18 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     if present:
         target.mkdir(parents=True, exist_ok=True)
     for path in present:
-        shutil.copyfile(path, target / path.name)
+        if path.resolve() != (target / path.name).resolve():
+            shutil.copyfile(path, target / path.name)
     return bool(present)
+
+
+def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
+    """Return the folder of a checkpoint's tokenizer: the copy in its run's folder, or else the recipe's."""
+    candidates = [checkpoint.resolve().parent.parent / "tokenizer"]
+    data = recipe.get("data")
+    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
+        candidates.append(Path(data["tokenizer"]))
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
