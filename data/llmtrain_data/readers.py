@@ -1,4 +1,4 @@
-"""Readers of text, JSONL and Parquet files: chunks of documents, some 2 MB at a time, which workers parse.
+"""Readers of text, JSONL and Parquet files: chunks of documents, some 4 MB at a time, which workers parse.
 
 Chunks are small so that they stay in a core's cache from the parser to the ids.
 """
@@ -19,7 +19,7 @@ from llmtrain_data.errors import DataError
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
-CHUNK = 2 << 20
+CHUNK = 4 << 20
 """Bytes of text read at once."""
 
 LONGEST = 1 << 30

@@ -14,6 +14,7 @@ from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.prepare import Prepared, PrepareOptions, prepare
+from llmtrain_data.readers import TextChunk
 from llmtrain_data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_size, train_tokenizer
 
 TEXT = "def f(x):\n    return x + 1  # na\u00efve\n\n"
@@ -88,6 +89,18 @@ def test_an_encoder_that_fails_is_not_taken(
     done = run(folder, tokenizer, tmp_path / "set", workers=1)
     assert done.encoder == "tokenizers"
     assert "does not take this tokenizer" in done.reason
+
+
+@pytest.mark.parametrize("long", [0, 10**9])
+def test_ends_are_put_after_finished_texts(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "LONG", long)
+    chunk = TextChunk([b"aa", b"", b"b", b"ccc"], np.array([True, True, False, True]), 9)
+    ids, lengths = np.array([1, 1, 2, 3, 3, 3], np.uint32), np.array([2, 0, 1, 3])
+    encoded = encode.assemble(chunk, chunk.texts(), ids, lengths, encode.Ending(0, np.dtype("uint16")))
+    assert encoded.ids.tolist() == [1, 1, 0, 2, 3, 3, 3, 0]
+    assert encoded.ids.dtype == np.uint16
+    assert encoded.lengths.tolist() == [3, 1, 4]
+    assert (encoded.text_bytes, encoded.empty, encoded.done) == (6, 1, 9)
 
 
 def test_caches_are_emptied_without_changing_ids(

@@ -110,6 +110,12 @@ def report(
         for name, label in names.items()
     ]
     header = ["work", "text", "MB/s", "of the encoder", "of Megatron-style", "CPU s/GB", "encoder / it", "peak memory"]
+    # What the text between the small and the large corpus takes: the rate without the start of the command.
+    sizes = [texts[name] for name in ("large", "small")]
+    times = [size / rate[f"prepare {name}.jsonl"] for size, name in zip(sizes, ("large", "small"), strict=True)]
+    loads = [size * load[f"prepare {name}.jsonl"] for size, name in zip(sizes, ("large", "small"), strict=True)]
+    going = (sizes[0] - sizes[1]) / (times[0] - times[1])
+    going_load = (loads[0] - loads[1]) / (sizes[0] - sizes[1])
     growth = peak["prepare large.jsonl"] / peak["prepare small.jsonl"]
     return "\n".join(
         [
@@ -120,6 +126,8 @@ def report(
             "",
             table(header, rows),
             "",
+            f"Once started, `data prepare` of JSONL goes at {going:.0f} MB/s ({going / encoder:.2f} of the encoder) "
+            f"and {going_load:.1f} s/GB ({load['encoder large.jsonl'] / going_load:.2f}). "
             "Targets: at least 0.7 of the encoder, at least 10 times the Megatron-style workers, memory flat: "
             f"8 times the corpus takes {growth:.2f} times the memory.",
         ]
