@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 from collections import deque
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 ENCODERS = ("auto", "gigatoken", "tokenizers")
-CACHE = 64 << 20
-"""Bytes that gigatoken's memories of words may add to the process before they are emptied."""
+CACHE = 128 << 20
+"""Bytes that gigatoken's memory of words may add to the process, for each core, before it is emptied."""
+
+REFILL = 16
+"""Chunks for each core between two times that it is emptied, as filling it takes time."""
 
 SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 """The texts, and the characters of each, that both encoders must agree on before the first chunk."""
 
-WATCHED = 16
+WATCHED = 64
 """One text of every so many chunks is encoded by both."""
 
 LONG = 500
@@ -85,7 +89,7 @@ class Gigatoken:
     """Gigatoken on all cores, watched.
 
     Threads of ours and not gigatoken's, so that parsing and storing spread over the cores as well, and so that
-    a chunk stays in one core's cache. They share one tokenizer, and with it its memory of words.
+    a chunk stays in one core's cache. Each has a tokenizer of its own, as one tokenizer serves one thread at a time.
     """
 
     name = "gigatoken"
@@ -96,39 +100,45 @@ class Gigatoken:
         self._reference = reference
         self._cores = cores
         self._process = psutil.Process()
-        self._tokenizer: Any = None
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk. Raises DataError where the two encoders differ."""
-        memory = 0
+        tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for _ in range(self._cores):
+            tokenizers.put((0, self.load()))
+        generation = limit = since = 0
 
         def work(chunk: Chunk, watched: bool) -> Encoded:
-            # Held for the whole chunk: an emptied one goes when the last thread has done with it.
-            mine, texts = self._tokenizer, chunk.texts()
-            ids, lengths = encode_with(mine, texts)
-            if watched:
-                self._watch(mine, texts)
-            return assemble(chunk, texts, ids, lengths, ending)
+            made, tokenizer = tokenizers.get()
+            try:
+                if made < generation:
+                    made, tokenizer = generation, self.load()
+                texts = chunk.texts()
+                ids, lengths = encode_with(tokenizer, texts)
+                if watched:
+                    self._watch(tokenizer, texts)
+                return assemble(chunk, texts, ids, lengths, ending)
+            finally:
+                tokenizers.put((made, tokenizer))
 
         pool = ThreadPoolExecutor(self._cores)
         try:
             watched = (number % WATCHED == 0 for number in count())
             for encoded in in_order(lambda chunk: pool.submit(work, chunk, next(watched)), chunks, self._cores):
                 yield encoded
-                now = self._process.memory_info().rss
-                memory = memory or now
-                if now > memory + CACHE:
-                    self.load()
-                    memory = now - CACHE // 2
+                memory = self._process.memory_info().rss
+                limit = limit or memory + CACHE * self._cores
+                since += 1
+                if memory > limit and since > REFILL * self._cores:
+                    generation, since = generation + 1, 0
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self) -> Any:
-        """Take, and return, a tokenizer that has encoded nothing yet."""
+        """Return a tokenizer that has encoded nothing yet."""
         import gigatoken
 
-        self._tokenizer = gigatoken.Tokenizer.from_json(self._description)
-        return self._tokenizer
+        return gigatoken.Tokenizer.from_json(self._description)
 
     def _watch(self, tokenizer: Any, texts: list[str]) -> None:
         text = _sampled(texts, 1)[0] if texts else ""

@@ -1,4 +1,4 @@
-"""Readers of text, JSONL and Parquet files: chunks of documents, some 4 MB at a time, which workers parse.
+"""Readers of text, JSONL and Parquet files: chunks of documents, some 1 MB at a time, which workers parse.
 
 Chunks are small so that they stay in a core's cache from the parser to the ids.
 """
@@ -19,7 +19,7 @@ from llmtrain_data.errors import DataError
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
-CHUNK = 4 << 20
+CHUNK = 1 << 20
 """Bytes of text read at once."""
 
 LONGEST = 1 << 30

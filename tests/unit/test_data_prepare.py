@@ -108,6 +108,7 @@ def test_caches_are_emptied_without_changing_ids(
 ) -> None:
     run(folder, tokenizer, tmp_path / "a")
     monkeypatch.setattr(encode, "CACHE", -(1 << 40))
+    monkeypatch.setattr(encode, "REFILL", 1)
     monkeypatch.setattr("llmtrain_data.readers.CHUNK", 100)
     run(folder, tokenizer, tmp_path / "b")
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()

@@ -29,6 +29,7 @@ VOCAB = 32768
 PREPARE = "import sys; from llmtrain.cli.main import main; sys.exit(main(['data', *sys.argv[1:]]))"
 WORK = [
     "encoder large.jsonl",
+    "reader large.jsonl",
     "prepare large.jsonl",
     "prepare large.txt",
     "prepare small.jsonl",
@@ -40,7 +41,7 @@ def main() -> None:
     """Measure, print the table, and write it into the document if asked to."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--megabytes", type=int, default=1600, help="size of the large corpus")
+    parser.add_argument("--megabytes", type=int, default=800, help="size of the large corpus")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="folder for the corpora (default: a temporary one)")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
-        peers = {"encoder": encoder_alone, "megatron": megatron_style}
+        peers = {"encoder": encoder_alone, "reader": encoder_reads, "megatron": megatron_style}
         print(json.dumps(peers[arguments.peer[0]](Path(arguments.peer[1]), arguments.tokenizer)))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -91,6 +92,7 @@ def report(
     encoder, megatron = rate["encoder large.jsonl"], rate["megatron slice.jsonl"]
     names = {
         "encoder large.jsonl": "gigatoken alone, texts in memory",
+        "reader large.jsonl": "gigatoken alone, reading JSONL itself",
         "prepare large.txt": "`data prepare`, text file",
         "prepare large.jsonl": "`data prepare`, JSONL",
         "prepare small.jsonl": "`data prepare`, JSONL, an eighth of it",
@@ -201,6 +203,16 @@ def encoder_alone(corpus: Path, tokenizer: Path) -> tuple[float, float]:
     started, processor = time.perf_counter(), time.process_time()
     for call in calls:
         encoder.encode_batch(call)
+    return time.perf_counter() - started, time.process_time() - processor
+
+
+def encoder_reads(corpus: Path, tokenizer: Path) -> tuple[float, float]:
+    """Return the wall and processor seconds of gigatoken's own JSONL reader and encoder; ids stay in memory."""
+    import gigatoken
+
+    encoder = gigatoken.Tokenizer(tokenizer)
+    started, processor = time.perf_counter(), time.process_time()
+    encoder.encode_files(gigatoken.JsonlFileSource([corpus]))
     return time.perf_counter() - started, time.process_time() - processor
 
 
