@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 $(CORPUS)/tokenizer/tokenizer.json: | $(INSTALLED)
-	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 4096 --output $(CORPUS)/tokenizer
+	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 2048 --output $(CORPUS)/tokenizer
 
 $(CORPUS)/stdlib.idx: | $(CORPUS)/tokenizer/tokenizer.json
 	$(BIN)/llmtrain data prepare stdlib --tokenizer $(CORPUS)/tokenizer --output $(CORPUS)/stdlib

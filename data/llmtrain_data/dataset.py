@@ -59,14 +59,17 @@ class Samples:
 
         int64 of shape [count, sequence_length + 1]. Depends on its arguments and the data alone.
         """
-        return self._read(first, count, seed)
-
-    def sequential(self, first: int, count: int) -> np.ndarray:
-        """Return samples in the order of the file, starting again after the last; shape and dtype as `batch`.
-
-        In a blend the sources take turns by weight, as in training.
-        """
-        return self._read(first, count, None)
+        width = self.sequence_length + 1
+        out = np.empty((count, width), np.int64)
+        origins, turns = self._interleave(np.arange(first, first + count))
+        for number, source in enumerate(self.sources):
+            rows = np.flatnonzero(origins == number)
+            epochs, samples = np.divmod(turns[rows], self._sizes[number])
+            samples = permute(samples, self._sizes[number], epoch_keys(seed, number, epochs))
+            starts = samples * self.sequence_length
+            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+                out[row] = source.tokens[start : start + width]
+        return out
 
     def unigram_entropy(self) -> float:
         """Return the entropy of the split's token frequencies in nats per token; sources count by weight.
@@ -86,20 +89,6 @@ class Samples:
         Reads at most 64 Mi tokens of each source, spread evenly: exact below that, else a lower bound.
         """
         return max(_largest(source.tokens) for source in self.sources)
-
-    def _read(self, first: int, count: int, seed: int | None) -> np.ndarray:
-        width = self.sequence_length + 1
-        out = np.empty((count, width), np.int64)
-        origins, turns = self._interleave(np.arange(first, first + count))
-        for number, source in enumerate(self.sources):
-            rows = np.flatnonzero(origins == number)
-            epochs, samples = np.divmod(turns[rows], self._sizes[number])
-            if seed is not None:
-                samples = permute(samples, self._sizes[number], epoch_keys(seed, number, epochs))
-            starts = samples * self.sequence_length
-            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-                out[row] = source.tokens[start : start + width]
-        return out
 
 
 def open_split(config: DataConfig, split: Split) -> Samples:

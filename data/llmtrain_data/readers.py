@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -255,11 +256,7 @@ def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:
-    """Parse with msgspec, without keeping the other fields; None if it finds something wrong or is not there."""
-    try:
-        import msgspec
-    except ImportError:
-        return None
+    """Parse with msgspec, without keeping the other fields; None if it finds something wrong."""
     record = msgspec.defstruct("Record", [("text", str | None, None)], rename={"text": key})
     try:
         return [line.text for line in msgspec.json.Decoder(record).decode_lines(block)]  # type: ignore[attr-defined]

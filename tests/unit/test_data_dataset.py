@@ -31,11 +31,11 @@ def config(path: str | list[str | float], **keys: object) -> DataConfig:
 
 def test_samples_are_windows_that_share_one_token(corpus: Path) -> None:
     samples = open_split(config(str(corpus / "a"), split=(100, 0, 0)), "train")
-    rows = samples.sequential(0, len(samples))
+    rows = samples.batch(0, 0, len(samples))
     assert rows.dtype == np.int64
     assert rows.shape == (len(samples), LENGTH + 1)
+    rows = rows[rows[:, 0].argsort()]  # the tokens of this set count up
     assert (rows == np.arange(len(samples))[:, None] * LENGTH + np.arange(LENGTH + 1)).all()
-    assert samples.sequential(len(samples), 1).tolist() == rows[:1].tolist()
 
 
 def test_splits_are_contiguous_ranges_of_documents(corpus: Path) -> None:

@@ -7,12 +7,16 @@ from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.model.gpt import GPT
 
+# Seed of the order in which samples are evaluated: one for every run, so that their losses compare.
+ORDER = 0
+
 
 @torch.no_grad()
 def mean_loss(model: GPT, samples: Samples, count: int, microbatch: int, ranks: Ranks) -> float:
-    """Return the mean loss in nats per token over the first `count` samples in the file's order. Collective.
+    """Return the mean loss in nats per token over `count` samples, always the same ones. Collective.
 
-    The data-parallel ranks share the samples; `count` is cut to what there is.
+    The data-parallel ranks share the samples; `count` is cut to what there is. Fewer than all are drawn from the whole
+    split, as neighbours come from one document.
     """
     count = min(count, len(samples))
     degree, place = ranks.layout.degrees[Axis.DATA], ranks.layout.coordinate(ranks.rank, Axis.DATA)
@@ -21,7 +25,7 @@ def mean_loss(model: GPT, samples: Samples, count: int, microbatch: int, ranks: 
     model.eval()
     total = 0.0
     for first in range(start, end, microbatch):
-        rows = torch.from_numpy(samples.sequential(first, min(microbatch, end - first))).to(ranks.device)
+        rows = torch.from_numpy(samples.batch(ORDER, first, min(microbatch, end - first))).to(ranks.device)
         total += float(model(rows[:, :-1], rows[:, 1:])) * rows.shape[0]
     model.train(was_training)
     return ranks.sum_all([total])[0] / count
