@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk's fp32 logits: small enough to stay near the cache on a CPU, large enough to fill a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
+# Rows that a product needs to be bound by arithmetic and not by reading the weight, and, above that, elements of one
+# chunk's logits.
+LEAST_ROWS = 256
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -18,7 +20,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x: `[tokens, hidden]`; weight: `[vocab, hidden]`, same dtype; targets: int64 `[tokens]`.
     """
-    rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // weight.shape[0])
+    rows = max(LEAST_ROWS, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // weight.shape[0])
     return _LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
 
 
@@ -33,18 +35,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if wanted else None
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
+        shape = (min(rows, x.shape[0]), weight.shape[0])
+        # One pair of buffers for all chunks: fresh memory of this size is mapped anew each time on a CPU.
+        all_logits, all_probabilities = x.new_empty(shape), x.new_empty(shape, dtype=torch.float32)
         for first in range(0, x.shape[0], rows):
             part, wished = x[first : first + rows], targets[first : first + rows, None]
-            logits = F.linear(part, weight).float()
-            probabilities = logits.softmax(-1)
+            logits = torch.mm(part, weight.t(), out=all_logits[: len(part)])
+            probabilities = torch.softmax(logits, -1, dtype=torch.float32, out=all_probabilities[: len(part)])
             # The normalizer out of the likeliest token, whose probability never underflows.
-            largest, likeliest = logits.max(-1, keepdim=True)
-            normalizer = largest - probabilities.gather(1, likeliest).log()
+            normalizer = logits.amax(-1, keepdim=True).float() - probabilities.amax(-1, keepdim=True).log()
             total += (normalizer - logits.gather(1, wished)).sum()
             if grad_x is None or grad_weight is None:
                 continue
             probabilities.scatter_add_(1, wished, probabilities.new_full(wished.shape, -1.0))
-            grad = probabilities.to(x.dtype)
+            grad = probabilities if x.dtype == torch.float32 else logits.copy_(probabilities)
             torch.mm(grad, weight, out=grad_x[first : first + rows])
             _add_product(grad_weight, grad, part, first == 0)
         ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
