@@ -214,3 +214,9 @@ def test_run_starts_from_hugging_face_weights(train: Train, folder: Path) -> Non
 def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:
     with pytest.raises(BadInputError, match=r"token 63.*model.vocab is 60"):
         train("model.vocab=60")
+
+
+def test_compiled_blocks_keep_the_curve(train: Train) -> None:
+    plain = train("train.steps=6", "train.eval_every=0")
+    compiled = train("name=compiled", "train.steps=6", "train.eval_every=0", "train.compile=true")
+    assert compiled == pytest.approx(plain, rel=1e-5)
