@@ -1,6 +1,6 @@
 """Rate and memory of `llmtrain data prepare` against its encoder alone and against Megatron-style workers.
 
-    python tools/bench/data.py [--write]
+    python tools/bench/data.py [--write docs/benchmarks.md]
 
 Every measurement is a process of its own on all cores, interleaved over the rounds; medians are reported. The
 corpus is Python's standard library, over and over, with a letter in a hundred replaced at random in each copy, so
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=800, help="size of the large corpus")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="folder for the corpora (default: a temporary one)")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    parser.add_argument("--write", type=Path, help="document to put the table into")
     parser.add_argument("--peer", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
         text = measure(Path(folder), arguments.megabytes, arguments.rounds)
     print(text)
     if arguments.write:
-        write_section(Path(__file__).parents[2] / "docs" / "benchmarks.md", "data", text)
+        write_section(arguments.write, "data", text)
 
 
 def measure(folder: Path, megabytes: int, rounds: int) -> str:
