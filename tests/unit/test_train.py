@@ -169,6 +169,14 @@ def test_never_resuming_refuses_a_used_folder(train: Train) -> None:
         train("train.steps=6", "checkpoint.resume=never")
 
 
+def test_recipe_that_does_not_fit_leaves_the_folder_as_it_was(train: Train, folder: Path) -> None:
+    train("train.steps=6")
+    before = {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()}
+    with pytest.raises(BadInputError, match=r"model.hidden is 64 in the recipe but 32"):
+        train("train.steps=12", "model.hidden=64")
+    assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
+
+
 def test_damaged_checkpoint_is_skipped(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train("name=calm")
     assert train("checkpoint.keep=9") == whole

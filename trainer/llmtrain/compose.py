@@ -74,7 +74,8 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     train_data, valid_data = _open_data(recipe, config)
     model, units = _build_model(recipe, config, ranks)
     if ranks.is_main:
-        _prepare_folder(recipe, folder)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     about = RunInfo(
         model=config,
         world=ranks.layout.world,
@@ -115,17 +116,12 @@ def _build_model(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[GPT, 
     return model, units
 
 
-def _prepare_folder(recipe: Recipe, folder: Path) -> None:
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.resolved.yaml").write_text(to_yaml(recipe))
-        if recipe.data.tokenizer is not None:
-            # So that the run can be sampled and converted wherever it is taken.
-            copy_tokenizer(Path(recipe.data.tokenizer), folder / "tokenizer")
+        yield
     except OSError as error:
-        raise RunFailedError(
-            f"the run's folder {folder} cannot be written: {error.strerror}; check logging.dir"
-        ) from error
+        raise RunFailedError(f"{folder} cannot be written: {error.strerror}; check logging.dir") from error
 
 
 def _recompute(recipe: Recipe) -> int:
@@ -168,6 +164,17 @@ def resume(run: Run) -> None:
         _import_hf(run, Path(run.recipe.model.hf))
     for unit in run.units:
         unit.publish()
+    if run.ranks.is_main:
+        # Only now: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
+        _record(run)
+
+
+def _record(run: Run) -> None:
+    with _writing(run.folder):
+        (run.folder / "recipe.resolved.yaml").write_text(to_yaml(run.recipe))
+        if run.recipe.data.tokenizer is not None:
+            # So that the run can be sampled and converted wherever it is taken.
+            copy_tokenizer(Path(run.recipe.data.tokenizer), run.folder / "tokenizer")
 
 
 def _import_hf(run: Run, folder: Path) -> None:

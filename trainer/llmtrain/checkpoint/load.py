@@ -109,8 +109,8 @@ def _fill(folder: Path, shards: list[StateShard], model: GPTConfig | None) -> di
 
 def _check_model(reader: CheckpointReader, model: GPTConfig) -> None:
     saved, wanted = asdict(model_of(reader.manifest)), asdict(model)
-    for key in wanted.keys() - {"dropout", "positions"}:
-        if saved[key] != wanted[key]:
+    for key in wanted:
+        if key not in ("dropout", "positions") and saved[key] != wanted[key]:
             raise BadInputError(
                 f"model.{key} is {wanted[key]} in the recipe but {saved[key]} in the checkpoint "
                 f"{reader.folder}; make the recipe's model the same"
