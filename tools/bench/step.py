@@ -161,8 +161,8 @@ def main() -> None:
         print(lines[-1], flush=True)
     text = (
         f"## Training step\n\n{machine(['torch', 'transformers'])}. Median of "
-        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling and logging. Goal: at least 1.15 times the plain loop.\n\n"
-        + "\n".join(lines)
+        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling "
+        "and logging. Goal: at least 1.15 times the plain loop.\n\n" + "\n".join(lines)
     )
     print(text)
     if arguments.write:
