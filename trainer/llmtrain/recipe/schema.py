@@ -44,7 +44,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
-    """Activation checkpointing of every `every`-th group of blocks: activations stay at group borders only."""
+    """Activation checkpointing in groups of `every` blocks: activations stay at group borders only."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
