@@ -1,7 +1,13 @@
-"""The recipe's `parallel` section."""
+"""The recipe's `parallel` section, and the description of a cluster (the `cluster` section, or a file of its own).
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+Quantities stay as they were written, with their units; `llmtrain.cluster.quantity` turns them into numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from llmtrain.cluster.quantity import Unit, quantity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,3 +21,203 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.data != "auto" and self.data < 1:
             raise ValueError(f"data is {self.data}; it must be at least 1, or auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What one rank computes on. memory: bytes it holds. peak: datasheet speed by number format (fp32, tf32, fp16,
+    bf16, fp8, int8). bandwidth: of its memory.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str | None = None
+    memory: str | None = None
+    peak: Mapping[str, str] = field(default_factory=dict)
+    bandwidth: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, memory="byte", bandwidth="byte/s")
+        for number_format, speed in self.peak.items():
+            if number_format not in _NUMBER_FORMATS:
+                raise ValueError(f"peak.{number_format} is no number format; expected {', '.join(_NUMBER_FORMATS)}")
+            _check_quantity(f"peak.{number_format}", speed, "FLOP/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTier:
+    """Ranks of one node that lie nearer to each other, as the two dies of a card. ranks: how many; consecutive ones.
+
+    bandwidth: what one rank sends to the others, in one direction. latency: of one message.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str
+    ranks: int
+    bandwidth: str | None = None
+    latency: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name in ("cluster", "all", "auto"):
+            raise ValueError(f"name is {self.name!r}; expected a word other than cluster, all and auto")
+        _check_counts(self, "ranks")
+        _check_quantities(self, bandwidth="byte/s", latency="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The machine around the accelerators of a node. bandwidth: of its memory."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    memory: str | None = None
+    bandwidth: str | None = None
+    cores: int | None = None
+    sockets: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "cores", "sockets")
+        _check_quantities(self, memory="byte", bandwidth="byte/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvme:
+    """A solid-state drive of every node. path: a folder on it. socket: the processor it hangs off."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    path: str
+    bandwidth: str | None = None
+    socket: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, bandwidth="byte/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node, of which all are alike. ranks: processes on it, one for each accelerator.
+
+    tiers: groups of its ranks with faster links, from the smallest; the one of all its ranks is called node.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    ranks: int
+    tiers: tuple[NodeTier, ...] = ()
+    host: Host | None = None
+    nvme: tuple[Nvme, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "ranks")
+        smaller = 1
+        for tier in self.tiers:
+            key = f"tiers.{tier.name}.ranks is {tier.ranks}"
+            if (tier.name == "node") != (tier.ranks == self.ranks):
+                raise ValueError(f"{key}; the tier of all {self.ranks} ranks, and no other, is called node")
+            if tier.ranks <= smaller or tier.ranks % smaller or self.ranks % tier.ranks:
+                above = f"a multiple of the {smaller} of the tier before it, and" if smaller > 1 else "above 1, and"
+                raise ValueError(f"{key}; expected {above} a divisor of the node's {self.ranks}")
+            smaller = tier.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """A network card of every node. kind: cards of unlike kinds cannot speak to each other. interface: its name in
+    the operating system. bandwidth: in one direction. latency: of one message.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    kind: str = "ethernet"
+    interface: str | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, bandwidth="byte/s", latency="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes on one network: one of the `clusters`. Its ranks are consecutive.
+
+    nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the card of each node; nics:
+    the cards, where there are several.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str
+    nodes: int | None = None
+    nic: Nic | None = None
+    nics: tuple[Nic, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "nodes")
+        if self.nic is not None and self.nics:
+            raise ValueError("nics is given beside nic; expected one of them, so put all cards into nics")
+        kinds = sorted({card.kind for card in self.cards})
+        if len(kinds) > 1:
+            raise ValueError(f"nics are of the kinds {', '.join(kinds)}; expected one, as each node uses all of them")
+
+    @property
+    def cards(self) -> tuple[Nic, ...]:
+        """The network cards of each node."""
+        return self.nics if self.nic is None else (self.nic,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the ranks run on. between: the network that joins clusters, also those whose own cards are of unlike kinds.
+
+    clusters: none for one network about which nothing is known.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str | None = None
+    accelerator: Accelerator | None = None
+    node: Node
+    clusters: tuple[NodeGroup, ...] = ()
+    between: Nic | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.clusters) < 2:
+            return
+        names = [group.name for group in self.clusters]
+        for index, group in enumerate(self.clusters):
+            if group.nodes is None:
+                raise ValueError(f"clusters[{index}].nodes is missing; with several clusters, each says how many")
+            if group.name in names[:index]:
+                raise ValueError(f"clusters[{index}].name is {group.name}, as is an earlier one's; expected another")
+        kinds = sorted({card.kind for group in self.clusters for card in group.cards})
+        if len(kinds) > 1 and self.between is None:
+            raise ValueError(
+                f"between is missing; the clusters' cards are of the kinds {' and '.join(kinds)}, which cannot speak "
+                "to each other, so name the network that joins them"
+            )
+
+
+_NUMBER_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+
+
+def _check_quantities(section: Any, **units: Unit) -> None:
+    for key, unit in units.items():
+        if getattr(section, key) is not None:
+            _check_quantity(key, getattr(section, key), unit)
+
+
+def _check_quantity(key: str, value: str, unit: Unit) -> None:
+    try:
+        quantity(value, unit)
+    except ValueError as error:
+        raise ValueError(f"{key} is {value!r}; {error}") from None
+
+
+def _check_counts(section: Any, *keys: str) -> None:
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and value < 1:
+            raise ValueError(f"{key} is {value}; it must be at least 1")

@@ -1,0 +1,123 @@
+"""The tiers of links between the ranks of a run, from the fastest, as pure data. No torch in here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from llmtrain.cluster.config import Cluster, Nic, NodeGroup, NodeTier
+from llmtrain.cluster.quantity import quantity
+from llmtrain.errors import BadInputError
+
+# Bandwidth in bytes per second and latency in seconds, None where unknown.
+_Figures = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Aligned groups of `ranks` consecutive ranks whose members reach each other over links at least this fast.
+
+    bandwidth: bytes per second in one direction: of one rank inside the node, and beyond it of one node, whose ranks
+    share it; None if unknown. latency: seconds of one message, or None. aliases: names of the smaller tiers that are of
+    as many ranks here.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float | None = None
+    latency: float | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tier, ...]:
+    """Return the tiers of a run of `world` ranks, fastest first: those inside the node, node, cluster, all.
+
+    cluster: None for a run about which nothing is known but that it was started with `ranks_per_node` on each machine.
+    A description's nodes may be parts of a machine, never parts of several. Tiers of as many ranks are one, with the
+    larger one's name and the faster one's figures: in a single node, that is `all`. Where clusters are of unlike sizes,
+    the tier `cluster` has the most ranks that divide each of them. Raises BadInputError when world does not fit.
+    """
+    if cluster is None:
+        cuts = [Tier("node", gcd(ranks_per_node, world)), Tier("cluster", world), Tier("all", world)]
+    else:
+        _check_machines(cluster, world, ranks_per_node)
+        _check_nodes(cluster, world)
+        cuts = _described(cluster, world)
+    found: list[Tier] = []
+    for cut in cuts:
+        # A node that the run does not fill has smaller tiers.
+        tier = replace(cut, ranks=min(cut.ranks, world))
+        if found and found[-1].ranks == tier.ranks:
+            faster = found.pop()
+            tier = replace(faster, name=tier.name, aliases=(*faster.aliases, faster.name))
+        elif found and tier.ranks % found[-1].ranks:
+            raise BadInputError(
+                f"the cluster's tier {found[-1].name} has {found[-1].ranks} ranks, but the run has {world}; start it "
+                f"with a multiple of {found[-1].ranks}"
+            )
+        found.append(tier)
+    return tuple(found)
+
+
+def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
+    """Return how many ranks the tier called `name` has, also where it is as large as another.
+
+    Raises BadInputError when no tier is called so.
+    """
+    for tier in tiers:
+        if name in (tier.name, *tier.aliases):
+            return tier.ranks
+    names = [name for tier in tiers for name in (*tier.aliases, tier.name)]
+    raise BadInputError(f"{name} is no tier of this cluster; expected one of {', '.join(names)}")
+
+
+def _check_machines(cluster: Cluster, world: int, ranks_per_node: int) -> None:
+    if world > ranks_per_node and ranks_per_node % cluster.node.ranks:
+        raise BadInputError(
+            f"cluster.node.ranks is {cluster.node.ranks}, but the run was started with {ranks_per_node} ranks on each "
+            f"machine; start it with {cluster.node.ranks}, or set cluster.node.ranks to {ranks_per_node}"
+        )
+
+
+def _check_nodes(cluster: Cluster, world: int) -> None:
+    counts = [group.nodes for group in cluster.clusters if group.nodes is not None]
+    most = sum(counts) * cluster.node.ranks
+    several = len(cluster.clusters) > 1
+    if (several and world != most) or (counts and world > most):
+        raise BadInputError(
+            f"the cluster has {' + '.join(map(str, counts))} nodes of {cluster.node.ranks} ranks, but the run has "
+            f"{world} ranks; start it with {'' if several else 'at most '}{most}"
+        )
+
+
+def _described(cluster: Cluster, world: int) -> list[Tier]:
+    """Return the tiers as they are where every node is full; some may be of equal size."""
+    inside = [Tier(tier.name, tier.ranks, *_figures(tier)) for tier in cluster.node.tiers]
+    if not inside or inside[-1].name != "node":
+        inside.append(Tier("node", cluster.node.ranks))
+    own = _slowest([_through_all_cards(group) for group in cluster.clusters])
+    if len(cluster.clusters) < 2:
+        return [*inside, Tier("cluster", world, *own), Tier("all", world, *own)]
+    nodes = gcd(*(group.nodes for group in cluster.clusters if group.nodes is not None))
+    joined = own if cluster.between is None else _figures(cluster.between)
+    return [*inside, Tier("cluster", nodes * cluster.node.ranks, *own), Tier("all", world, *joined)]
+
+
+def _through_all_cards(group: NodeGroup) -> _Figures:
+    """Return the figures of one node of a cluster, which sends through all its cards at once."""
+    figures = [_figures(card) for card in group.cards]
+    return _known([rate for rate, _ in figures], sum), _slowest(figures)[1]
+
+
+def _slowest(figures: Sequence[_Figures]) -> _Figures:
+    return _known([rate for rate, _ in figures], min), _known([latency for _, latency in figures], max)
+
+
+def _known(values: Sequence[float | None], reduce: Callable[[list[float]], float]) -> float | None:
+    """Reduce values, of which one unknown makes the whole unknown."""
+    known = [value for value in values if value is not None]
+    return reduce(known) if known and len(known) == len(values) else None
+
+
+def _figures(link: NodeTier | Nic) -> _Figures:
+    rate = None if link.bandwidth is None else quantity(link.bandwidth, "byte/s")
+    return rate, None if link.latency is None else quantity(link.latency, "s")
