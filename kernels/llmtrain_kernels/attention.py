@@ -1,11 +1,37 @@
-"""Causal attention: one dispatch point for flash-attn and torch's scaled dot-product attention."""
+"""Causal attention: one dispatch point for flash-attn, torch's scaled dot-product attention and the CPU kernel."""
 
 import functools
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from llmtrain_kernels.native import native_functions
+from llmtrain_kernels.rotary import rotate
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def joint_attention(qkv: Tensor, heads: int, rotary: Rotary | None, dropout: float = 0.0) -> Tensor:
+    """Rotate queries and keys, and attend causally.
+
+    qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values: query heads
+    `i * heads / kv_heads` and on share key/value head `i`. rotary: cosine and sine, each fp32
+    `[positions, 1, rotary_dim / 2]`, or None. Returns `[batch, sequence, heads, head_dim]`.
+    """
+    sequence, kv_heads = qkv.shape[1], (qkv.shape[2] - heads) // 2
+    cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
+    if dropout == 0.0 and _suits_kernel(qkv.device.type, qkv.dtype, qkv.shape[0] * kv_heads):
+        return _joint_attention(qkv, cos, sin, heads)[0]
+    turning, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+    if cos is not None and sin is not None:
+        # Q and K turn alike, so they turn together.
+        turning = rotate(turning, cos, sin)
+    q, k = turning.split([heads, kv_heads], dim=2)
+    return causal_attention(q, k, v, dropout)
 
 
 @functools.cache
@@ -39,3 +65,104 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+@torch.compiler.assume_constant_result
+def _suits_kernel(device: str, dtype: torch.dtype, key_heads: int) -> bool:
+    # The kernel's threads take a sequence's key/value head each, so fewer of those than threads leave some idle.
+    return (
+        device == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and key_heads >= torch.get_num_threads()
+        and _kernel() is not None
+    )
+
+
+@functools.cache
+def _kernel() -> SimpleNamespace | None:
+    return native_functions(
+        "attention",
+        attention_workspace="pll",
+        attention_forward="p" * 6 + "l" * 8,
+        attention_backward="p" * 8 + "l" * 8,
+    )
+
+
+def _sizes(qkv: Tensor, cos: Tensor | None, heads: int) -> tuple[int, ...]:
+    # Threads, whether bf16, batch, sequence, heads, kv_heads, head_dim, rotary_dim / 2.
+    batch, sequence, width, dim = qkv.shape
+    half = 0 if cos is None else cos.shape[-1]
+    return (
+        torch.get_num_threads(),
+        int(qkv.dtype == torch.bfloat16),
+        batch,
+        sequence,
+        heads,
+        (width - heads) // 2,
+        dim,
+        half,
+    )
+
+
+def _workspace(qkv: Tensor, backward: bool) -> Tensor:
+    floats = torch.empty(2, dtype=torch.int64)
+    _native().attention_workspace(floats.data_ptr(), qkv.shape[1], qkv.shape[3])
+    return torch.empty(torch.get_num_threads() * int(floats[int(backward)]))
+
+
+def _native() -> SimpleNamespace:
+    kernel = _kernel()
+    assert kernel is not None
+    return kernel
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+# Operators of torch's, not mere autograd functions, so that a compiled block calls them as well.
+@torch.library.custom_op("llmtrain::joint_attention", mutates_args=(), device_types="cpu")
+def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    qkv = qkv.contiguous()
+    mixed = qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])
+    log_sums = qkv.new_empty(qkv.shape[0], heads, qkv.shape[1], dtype=torch.float32)
+    workspace = _workspace(qkv, backward=False)
+    pointers = [_pointer(x) for x in (qkv, cos, sin, mixed, log_sums, workspace)]
+    _native().attention_forward(*pointers, *_sizes(qkv, cos, heads))
+    return mixed, log_sums
+
+
+@torch.library.custom_op("llmtrain::joint_attention_backward", mutates_args=(), device_types="cpu")
+def _joint_attention_backward(
+    grad: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mixed: Tensor, log_sums: Tensor
+) -> Tensor:
+    grad, qkv = grad.contiguous(), qkv.contiguous()
+    grad_qkv = torch.empty_like(qkv)
+    workspace = _workspace(qkv, backward=True)
+    pointers = [_pointer(x) for x in (qkv, cos, sin, mixed, log_sums, grad, grad_qkv, workspace)]
+    _native().attention_backward(*pointers, *_sizes(qkv, cos, mixed.shape[2]))
+    return grad_qkv
+
+
+@_joint_attention.register_fake
+def _(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    batch, sequence, _, dim = qkv.shape
+    mixed = qkv.new_empty(batch, sequence, heads, dim)
+    return mixed, qkv.new_empty(batch, heads, sequence, dtype=torch.float32)
+
+
+@_joint_attention_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mixed: Tensor, log_sums: Tensor) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, cos, sin, _ = inputs
+    ctx.save_for_backward(qkv, cos, sin, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return _joint_attention_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+_joint_attention.register_autograd(_differentiate, setup_context=_save)

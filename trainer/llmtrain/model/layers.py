@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.attention import causal_attention
+from llmtrain_kernels.attention import joint_attention
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
@@ -64,20 +64,12 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of `[batch, sequence, heads, head_dim]`, pairing channel i with i + rotary_dim / 2."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
 class Attention(nn.Module):
     """Causal self-attention; Q, K and V come from one product."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.heads, self.head_dim = config.heads, config.head_dim
         self.dropout = config.dropout
         bias = config.family != "llama"
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -88,12 +80,7 @@ class Attention(nn.Module):
         """Map `[batch, sequence, hidden]` to the same shape."""
         batch, sequence, _ = x.shape
         qkv = self.qkv(x).view(batch, sequence, -1, self.head_dim)
-        turning, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        if rotary is not None:
-            # Q and K turn alike, so they turn together.
-            turning = rotate(turning, rotary[0][:sequence], rotary[1][:sequence])
-        q, k = turning.split([self.heads, self.kv_heads], dim=2)
-        mixed = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        mixed = joint_attention(qkv, self.heads, rotary, self.dropout if self.training else 0.0)
         return self.out(mixed.reshape(batch, sequence, -1))
 
 

@@ -1,0 +1,15 @@
+"""Rotary position embedding (RoFormer, section 3.2)."""
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of `[batch, sequence, heads, head_dim]`, pairing channel i with i + rotary_dim / 2.
+
+    cos, sin: `[sequence, 1, rotary_dim / 2]`, fp32.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

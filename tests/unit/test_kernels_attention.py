@@ -1,0 +1,116 @@
+"""The CPU's attention kernel against the plain forms."""
+
+import pytest
+import torch
+from llmtrain_kernels import attention
+from llmtrain_kernels.attention import Rotary, joint_attention
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(attention._kernel() is None, reason="no C++ compiler")
+
+
+def rotary_of(positions: int, channels: int) -> Rotary:
+    angles = torch.outer(torch.arange(positions), torch.logspace(0, -2, channels // 2)).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def gradient(qkv: Tensor, heads: int, rotary: Rotary | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    qkv = qkv.detach().requires_grad_()
+    mixed = joint_attention(qkv, heads, rotary)
+    mixed.backward(grad)
+    assert qkv.grad is not None
+    return mixed.detach(), qkv.grad
+
+
+def exact(qkv: Tensor, heads: int, rotary: Rotary | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """In fp64, which the kernel does not take."""
+    rotary = rotary and (rotary[0].double(), rotary[1].double())
+    return gradient(qkv.double(), heads, rotary, grad.double())
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "sequence", "heads", "kv_heads", "dim", "channels"),
+    [
+        (2, 64, 4, 4, 64, 0),
+        (3, 1, 2, 2, 16, 16),
+        (1, 63, 3, 3, 8, 8),
+        (2, 65, 6, 2, 20, 20),
+        (1, 200, 4, 4, 33, 16),
+        (2, 130, 8, 8, 128, 128),
+    ],
+)
+def test_matches_the_plain_form(
+    batch: int, sequence: int, heads: int, kv_heads: int, dim: int, channels: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, sequence, heads + 2 * kv_heads, dim, dtype=dtype)
+    grad = torch.randn(batch, sequence, heads, dim, dtype=dtype)
+    rotary = rotary_of(sequence + 5, channels) if channels else None
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for ours, wanted in zip(gradient(qkv, heads, rotary, grad), exact(qkv, heads, rotary, grad), strict=True):
+        assert ours.dtype == dtype
+        assert error(ours, wanted) < tolerance
+
+
+def test_scores_far_apart() -> None:
+    """Weights that underflow, and a largest score that moves from tile to tile."""
+    qkv, grad = torch.randn(2, 300, 6, 16), torch.randn(2, 300, 2, 16)
+    qkv[:, :, :4] *= torch.linspace(1, 12, 300)[:, None, None]
+    for ours, wanted in zip(gradient(qkv, 2, None, grad), exact(qkv, 2, None, grad), strict=True):
+        assert error(ours, wanted) < 1e-5
+
+
+def test_not_a_number_stays() -> None:
+    qkv = torch.randn(2, 10, 6, 16)
+    qkv[0, 4, 0, 0] = float("nan")
+    mixed = joint_attention(qkv, 2, None)
+    assert mixed[0, 4, 0].isnan().all()
+    assert int(mixed.isnan().sum()) == 16
+
+
+def test_strided_inputs() -> None:
+    wide, grads = torch.randn(2, 12, 33, 16), torch.randn(2, 2, 33, 16)
+    qkv, grad = wide[:, ::2].transpose(1, 2), grads.transpose(1, 2)
+    for strided, plain in zip(
+        gradient(qkv, 2, None, grad), gradient(qkv.contiguous(), 2, None, grad.contiguous()), strict=True
+    ):
+        assert torch.equal(strided, plain)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    qkv, grad, before = torch.randn(3, 70, 6, 16), torch.randn(3, 70, 2, 16), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(gradient(qkv, 2, None, grad))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_recomputed_and_with_saved_tensors_packed() -> None:
+    qkv, grad, rotary = torch.randn(2, 33, 6, 16), torch.randn(2, 33, 2, 16), rotary_of(33, 16)
+    _, wanted = gradient(qkv, 2, rotary, grad)
+    again = qkv.clone().requires_grad_()
+    recomputed = checkpoint(joint_attention, again, 2, rotary, use_reentrant=False)
+    recomputed.backward(grad)
+    assert torch.equal(again.grad, wanted)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
+        again.grad, mixed = None, joint_attention(again, 2, rotary)
+    assert any(x.data_ptr() == again.data_ptr() for x in packed)
+    mixed.backward(grad)
+    assert torch.equal(again.grad, wanted)
+
+
+def test_the_operator_is_sound() -> None:
+    """What torch.compile relies on: shapes without data, and a gradient that can be traced."""
+    qkv = torch.randn(2, 5, 6, 8, requires_grad=True)
+    torch.library.opcheck(attention._joint_attention, (qkv, *(table for table in rotary_of(5, 8)), 2))
