@@ -1,0 +1,38 @@
+"""Tests in emulated clusters: skipped, with the reason, where none can be made."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# At the end, so that no folder of the repository hides a package of the same name.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from tools.netlab.lab import Lab
+from tools.netlab.network import leftovers, namespaces, why_not
+from tools.netlab.spec import plain
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _can_make_labs() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test does to its labs, none is left; those of other programs are theirs."""
+    shared = request.getfixturevalue("lab").name if "lab" in request.fixturenames else "none"
+    before = set(leftovers())
+    yield
+    assert [name for name in namespaces(f"netlab-{os.getpid()}-") if not name.startswith(shared)] == []
+    assert set(leftovers()) <= before
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    """Two nodes of two ranks, with 100 Mbit/s between them."""
+    with Lab(plain(nodes=2, ranks_per_node=2, inter="100mbit")) as made:
+        yield made

@@ -1,0 +1,97 @@
+"""Run a command as every rank of an emulated cluster.
+
+python -m tools.netlab --nodes 2 --ranks-per-node 2 --inter 100mbit -- python -m llmtrain run recipe.yaml
+python -m tools.netlab --cluster two-sites --nodes 1 --ranks-per-node 2 --slower 1000 -- COMMAND
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from llmtrain.cluster.description import load_cluster
+from llmtrain.errors import BadInputError, RunFailedError
+
+from tools.netlab import network
+from tools.netlab.lab import Lab
+from tools.netlab.report import as_json, as_table
+from tools.netlab.spec import Spec, of_cluster, plain
+
+
+def main() -> int:
+    """Run, report and clean up; return the exit code."""
+    arguments = _parse()
+    try:
+        if arguments.clean:
+            return _clean()
+        return _run(arguments, _spec(arguments))
+    except BadInputError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except RunFailedError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m tools.netlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cluster", help="a description's YAML file or name; its nodes, cards and rates are emulated")
+    parser.add_argument("--nodes", type=int, help="nodes; with --cluster, of each of its clusters")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks of each node (default: the description's, or 1)")
+    parser.add_argument("--inter", metavar="RATE", help="of each node's card, such as 100mbit (default: unshaped)")
+    parser.add_argument(
+        "--intra", metavar="RATE", help="of all that a node's ranks tell each other (default: unshaped)"
+    )
+    parser.add_argument("--slower", type=float, default=1.0, metavar="N", help="divide the description's rates by N")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="kill the run after so long")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--clean", action="store_true", help="remove what labs left behind that were killed, and end")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what every rank runs")
+    arguments = parser.parse_args()
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
+    if not arguments.command and not arguments.clean:
+        parser.error("there is no command; put it after --")
+    return arguments
+
+
+def _spec(arguments: argparse.Namespace) -> Spec:
+    if arguments.cluster is None:
+        if arguments.slower != 1.0:
+            raise BadInputError("--slower divides the rates of --cluster, which is not given; give --inter the rate")
+        return plain(arguments.nodes or 2, arguments.ranks_per_node or 1, arguments.inter, arguments.intra)
+    if arguments.inter is not None:
+        raise BadInputError("--inter and --cluster both say how fast the cards are; leave one out")
+    cluster = load_cluster(arguments.cluster)
+    return of_cluster(cluster, arguments.nodes, arguments.ranks_per_node, arguments.slower, arguments.intra)
+
+
+def _run(arguments: argparse.Namespace, spec: Spec) -> int:
+    lab = Lab(spec)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not lab.pass_on(number):
+            raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    with lab:
+        result = lab.run(arguments.command, timeout=arguments.timeout, echo=True)
+    print(as_table(result))
+    if arguments.json is not None:
+        arguments.json.write_text(as_json(spec, arguments.command, result))
+    return result.returncode if result.returncode >= 0 else 128 - result.returncode
+
+
+def _clean() -> int:
+    names = network.leftovers()
+    network.remove(names)
+    print(f"removed {', '.join(names)}" if names else "nothing to remove")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

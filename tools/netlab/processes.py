@@ -1,0 +1,102 @@
+"""One command as many ranks: started together, listened to, and ended together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from threading import Thread
+
+TIMED_OUT = 124
+# Seconds in which the others may end by themselves once one rank has failed, before SIGTERM.
+SETTLE = 5.0
+# Seconds between SIGTERM and SIGKILL, and between a signal that was passed on and SIGKILL.
+GRACE, PASSED_ON_GRACE = 10.0, 60.0
+
+
+class Ranks:
+    """The processes of one run, each the leader of a group of its own.
+
+    commands: what each rank runs, and its environment. echo: write each line to stdout as it comes, rank in front.
+    output: the lines of each rank, stdout and stderr as they came.
+    """
+
+    def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], echo: bool) -> None:
+        self.output: list[list[str]] = [[] for _ in commands]
+        self._echo = echo
+        self._due: list[tuple[float, int]] = []
+        self._started = time.monotonic()
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            for command, environment in commands:
+                self._processes.append(_start(command, environment))
+        except BaseException:
+            self._signal(signal.SIGKILL)
+            raise
+        self._listeners = [Thread(target=self._listen, args=(rank,), daemon=True) for rank in range(len(commands))]
+        for listener in self._listeners:
+            listener.start()
+
+    def wait(self, timeout: float | None) -> tuple[int, float]:
+        """Return (exit code, seconds) once all have ended: 0, or the code of the rank that failed first.
+
+        When one fails, the others are ended. A negative code is the signal that a rank died of; 124 says that the run
+        took longer than `timeout` seconds and was killed.
+        """
+        failure = 0
+        try:
+            while True:
+                codes = [process.poll() for process in self._processes]
+                now = time.monotonic()
+                if not failure and any(codes):
+                    failure = next(code for code in codes if code)
+                    self._due += [(now + SETTLE, signal.SIGTERM), (now + SETTLE + GRACE, signal.SIGKILL)]
+                if None not in codes:
+                    return failure, now - self._started
+                if timeout is not None and now > self._started + timeout:
+                    return TIMED_OUT, now - self._started
+                for _, number in [entry for entry in self._due if entry[0] <= now]:
+                    self._signal(number)
+                self._due = [entry for entry in self._due if entry[0] > now]
+                time.sleep(0.02)
+        finally:
+            self._signal(signal.SIGKILL)
+            for process, listener in zip(self._processes, self._listeners, strict=True):
+                process.wait()
+                # A process that left its rank's group may hold the pipe open; it ends with the lab.
+                listener.join(timeout=2)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to every rank; one that has not ended a minute later is killed."""
+        self._signal(number)
+        self._due.append((time.monotonic() + PASSED_ON_GRACE, signal.SIGKILL))
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            # The group's number stays taken while any of its processes lives, or its leader has not been waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _listen(self, rank: int) -> None:
+        stream = self._processes[rank].stdout
+        assert stream is not None
+        for line in stream:
+            self.output[rank].append(line.rstrip("\n"))
+            if self._echo:
+                sys.stdout.write(f"[{rank}] {line.rstrip()}\n")
+                sys.stdout.flush()
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )

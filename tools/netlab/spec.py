@@ -1,0 +1,113 @@
+"""What to emulate: nodes, their network cards, and the networks that these are plugged into. Pure data."""
+
+import re
+from dataclasses import dataclass
+
+from llmtrain.cluster.config import Cluster, Nic
+from llmtrain.cluster.quantity import quantity
+from llmtrain.errors import BadInputError
+
+# What Linux takes as an interface's name.
+_INTERFACE = re.compile(r"[^\s/:.][^\s/:]{0,14}")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A network card of one node. network: those on one of the same name reach each other, and no others.
+
+    rate: bytes per second in each direction; None: as fast as the machine copies.
+    """
+
+    interface: str
+    network: str
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An emulated cluster. nodes: the cards of each. intra: bytes per second of all that the ranks of one node send to
+    each other; None: as fast as the machine copies.
+    """
+
+    ranks_per_node: int
+    nodes: tuple[tuple[Card, ...], ...]
+    intra: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1 or not self.nodes:
+            raise BadInputError(f"{len(self.nodes)} nodes of {self.ranks_per_node} ranks; expected at least 1 of each")
+        for cards in self.nodes:
+            names = [card.interface for card in cards]
+            for name in names:
+                if not _INTERFACE.fullmatch(name) or name == "lo":
+                    raise BadInputError(f"interface {name!r} is no name of a card; expected up to 15 characters")
+                if names.count(name) > 1:
+                    raise BadInputError(f"interface {name} is the name of two cards of one node; expected two names")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes) * self.ranks_per_node
+
+    @property
+    def networks(self) -> list[str]:
+        """The networks, in the order in which nodes name them."""
+        return list(dict.fromkeys(card.network for cards in self.nodes for card in cards))
+
+    @property
+    def meeting(self) -> str:
+        """The network that all nodes are on, where the ranks find each other: the last such, so `between` if given."""
+        common = [name for name in self.networks if all(name in {card.network for card in node} for node in self.nodes)]
+        if not common:
+            raise BadInputError("the nodes have no network in common; give the description a `between`")
+        return common[-1] if "between" in common else common[0]
+
+
+def plain(nodes: int, ranks_per_node: int, inter: str | None = None, intra: str | None = None) -> Spec:
+    """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. Raises BadInputError."""
+    card = Card("eth0", "net", _rate("inter", inter))
+    return Spec(ranks_per_node, ((card,),) * nodes, _rate("intra", intra))
+
+
+def of_cluster(
+    cluster: Cluster,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    slower: float = 1.0,
+    intra: str | None = None,
+) -> Spec:
+    """Return a described cluster, or one of its form: fewer nodes in each of the clusters, fewer ranks, slower links.
+
+    Each card of a node is on a network of its own, shared with the cards in the same place of the cluster's other
+    nodes; where there is no `between`, also with those of the other clusters. Latencies are not emulated.
+    Raises BadInputError.
+    """
+    if slower <= 0:
+        raise BadInputError(f"slower is {slower}; expected a number above 0, as links are that many times slower")
+    all_nodes: list[tuple[Card, ...]] = []
+    for group in cluster.clusters or (None,):
+        count = nodes or (group and group.nodes)
+        if not count:
+            raise BadInputError(f"{cluster.name or 'the cluster'} does not say how many nodes it has; add --nodes N")
+        prefix = f"{group.name}-" if group and len(cluster.clusters) > 1 and cluster.between else ""
+        cards = (
+            [_card(card, f"eth{place}", f"{prefix}{place}", slower) for place, card in enumerate(group.cards)]
+            if group
+            else []
+        )
+        if cluster.between is not None and len(cluster.clusters) > 1:
+            cards.append(_card(cluster.between, f"eth{len(cards)}", "between", slower))
+        all_nodes += [tuple(cards or [Card("eth0", "net")])] * count
+    return Spec(ranks_per_node or cluster.node.ranks, tuple(all_nodes), _rate("intra", intra))
+
+
+def _card(nic: Nic, interface: str, network: str, slower: float) -> Card:
+    rate = _rate("bandwidth", nic.bandwidth)
+    return Card(nic.interface or interface, network, rate and rate / slower)
+
+
+def _rate(key: str, text: str | None) -> float | None:
+    try:
+        return None if text is None else quantity(text, "byte/s")
+    except ValueError as error:
+        raise BadInputError(f"{key} is {text!r}; {error}") from None
