@@ -30,7 +30,7 @@ CACHE = 128 << 20
 """Bytes that gigatoken's memory of words may add to the process, for each core, before it is emptied."""
 
 REFILL = 16
-"""Chunks for each core between two times that it is emptied, as filling it takes time."""
+"""Chunks for each core between two looks at the memory, as filling it again takes time."""
 
 SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 """The texts, and the characters of each, that both encoders must agree on before the first chunk."""
@@ -99,14 +99,17 @@ class Gigatoken:
         self._description = description
         self._reference = reference
         self._cores = cores
-        self._process = psutil.Process()
+        self.tokenizer = self.load()
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk. Raises DataError where the two encoders differ."""
         tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        for _ in range(self._cores):
-            tokenizers.put((0, self.load()))
-        generation = limit = since = 0
+        tokenizers.put((0, self.tokenizer))
+        for _ in range(1, self._cores):
+            tokenizers.put((-1, None))  # loaded by its thread, beside the first one's work
+        process = psutil.Process()
+        limit = process.memory_info().rss + CACHE * self._cores
+        generation = since = 0
 
         def work(chunk: Chunk, watched: bool) -> Encoded:
             made, tokenizer = tokenizers.get()
@@ -126,11 +129,10 @@ class Gigatoken:
             watched = (number % WATCHED == 0 for number in count())
             for encoded in in_order(lambda chunk: pool.submit(work, chunk, next(watched)), chunks, self._cores):
                 yield encoded
-                memory = self._process.memory_info().rss
-                limit = limit or memory + CACHE * self._cores
                 since += 1
-                if memory > limit and since > REFILL * self._cores:
-                    generation, since = generation + 1, 0
+                if since > REFILL * self._cores:
+                    since = 0
+                    generation += process.memory_info().rss > limit
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -245,24 +247,24 @@ def choose_encoder(
     if wanted == "tokenizers":
         return Workers(folder, "asked for", cores)
     texts = [*SPECIMENS, *_sampled(sample, SAMPLE_TEXTS)]
-    candidate = Gigatoken(reference.to_str(), reference, f"same ids as tokenizers on {len(texts)} texts", cores)
-    problem = _difference(candidate, reference, texts)
-    if problem is None:
-        return candidate
+    try:
+        encoder = Gigatoken(reference.to_str(), reference, f"same ids as tokenizers on {len(texts)} texts", cores)
+        problem = _difference(encoder.tokenizer, reference, texts)
+        if problem is None:
+            return encoder
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a Rust panic is no Exception
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        problem = f"gigatoken does not take this tokenizer: {reason}"
     if wanted == "gigatoken":
         raise DataError(f"{problem}; leave out --encoder gigatoken")
     return Workers(folder, problem, cores)
 
 
-def _difference(candidate: Gigatoken, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
-    """Return why gigatoken cannot stand in for `tokenizers`, None if it can."""
-    try:
-        ids, lengths = encode_with(candidate.load(), texts)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a Rust panic is no Exception
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        return f"gigatoken does not take this tokenizer: {reason}"
+def _difference(tokenizer: Any, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
+    """Return why the gigatoken tokenizer cannot stand in for `tokenizers`, None if it can."""
+    ids, lengths = encode_with(tokenizer, texts)
     rows = np.split(ids, np.cumsum(lengths)[:-1])
     for text, row, expected in zip(texts, rows, _reference_ids(reference, texts), strict=True):
         if row.tolist() != expected:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from llmtrain_data.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,6 +20,21 @@ SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 
 
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any]
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Description(msgspec.Struct):
+    """What the size takes of a `tokenizer.json`. vocab: token to id, or (Unigram) a list."""
+
+    model: _Model
+    added_tokens: list[_Added] | None = None
+
+
 def tokenizer_size(folder: str | Path) -> int:
     """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
 
@@ -27,14 +44,14 @@ def tokenizer_size(folder: str | Path) -> int:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return max(_from_transformers(folder).get_vocab().values()) + 1
-    description = _read_json(path)
     try:
-        vocab = description["model"]["vocab"]
+        # Typed, as building the list of merges would take ten times as long.
+        description = msgspec.json.decode(path.read_bytes(), type=_Description)
+        vocab = description.model.vocab
         largest = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
-        added = [int(token["id"]) for token in description.get("added_tokens") or []]
-        return max([largest, *added]) + 1
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} has no vocabulary ({error!r}); expected a Hugging Face tokenizer") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} has no vocabulary ({error}); expected a Hugging Face tokenizer") from error
+    return max([largest, *(token.id for token in description.added_tokens or [])]) + 1
 
 
 def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
