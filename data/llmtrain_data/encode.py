@@ -41,6 +41,9 @@ WATCHED = 64
 LONG = 500
 """Mean ids of a text from which on texts are copied one by one."""
 
+Texts = list[str] | list[bytes]
+"""As text or as its UTF-8."""
+
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 SPECIMENS = (
@@ -116,7 +119,7 @@ class Gigatoken:
             try:
                 if made < generation:
                     made, tokenizer = generation, self.load()
-                texts = chunk.texts()
+                texts = chunk.encodable()
                 ids, lengths = encode_with(tokenizer, texts)
                 if watched:
                     self._watch(tokenizer, texts)
@@ -142,7 +145,7 @@ class Gigatoken:
 
         return gigatoken.Tokenizer.from_json(self._description)
 
-    def _watch(self, tokenizer: Any, texts: list[str]) -> None:
+    def _watch(self, tokenizer: Any, texts: Texts) -> None:
         text = _sampled(texts, 1)[0] if texts else ""
         if encode_with(tokenizer, [text])[0].tolist() != _reference_ids(self._reference, [text])[0]:
             raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers")
@@ -190,7 +193,7 @@ def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk]
         yield waiting.popleft().result()
 
 
-def encode_with(tokenizer: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
     if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
@@ -199,7 +202,7 @@ def encode_with(tokenizer: Any, texts: list[str]) -> tuple[np.ndarray, np.ndarra
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
-def assemble(chunk: Chunk, texts: list[str], ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
+def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
     """Put the end after each document; leave out texts without a token, as Megatron does.
 
     A text that does not end its document gets no end.
@@ -276,14 +279,15 @@ def _reference_ids(tokenizer: "tokenizers.Tokenizer", texts: list[str]) -> list[
     return [row.ids for row in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _sampled(texts: list[str], amount: int) -> list[str]:
+def _sampled(texts: Texts, amount: int) -> list[str]:
     """Return the beginnings of up to `amount` texts spread over the list."""
     picked = np.unique(np.linspace(0, len(texts) - 1, amount).astype(int)).tolist() if texts else []
-    return [texts[i][:SAMPLE_CHARACTERS] for i in picked]
+    some = [texts[i] for i in picked]
+    return [(text if isinstance(text, str) else text.decode())[:SAMPLE_CHARACTERS] for text in some]
 
 
-def _text_bytes(texts: list[str]) -> int:
-    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+def _text_bytes(texts: Texts) -> int:
+    return sum(len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode()) for text in texts)
 
 
 class _Worker:

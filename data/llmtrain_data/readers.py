@@ -7,13 +7,12 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 
 from llmtrain_data.errors import DataError
 
@@ -51,6 +50,9 @@ class Chunk(Protocol):
     def texts(self) -> list[str]:
         """Parse; records without text give an empty one. Raises DataError."""
 
+    def encodable(self) -> list[str] | list[bytes]:
+        """Parse to what costs an encoder least: the texts, or their UTF-8 where it is at hand. Raises DataError."""
+
 
 @dataclass(frozen=True)
 class TextChunk:
@@ -64,15 +66,19 @@ class TextChunk:
         """Return the texts."""
         return [piece.decode("utf-8", "replace") for piece in self.pieces]
 
+    def encodable(self) -> list[bytes]:
+        """Return the texts as UTF-8."""
+        return [piece if _is_utf8(piece) else piece.decode("utf-8", "replace").encode() for piece in self.pieces]
+
 
 @dataclass(frozen=True)
 class LinesChunk:
-    """Lines of JSON objects with the text in field `key`. line: how many lines of the file come before."""
+    """Lines of JSON objects with the text in field `key`. start: bytes of the file, decompressed, that come before."""
 
     block: bytes
     key: str
     path: Path
-    line: int
+    start: int
     done: int
     ends: None = None
 
@@ -80,12 +86,14 @@ class LinesChunk:
         """Return the texts. Raises DataError naming the line that is wrong."""
         texts = _parse_lines(self.block, self.key)
         if texts is None:
-            texts = _parse_slowly(self.block, self.key, self.path, self.line)
-        if self.line == 0 and texts and not any(text is not None for text in texts):
+            texts = _parse_slowly(self.block, self.key, self.path, self.start)
+        if self.start == 0 and texts and not any(text is not None for text in texts):
             raise DataError(
                 f"{self.path} has no text in field {self.key!r}{_fields(self.block)}; name the field with --text-key"
             )
         return [text or "" for text in texts]
+
+    encodable = texts
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,8 @@ class ColumnChunk:
 
     def texts(self) -> list[str]:
         """Return the texts. Raises DataError if the column holds none."""
+        import pyarrow as pa
+
         column = self.column
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -108,6 +118,8 @@ class ColumnChunk:
         if not any(test(column.type) for test in kinds):
             raise DataError(f"{self.where} holds {column.type}; expected text")
         return [text or "" for text in column.to_pylist()]
+
+    encodable = texts
 
 
 def read_files(
@@ -124,7 +136,10 @@ def read_files(
                 yield from texts.flush()
                 reader = {"jsonl": read_jsonl, "parquet": read_parquet}[kind(path)]
                 yield from reader(path, options.text_key)
-        except (OSError, EOFError, pa.ArrowException) as error:
+        except Exception as error:
+            # Arrow is imported by what needs it, so its errors are known by where they are from.
+            if not isinstance(error, OSError | EOFError) and type(error).__module__ != "pyarrow.lib":
+                raise
             raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     yield from texts.flush()
 
@@ -164,15 +179,17 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
 
 def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
     """Read a file of JSON objects, one a line; the text is the string in field `key`."""
-    line = 0
+    start = 0
     for block, done, _ in _blocks(path, CHUNK):
-        yield LinesChunk(block, key, path, line, done)
-        line += block.count(b"\n")
+        yield LinesChunk(block, key, path, start, done)
+        start += len(block)
 
 
 def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     """Read the string column `key` of a Parquet file."""
-    with pa.parquet.ParquetFile(path) as file:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
             raise DataError(f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key")
@@ -251,37 +268,66 @@ def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     from llmtrain_data.corpus import COMPRESSION
 
     kind = COMPRESSION.get(path.suffix)
+    if kind is None:
+        return file
+    import pyarrow as pa
+
     # Arrow's reader fails on a stream that was cut short, which zstandard's own takes for its end.
-    return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK) if kind else file
+    return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK)
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Return whether text is valid as it is."""
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:
     """Parse with msgspec, without keeping the other fields; None if it finds something wrong."""
-    record = msgspec.defstruct("Record", [("text", str | None, None)], rename={"text": key})
     try:
-        return [line.text for line in msgspec.json.Decoder(record).decode_lines(block)]  # type: ignore[attr-defined]
+        return [line.text for line in _decoder(key).decode_lines(block)]
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def _parse_slowly(block: bytes, key: str, path: Path, line: int) -> Sequence[str | None]:
+@cache
+def _decoder(key: str) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(msgspec.defstruct("Record", [("text", str | None, None)], rename={"text": key}))
+
+
+def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[str | None]:
     """Parse line by line: takes what is not quite JSON (lone surrogates), and names the line that is wrong."""
     texts: list[str | None] = []
-    for number, raw in enumerate(block.split(b"\n"), line + 1):
+    for number, raw in enumerate(block.split(b"\n"), 1):
         if not raw.strip():
             continue
         try:
             record = json.loads(raw.decode("utf-8", "replace"))
         except ValueError as error:
-            raise DataError(f"{path} line {number} is not JSON ({error}); expected one object a line") from error
+            where = f"{path} line {_lines(path, start) + number}"
+            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
         text = record.get(key) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(text, str | None):
             raise DataError(
-                f"{path} line {number} has {type(text).__name__} {str(text)[:40]!r}; "
+                f"{path} line {_lines(path, start) + number} has {type(text).__name__} {str(text)[:40]!r}; "
                 f"expected an object with a string in field {key!r}"
             )
         texts.append(None if text is None else text.encode("utf-8", "replace").decode())
     return texts
+
+
+def _lines(path: Path, size: int) -> int:
+    """Return how many lines the first `size` bytes of a file hold; counted for an error alone, as it takes time."""
+    with open(path, "rb") as file:
+        stream, lines = _decompressed(file, path), 0
+        while block := stream.read(min(size, CHUNK)):
+            lines, size = lines + block.count(b"\n"), size - len(block)
+        return lines
 
 
 def _fields(block: bytes) -> str:
