@@ -24,11 +24,16 @@ def _can_make_labs() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test does to its labs, none is left; those of other programs are theirs."""
-    shared = request.getfixturevalue("lab").name if "lab" in request.fixturenames else "none"
-    before = set(leftovers())
+    if "lab" in request.fixturenames:
+        request.getfixturevalue("lab")
+    before = present()
     yield
-    assert [name for name in namespaces(f"netlab-{os.getpid()}-") if not name.startswith(shared)] == []
-    assert set(leftovers()) <= before
+    assert present() <= before
+
+
+def present() -> set[str]:
+    """The namespaces of this process's labs and of labs whose process is gone."""
+    return {*namespaces(f"netlab-{os.getpid()}-"), *leftovers()}
 
 
 @pytest.fixture(scope="session")

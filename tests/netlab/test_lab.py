@@ -211,8 +211,11 @@ def test_what_a_killed_lab_leaves_is_cleaned() -> None:
     assert namespaces(f"netlab-{process.pid}-") == []
 
 
-def test_without_root_it_says_so() -> None:
-    command = ["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-m", "tools.netlab", "--", "true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 2
-    assert done.stderr == "netlab: netlab makes network namespaces, which needs root; run it as root\n"
+def test_without_root_or_tools_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = plain(nodes=1, ranks_per_node=1)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BadInputError, match="needs the command ip; install iproute2"), Lab(spec):
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(BadInputError, match="which needs root; run it as root"), Lab(spec):
+        pass
