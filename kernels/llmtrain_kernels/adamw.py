@@ -29,14 +29,9 @@ class AdamWStep:
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
 
 
-def adamw(
-    backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, weight: Tensor, numbers: AdamWStep
-) -> None:
-    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place, `weight` (`[n]`, any float dtype) gets the
-    new master unless it is the same memory. `gradient`, fp32 `[n]`, may be overwritten."""
+def adamw(backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
+    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place. `gradient`, fp32 `[n]`, may be overwritten."""
     _backends()[backend](master, m, v, gradient, numbers)
-    if weight.data_ptr() != master.data_ptr():
-        weight.copy_(master)
 
 
 def _backends() -> dict[str, Backend]:

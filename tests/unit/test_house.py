@@ -27,7 +27,7 @@ FLOORS = (
 COMPOSING = next(floor for floor, rooms in enumerate(FLOORS) if "train" in rooms)
 
 # Pure data that a recipe is made of and checked against; they import nothing above themselves.
-SHARED_DATA = ("config", "presets")
+SHARED_DATA = ("config", "presets", "tensors")
 
 WITHOUT_TORCH = (
     "llmtrain.cli.main",

@@ -10,8 +10,8 @@ from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
-from llmtrain.sharding.flat import FlatUnit, materialize, parameter_ranges
-from llmtrain.sharding.replicated import GradientSync
+from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.unit import parameter_ranges, whole_unit
 from torch import Tensor
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
@@ -59,17 +59,17 @@ def perturbed(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
     return model.train()
 
 
-def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, list[FlatUnit]]:
+def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     config = read_hf_config(folder)
     model = GPT(config, torch.device("cpu"), recompute)
-    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     ranges = {
         t.name: u.master[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
     }
     for name, tensor in hf_tensors(folder, config):
         ranges.pop(name).copy_(tensor.flatten())
     assert not ranges
-    return model, units
+    return model, Engine(model, units, Spread(), {}, lambda calls: None)
 
 
 def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict
 def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> None:
     theirs = perturbed(MODELS[family]())
     theirs.save_pretrained(tmp_path / "weights")
-    model, units = ours_from(tmp_path / "weights", recompute)
+    model, engine = ours_from(tmp_path / "weights", recompute)
     tokens = torch.randint(0, 97, (3, 33))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     expected = theirs(inputs).logits
@@ -95,10 +95,10 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
 
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten())
     loss.backward()
-    sync = GradientSync(units, None, lambda *_: None)
-    with sync.backward(first=True, last=True):
+    units = engine.units.values()
+    with engine.microbatch(first=True, last=True) as backward:
         our_loss = model(inputs, targets)
-        our_loss.backward()
+        backward(our_loss)
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}

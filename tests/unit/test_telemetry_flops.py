@@ -4,6 +4,7 @@ import pytest
 import torch
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
+from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.telemetry.meters import CommMeter, device_name, measured_peak, memory_bytes
 from torch.utils.flop_counter import FlopCounterMode
@@ -101,12 +102,15 @@ def test_measuring_leaves_random_numbers_alone() -> None:
 
 def test_bytes_are_counted_by_group_and_operation_until_taken() -> None:
     meter = CommMeter()
-    meter.add("data", "all_reduce", 100)
-    meter.add("data", "all_reduce", 20)
-    meter.add("data", "all_gather", 3)
-    meter.add("tensor", "all_reduce", 4)
-    assert meter.take() == {"data": {"all_reduce": 120, "all_gather": 3}, "tensor": {"all_reduce": 4}}
-    assert meter.take() == {}
+    meter.add([Traffic("weights", "all_gather", "node", 100, 75, packed=True)])
+    meter.add([Traffic("weights", "all_gather", "all", 20, 10, packed=False)] * 2)
+    meter.add([Traffic("gradients", "all_to_all", "all", 4, 5, packed=False)])
+    assert meter.take() == {
+        "comm_bytes": {"weights": {"all_gather": 140}, "gradients": {"all_to_all": 4}},
+        "comm_sent_bytes": {"node": 75, "all": 25},
+        "comm_quantized_share": 0.75,
+    }
+    assert meter.take() == {"comm_bytes": {}, "comm_sent_bytes": {}, "comm_quantized_share": 0.0}
 
 
 def test_memory_follows_what_is_held() -> None:

@@ -18,6 +18,7 @@ import torch
 from llmtrain.errors import PreemptedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
+from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry import units, wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
@@ -56,11 +57,12 @@ def record(step: int, **other: Any) -> StepRecord:
 
 def train(log: RunLogger, first: int, last: int) -> None:
     for step in range(first + 1, last + 1):
-        log.comm.add("data", "all_reduce", 1000)
+        log.comm.add([Traffic("weights", "all_gather", "node", 1000, 500, packed=False)])
+        log.comm.add([Traffic("gradients", "all_to_all", "all", 2000, 1500, packed=True)])
         log.step(record(step))
         # Just before a step that is logged.
         if step % 4 == 3:
-            log.comm.add("data", "all_reduce", 7)
+            log.comm.add([Traffic("weights", "all_gather", "node", 7, 7, packed=False)])
             log.evaluation(step, "validation", 6 / step)
 
 
@@ -86,7 +88,9 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert step["mfu_measured"] == pytest.approx(step["tflops_per_rank"] * 1e12 / run["measured_peak"])
     assert step["memory_bytes"]["model_states"] == 77
     # Of the step alone: neither of the steps before it nor of the evaluation.
-    assert step["comm_bytes"] == {"data": {"all_reduce": 1000}}
+    assert step["comm_bytes"] == {"weights": {"all_gather": 1000}, "gradients": {"all_to_all": 2000}}
+    assert step["comm_sent_bytes"] == {"node": 500, "all": 1500}
+    assert step["comm_quantized_share"] == 0.75
     assert found[1]["perplexity"] == pytest.approx(math.exp(6 / 3))
     end = found[-1]
     assert (end["outcome"], end["note"], end["tokens"]) == ("finished", "x", 640)
@@ -278,7 +282,7 @@ def test_wandb_reads_its_offline_run_back(
     assert {step: item["loss"] for step, item in history.items() if "loss" in item} == {
         row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row
     }
-    assert history[8]["comm_bytes.data.all_reduce"] == 1000
+    assert history[8]["comm_bytes.weights.all_gather"] == 1000
     assert {step: item["validation/loss"] for step, item in history.items() if "validation/loss" in item} == {
         3: 6 / 3,
         7: 6 / 7,

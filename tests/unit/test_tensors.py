@@ -10,8 +10,8 @@ from llmtrain.model.config import Family, GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
-from llmtrain.sharding.flat import materialize
-from llmtrain.sharding.replicated import GradientSync
+from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.unit import whole_unit
 
 TINY = GPTConfig(
     family="gpt2",
@@ -91,12 +91,12 @@ def test_initialisation_does_not_depend_on_the_range(monkeypatch: pytest.MonkeyP
 def test_parameters_are_views_of_the_flat_buffers() -> None:
     config = tiny("llama", tied=True)
     model = GPT(config, torch.device("cpu"))
-    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     tokens = torch.randint(0, config.vocab, (2, 9))
-    sync, block, sums = GradientSync(units, None, lambda *_: None), units[1], []
+    engine, block, sums = Engine(model, units, Spread(), {}, lambda calls: None), units[1], []
     for first in (True, False, True):
-        with sync.backward(first=first, last=True):
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
+        with engine.microbatch(first=first, last=True) as backward:
+            backward(model(tokens[:, :-1], tokens[:, 1:]))
         sums.append(block.gradient.clone())
     assert sums[0].any()
     torch.testing.assert_close(sums[1], 2 * sums[0])
@@ -107,7 +107,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
 
 def test_parameter_without_gradient_is_an_error() -> None:
     model = GPT(TINY, torch.device("cpu"))
-    units = [materialize(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
-    sync = GradientSync(units, None, lambda *_: None)
-    with pytest.raises(RuntimeError, match="without a gradient"), sync.backward(first=True, last=True):
-        model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum().backward()
+    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
+    engine = Engine(model, units, Spread(), {}, lambda calls: None)
+    with pytest.raises(RuntimeError, match="without a gradient in blocks"), engine.microbatch(True, True) as backward:
+        backward(model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum())

@@ -14,19 +14,25 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.cluster.levels import Level, levels_of
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
-from llmtrain.model.tensors import model_units
+from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.optim.scale import LossScale
 from llmtrain.recipe.resolve import as_data, shape, to_yaml
 from llmtrain.recipe.schema import EveryK, Recipe
-from llmtrain.sharding.flat import FlatUnit, materialize
-from llmtrain.sharding.replicated import GradientSync
+from llmtrain.recipe.zero import degrees_of
+from llmtrain.sharding.collectives import Packing
+from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.hops import make_hops
+from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
+from llmtrain.sharding.weights import Count, WeightPolicy
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.logger import RunLogger
+from llmtrain.telemetry.meters import CommMeter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,8 +61,7 @@ class Run:
     folder: Path
     config: GPTConfig
     model: GPT
-    units: list[FlatUnit]
-    sync: GradientSync
+    engine: Engine
     train_data: Samples
     valid_data: Samples | None
     log: RunLogger
@@ -72,26 +77,27 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = _open_data(recipe, config)
-    model, units = _build_model(recipe, config, ranks)
     if ranks.is_main:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+    comm = CommMeter()
+    model, engine = build_model(recipe, config, ranks, comm.add)
     about = RunInfo(
         model=config,
         world=ranks.layout.world,
         device=ranks.device,
-        model_state_bytes=sum(unit.nbytes for unit in units),
+        model_state_bytes=engine.state_bytes,
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
     )
     checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
-    with RunLogger(folder, recipe, about, enabled=ranks.is_main) as log:
-        sync = GradientSync(units, ranks.groups.get(Axis.DATA), log.comm.add)
+    with RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
-            recipe, ranks, folder, config, model, units, sync, train_data, valid_data, log, checkpoints, progress,
+            recipe, ranks, folder, config, model, engine, train_data, valid_data, log, checkpoints, progress,
             scale, stop,
         )  # fmt: skip
         checkpoints.close()
+        engine.close()
 
 
 def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:
@@ -105,15 +111,44 @@ def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | No
     return training, open_split(recipe.data, "valid") if evaluated else None
 
 
-def _build_model(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[GPT, list[FlatUnit]]:
-    # On the meta device first; the flat units give it memory; compile comes last, as it traces what is there.
+def build_model(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tuple[GPT, Engine]:
+    """Return the model of a resolved recipe and what holds its states. count: told of every collective. Collective."""
+    # On the meta device first; the units give it memory; compile comes last, as it traces what is there.
     model = GPT(config, ranks.device, recompute=_recompute(recipe))
-    dtype = DTYPES[recipe.precision.compute]
-    units = [materialize(u, model.unit(u.name), ranks.device, dtype, recipe.seed) for u in model_units(config)]
+    spread, levels = _spread(recipe, config, ranks)
+    place = ranks.layout.coordinate(ranks.rank, Axis.DATA)
+    exact = spread.weights.packing is None or spread.degrees.optimizer == spread.degrees.weights
+    units = [
+        build_unit(
+            spec,
+            model.unit(spec.name),
+            Cut.of(spec.numel, spread.degrees, levels, place),
+            ranks.device,
+            DTYPES[recipe.precision.compute],
+            recipe.seed,
+            exact,
+        )
+        for spec in model_units(config)
+    ]
+    engine = Engine(model, units, spread, {"head": "embedding"} if config.tie_embeddings else {}, count)
     if recipe.train.compile:
         for block in model.blocks:
             block.compile()
-    return model, units
+    return model, engine
+
+
+def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tuple[Level, ...]]:
+    degrees, quantize = degrees_of(recipe), recipe.quantize
+    levels = levels_of(degrees, ranks.tiers)
+    hops = make_hops(ranks.layout, degrees, levels, bool(recipe.zero.hierarchical))
+    weights = WeightPolicy(
+        packing=Packing(8, quantize.block) if quantize.weights == "int8" else None,
+        secondary=Packing(8, quantize.block) if quantize.secondary == "int8" else None,
+        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
+        together=max(_recompute(recipe), 2),
+    )
+    gradients = Packing(4, quantize.block) if quantize.gradients == "int4" else None
+    return Spread(degrees, hops, weights, gradients), levels
 
 
 @contextmanager
@@ -148,7 +183,7 @@ def resume(run: Run) -> None:
     """Bring the states to where the recipe says the run starts from. Collective."""
     run.checkpoints.reserve(_my_shards(run))
     start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
-    shards = [_shard(unit, 0, unit.spec.numel) for unit in run.units]
+    shards = [_shard(unit, *_real(unit.spec, unit.cut.optimizer)) for unit in run.engine.units.values()]
     progress = load_latest(own, shards, run.ranks, run.log.warn, run.config)
     if progress is not None and start == "never":
         raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
@@ -162,8 +197,7 @@ def resume(run: Run) -> None:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
     if progress is None and run.recipe.model.hf is not None:
         _import_hf(run, Path(run.recipe.model.hf))
-    for unit in run.units:
-        unit.publish()
+    run.engine.update()
     if run.ranks.is_main:
         # Only now: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
         _record(run)
@@ -178,20 +212,40 @@ def _record(run: Run) -> None:
 
 
 def _import_hf(run: Run, folder: Path) -> None:
-    places = {
-        tensor.name: unit.master[start : start + tensor.numel]
-        for unit in run.units
-        for tensor, start in zip(unit.spec.tensors, unit.spec.offsets, strict=False)
-    }
-    for name, tensor in hf_tensors(folder, run.config):
-        places[name].copy_(tensor.flatten())
+    places = {}
+    for unit in run.engine.units.values():
+        start, end = _real(unit.spec, unit.cut.optimizer)
+        offset = 0
+        for tensor, first, last in unit.spec.pieces(start, end):
+            places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
+            offset += last - first
+    for name, values in hf_tensors(folder, run.config):
+        if name in places:
+            held, first, last = places[name]
+            held.copy_(values.flatten()[first:last])
 
 
 def _my_shards(run: Run) -> list[StateShard]:
-    world, rank = run.ranks.layout.world, run.ranks.rank
-    return [_shard(unit, *even_share(unit.spec.numel, world, rank)) for unit in run.units]
+    """The ranks that hold the same optimizer shard share the writing of it."""
+    degrees = degrees_of(run.recipe)
+    copies = degrees.ranks // degrees.optimizer
+    copy = run.ranks.layout.coordinate(run.ranks.rank, Axis.DATA) // degrees.optimizer
+    shards = []
+    for unit in run.engine.units.values():
+        start, end = _real(unit.spec, unit.cut.optimizer)
+        first, last = even_share(end - start, copies, copy)
+        shards.append(_shard(unit, start + first, start + last))
+    return shards
 
 
-def _shard(unit: FlatUnit, start: int, end: int) -> StateShard:
+def _real(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
+    """Return the part of a range that is not padding."""
+    return min(held[0], spec.numel), min(held[1], spec.numel)
+
+
+def _shard(unit: ShardedUnit, start: int, end: int) -> StateShard:
     states = {"master": unit.master, "m": unit.m, "v": unit.v}
-    return StateShard(unit.spec, start, end, {name: state[start:end] for name, state in states.items()})
+    offset = unit.cut.optimizer[0]
+    return StateShard(
+        unit.spec, start, end, {name: state[start - offset : end - offset] for name, state in states.items()}
+    )

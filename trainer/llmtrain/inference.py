@@ -24,7 +24,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.sharding.flat import attach
+from llmtrain.sharding.unit import attach
 
 
 @dataclass(frozen=True)

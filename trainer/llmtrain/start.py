@@ -2,10 +2,12 @@
 
 import os
 import sys
+from dataclasses import replace
 
 from llmtrain_data.errors import DataError
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.environment import Launched, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
@@ -32,19 +34,24 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
 
     gpus = torch.cuda.device_count()
     world = place.world if place else nproc or max(1, gpus)
-    facts = Facts(world=world, device="cuda" if gpus else "cpu", apex=_has_apex())
+    facts = Facts(
+        world=world,
+        ranks_per_node=place.ranks_per_node if place else world,
+        device="cuda" if gpus else "cpu",
+        apex=_has_apex(),
+    )
     resolved = settle(recipe, facts, read_hf_config)
     if dry_run:
         sys.stdout.write(to_yaml(resolved))
     elif place is not None or world == 1:
-        _run_rank(resolved, decisions(recipe, resolved), place)
+        _run_rank(resolved, decisions(recipe, resolved), place, facts)
     else:
         from llmtrain.cluster.launch import launch
 
         launch(world, ["run", name, *overrides])
 
 
-def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None) -> None:
+def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts: Facts) -> None:
     from llmtrain.cluster.launch import die_with_launcher
     from llmtrain.cluster.ranks import connect, disconnect
     from llmtrain.train import train
@@ -53,7 +60,8 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None) -> Non
         os.environ.update(place.variables)
         die_with_launcher()
         decided = [f"{place.world} ranks, started by {place.by}", *decided]
-    ranks = connect(Layout({Axis.DATA: int(recipe.parallel.data)}))
+    facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
+    ranks = connect(Layout({Axis.DATA: int(recipe.parallel.data)}), facts.tiers)
     try:
         train(recipe, ranks, decided)
     except tuple(EXIT_CODES) as error:

@@ -1,10 +1,9 @@
 """The training loop."""
 
 import time
-from math import isfinite
+from math import isfinite, sqrt
 
 import torch
-from torch import Tensor
 
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.ranks import Ranks
@@ -50,7 +49,7 @@ def train_step(run: Run, step: int) -> bool:
         # Seeded by the step, so that a resumed run draws what an uninterrupted one would.
         torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank)
     loss, norm, stopping = forward_backward(run, step)
-    norm_value = float(norm) / run.scale.value
+    norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     lr = learning_rate(recipe.optimizer, step, recipe.train.steps)
     if finite:
@@ -72,7 +71,7 @@ def train_step(run: Run, step: int) -> bool:
     return stopping
 
 
-def forward_backward(run: Run, step: int) -> tuple[float, Tensor, bool]:
+def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
@@ -81,24 +80,27 @@ def forward_backward(run: Run, step: int) -> tuple[float, Tensor, bool]:
     rows = torch.from_numpy(run.train_data.batch(recipe.seed, step * batch + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)
     total = torch.zeros((), device=ranks.device)
-    for first in range(0, len(rows), microbatch):
-        part = rows[first : first + microbatch]
-        with run.sync.backward(first=first == 0, last=first + microbatch == len(rows)):
-            loss = run.model(part[:, :-1], part[:, 1:]) * (microbatch / batch)
-            (loss * run.scale.value).backward()
-        total += loss.detach()
-    # One small sum tells every rank the loss, and whether any of them was asked to stop.
-    loss_sum, stops = ranks.sum_all([float(total), float(run.stop.asked)])
-    return loss_sum, run.sync.norm(), stops > 0
+    with run.engine.training_pass():
+        for first in range(0, len(rows), microbatch):
+            part = rows[first : first + microbatch]
+            with run.engine.microbatch(first == 0, first + microbatch == len(rows)) as backward:
+                loss = run.model(part[:, :-1], part[:, 1:]) * (microbatch / batch)
+                backward(loss * run.scale.value)
+            total += loss.detach()
+    # One small sum tells every rank the loss, the gradients' norm, and whether any of them was asked to stop.
+    square = run.engine.gradients.squared_norm()
+    loss_sum, stops, squares = ranks.sum_all([float(total), float(run.stop.asked), float(square)])
+    return loss_sum, sqrt(squares), stops > 0
 
 
-def optimizer_step(run: Run, lr: float, norm: Tensor) -> None:
-    """Step every unit. norm: of the scaled gradients, fp32 scalar."""
+def optimizer_step(run: Run, lr: float, norm: float) -> None:
+    """Step every unit. norm: of the scaled gradients."""
     optimizer = run.recipe.optimizer
-    divisor = clip_divisor(norm, run.scale.value, optimizer.clip)
-    for unit in run.units:
-        states = (unit.master, unit.m, unit.v, unit.gradient, unit.weight)
-        step_range(optimizer, unit.spec.decayed, states, lr, run.progress.applied, divisor)
+    divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
+    for unit in run.engine.units.values():
+        states = (unit.master, unit.m, unit.v, unit.owned_gradient)
+        step_range(optimizer, unit.decayed, states, lr, run.progress.applied, divisor)
+        run.engine.weights.update(unit)
 
 
 def note_skipped(run: Run, finite: bool) -> None:
@@ -127,7 +129,8 @@ def evaluate(run: Run) -> None:
     """Log the validation loss, if there is a validation split. Collective."""
     if run.valid_data is not None:
         count = run.recipe.train.eval_batches * run.recipe.train.global_batch
-        loss = mean_loss(run.model, run.valid_data, count, int(run.recipe.train.microbatch), run.ranks)
+        microbatch = int(run.recipe.train.microbatch)
+        loss = mean_loss(run.model, run.valid_data, count, microbatch, run.ranks, run.engine.forward_pass)
         run.log.evaluation(run.progress.step, "validation", loss)
 
 

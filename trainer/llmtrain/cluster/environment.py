@@ -13,11 +13,15 @@ LAUNCHER_PID = "LLMTRAIN_LAUNCHER_PID"
 
 @dataclass(frozen=True)
 class Launched:
-    """A rank's place as its launcher gave it, and the variables torch needs to find the other ranks."""
+    """A rank's place as its launcher gave it, and the variables torch needs to find the other ranks.
+
+    ranks_per_node: how many were started on each machine, the world where nothing says so.
+    """
 
     by: str
     rank: int
     world: int
+    ranks_per_node: int
     variables: Mapping[str, str]
 
 
@@ -28,7 +32,7 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
-        return _launched(by, environment["RANK"], environment["WORLD_SIZE"], {})
+        return _launched(by, environment["RANK"], environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE"), {})
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(environment)
     return None
@@ -45,16 +49,18 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", ""))),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-    return _launched("srun", rank, world, variables)
+    # As in `4(x2),3`: tasks on each node.
+    per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return _launched("srun", rank, world, per_node and per_node[0], variables)
 
 
-def _launched(by: str, rank: str, world: str, variables: Mapping[str, str]) -> Launched:
+def _launched(by: str, rank: str, world: str, per_node: str | None, variables: Mapping[str, str]) -> Launched:
     if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
         raise BadInputError(
             f"the environment has rank {rank!r} of {world!r}; expected a number below another. Start the run through "
             "torchrun, srun or llmtrain run --nproc N, or unset RANK and WORLD_SIZE"
         )
-    return Launched(by, int(rank), int(world), variables)
+    return Launched(by, int(rank), int(world), int(per_node or world), variables)
 
 
 def first_host(nodelist: str) -> str:

@@ -1,14 +1,16 @@
 """This process's place in the run: its rank, its device and its process groups, passed on as arguments."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.tiers import Tier
+
+ALONE = (Tier("all", 1),)
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Ranks:
     """One rank's view of the run.
 
     store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
-    groups: for each axis with more than one rank, the group this rank is in.
+    tiers: of links between all ranks, fastest first.
     """
 
     rank: int
@@ -24,7 +26,7 @@ class Ranks:
     layout: Layout
     device: torch.device
     store: dist.Store | None = None
-    groups: Mapping[Axis, dist.ProcessGroup] = field(default_factory=dict)
+    tiers: tuple[Tier, ...] = ALONE
 
     @property
     def is_main(self) -> bool:
@@ -49,7 +51,7 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def connect(layout: Layout, timeout: timedelta = timedelta(minutes=10)) -> Ranks:
+def connect(layout: Layout, tiers: tuple[Tier, ...] = ALONE, timeout: timedelta = timedelta(minutes=10)) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
     gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group.
@@ -63,15 +65,7 @@ def connect(layout: Layout, timeout: timedelta = timedelta(minutes=10)) -> Ranks
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world, timeout=timeout)
-    groups = {axis: group for axis in Axis if (group := _my_group(layout, axis)) is not None}
-    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), groups)
-
-
-def _my_group(layout: Layout, axis: Axis) -> dist.ProcessGroup | None:
-    if layout.degrees[axis] == 1:
-        return None
-    group, _ = dist.new_subgroups_by_enumeration(layout.groups(axis))
-    return group
+    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers)
 
 
 def disconnect(ranks: Ranks) -> None:

@@ -1,8 +1,6 @@
 """The model: plain blocks, no mesh."""
 
 import torch
-import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,11 +29,7 @@ class GPT(nn.Module):
         for first in range(0, len(self.blocks), group or len(self.blocks)):
             last = first + (group or len(self.blocks))
             x = checkpoint(self._run, x, first, last, use_reentrant=False) if group else self._run(x, first, last)
-        x = self.head.norm(x)
-        weight = self.embedding.tokens if self.head.weight is None else self.head.weight
-        if targets is None:
-            return F.linear(x, weight)
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        return self.head(x, self.embedding.tokens, targets)
 
     def _run(self, x: Tensor, first: int, last: int) -> Tensor:
         for block in self.blocks[first:last]:

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from llmtrain_kernels.attention import joint_attention
+from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
@@ -145,3 +146,10 @@ class Head(nn.Module):
         super().__init__()
         self.norm = Norm(config)
         self.weight = None if config.tie_embeddings else empty_parameter(config.vocab, config.hidden)
+
+    def forward(self, x: Tensor, embedding: Tensor, targets: Tensor | None) -> Tensor:
+        """Map `[batch, sequence, hidden]` to logits, or to the mean loss of `targets`. embedding: the tied matrix."""
+        x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        if targets is None:
+            return F.linear(x, weight)
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())

@@ -1,36 +1,35 @@
 """One optimizer step over flat ranges."""
 
-import torch
 from llmtrain_kernels.adamw import AdamWStep, adamw
 from torch import Tensor
 
 from llmtrain.optim.config import OptimizerConfig
 
 
-def clip_divisor(norm: Tensor, loss_scale: float, clip: float) -> Tensor:
+def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
     """Return what gradients are divided by to undo the loss scale and bring their norm down to `clip` (0: no clipping).
 
-    norm: fp32 scalar, the global norm of the scaled gradients.
+    norm: the global norm of the scaled gradients.
     """
     if clip == 0:
-        return torch.full_like(norm, loss_scale)
-    return loss_scale * torch.clamp(norm / (loss_scale * clip), min=1.0)
+        return loss_scale
+    return loss_scale * max(norm / (loss_scale * clip), 1.0)
 
 
 def step_range(
     config: OptimizerConfig,
     decayed: int,
-    states: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor, Tensor, Tensor],
     lr: float,
     step: int,
     divisor: Tensor,
 ) -> None:
     """Step one flat range whose first `decayed` elements decay.
 
-    states: master, m, v, gradient (fp32 `[n]`) and weight (`[n]`, compute dtype). step: applied steps, from 1.
+    states: master, m, v and gradient, fp32 `[n]`. step: applied steps, from 1. divisor: fp32 scalar.
     """
     for start, end, decay in ((0, decayed, config.weight_decay), (decayed, states[0].numel(), 0.0)):
         if start < end:
-            master, m, v, gradient, weight = (state[start:end] for state in states)
+            master, m, v, gradient = (state[start:end] for state in states)
             numbers = AdamWStep(step, lr, *config.betas, config.eps, decay, divisor)
-            adamw(config.backend, master, m, v, gradient, weight, numbers)
+            adamw(config.backend, master, m, v, gradient, numbers)

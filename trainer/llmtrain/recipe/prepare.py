@@ -7,6 +7,8 @@ from pathlib import Path
 from llmtrain_data.errors import DataError
 from llmtrain_data.tokenizer import tokenizer_size
 
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import load_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.recipe.check import check, check_folders, check_given
@@ -37,9 +39,15 @@ def settle(recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig]) -
         facts = replace(facts, tokenizer=_tokenizer_size(recipe.data.tokenizer))
     if recipe.model.hf is not None:
         facts = replace(facts, hf=read_hf(Path(recipe.model.hf)))
+    if recipe.cluster != "auto":
+        facts = replace(facts, cluster=_cluster(recipe.cluster))
     resolved = resolve(recipe, facts)
     check(resolved, facts)
     return resolved
+
+
+def _cluster(source: str | Cluster) -> Cluster:
+    return source if isinstance(source, Cluster) else load_cluster(source)
 
 
 def _tokenizer_size(folder: str) -> int:

@@ -1,18 +1,25 @@
 """Every `auto` and every key left open, made concrete. Pure: what it has to know comes in as `Facts`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from math import sqrt
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import Family, GPTConfig, ModelConfig
 from llmtrain.model.presets import PRESETS
+from llmtrain.model.tensors import parameter_count
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
+from llmtrain.recipe.zero import STATES_SHARE, resolve_zero
+from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
 
 _SIZES = tuple(entry.name for entry in fields(GPTConfig))
 _UNUSED: dict[Family, dict[str, float | str]] = {
@@ -27,16 +34,23 @@ _UNUSED: dict[Family, dict[str, float | str]] = {
 class Facts:
     """What resolving a recipe depends on besides the recipe.
 
-    world: number of ranks. device: what they compute on. apex: whether NVIDIA's apex is installed.
-    tokenizer: size of the vocabulary of `data.tokenizer`, if that is given. hf: shape of the model in
-    `model.hf`, if that is given.
+    world: number of ranks. ranks_per_node: those started on each machine, None for all of them. device: what they
+    compute on. apex: whether NVIDIA's apex is installed. cluster: what the key `cluster` describes. tokenizer: size of
+    the vocabulary of `data.tokenizer`, if that is given. hf: shape of the model in `model.hf`, if that is given.
     """
 
     world: int
     device: Literal["cpu", "cuda"]
+    ranks_per_node: int | None = None
     apex: bool = False
+    cluster: Cluster | None = None
     tokenizer: int | None = None
     hf: GPTConfig | None = None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of links between the ranks, fastest first. Raises BadInputError where the cluster does not fit."""
+        return tiers(self.cluster, self.world, self.ranks_per_node or self.world)
 
 
 def resolve(recipe: Recipe, facts: Facts) -> Recipe:
@@ -54,14 +68,20 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
         backend = "apex" if facts.apex and facts.device == "cuda" else "torch"
     if compute == "auto":
         compute = "bf16" if facts.device == "cuda" else "fp32"
+    precision, parallel = replace(recipe.precision, compute=compute), replace(recipe.parallel, data=data)
+    fits = _fits(facts.cluster, parameter_count(config), 4 if compute == "fp32" else 2)
+    zero, quantize = resolve_zero(recipe, data, facts.tiers, fits)
     return replace(
         recipe,
         model=_model_section(recipe.model, config),
         train=train,
-        parallel=replace(recipe.parallel, data=data),
+        precision=precision,
+        parallel=parallel,
+        zero=zero,
+        quantize=quantize,
         optimizer=replace(recipe.optimizer, backend=backend),
-        precision=replace(recipe.precision, compute=compute),
         activation_checkpointing=_recompute(recipe.activation_checkpointing, config.layers),
+        cluster=facts.cluster or "auto",
     )
 
 
@@ -83,13 +103,17 @@ def replica_share(recipe: Recipe, data: int) -> int:
 
 
 def decisions(before: Recipe, after: Recipe) -> list[str]:
-    """Return what resolving decided, as lines `key: auto -> value`; the model's sizes share one line."""
+    """Return what resolving decided, as lines `key: auto -> value`; the model's sizes share one line, and so do the
+    degrees of model states where the recipe says anything of them."""
     old, new = dict(_flat(as_data(before))), dict(_flat(as_data(after)))
-    lines, sizes = [], []
+    lines, sizes, spread = [], [], []
     for key, value in new.items():
-        if key.startswith("model.") and old.get(key) != value and value is not None:
-            sizes.append(f"{key.removeprefix('model.')}={_shown(value)}")
-        elif old.get(key) != value and not key.startswith("model."):
+        section, _, rest = key.partition(".")
+        if section in ("zero", "quantize"):
+            spread += [f"{rest.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
+        elif section == "model" and old.get(key) != value and value is not None:
+            sizes.append(f"{rest}={_shown(value)}")
+        elif section not in ("model", "cluster") and old.get(key) != value:
             # A section may take the place of a word, as {every: k} does of auto.
             whole = key if key in old else key.rpartition(".")[0]
             value = value if key in old else {key.rpartition(".")[2]: value}
@@ -97,6 +121,8 @@ def decisions(before: Recipe, after: Recipe) -> list[str]:
     if sizes:
         origin = before.model.preset or before.model.hf or before.model.family
         lines.insert(0, f"model: {origin} -> {' '.join(sizes)}")
+    if spread and (before.zero, before.quantize) != (ZeroConfig(), QuantizeConfig()):
+        lines.append(f"zero, quantize: {before.zero.preset or 'as given'} -> {' '.join(spread)}")
     return lines
 
 
@@ -157,6 +183,14 @@ def _family_defaults(given: dict[str, Any], sequence_length: int) -> dict[str, A
         "activation": {"gpt2": "gelu_tanh", "llama": "swiglu", "neox": "gelu"}[family],
         "dropout": 0.0,
     }
+
+
+def _fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Callable[[Degrees], bool] | None:
+    """Return whether degrees fit the memory that the cluster states, None if it states none."""
+    if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
+        return None
+    room = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
+    return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= room
 
 
 def _ffn(family: Family, hidden: int) -> int:

@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 from llmtrain_data.config import DataConfig
 
 from llmtrain.checkpoint.config import CheckpointConfig
-from llmtrain.cluster.config import ParallelConfig
+from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.model.config import ModelConfig
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
+from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
 from llmtrain.telemetry.config import LoggingConfig
 
 
@@ -60,7 +61,9 @@ class Recipe:
     """One training run. See each section's class for its keys.
 
     activation_checkpointing: none; full (every block recomputed on its own); {every: k} (k blocks at a time);
-    auto (k is the factor of the number of layers nearest its square root; AxoNN, section V).
+    auto (k is the factor of the number of layers nearest its square root; AxoNN, section V). cluster: what the ranks
+    run on: a file or a shipped description's name, or the description itself; auto: nodes of as many ranks as were
+    started on each machine.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -72,10 +75,13 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     activation_checkpointing: Literal["none", "full", "auto"] | EveryK = "none"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    cluster: str | Cluster = "auto"
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:

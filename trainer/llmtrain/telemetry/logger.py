@@ -67,9 +67,9 @@ class RunLogger:
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step; every `logging.every`-th, the first and the last are logged."""
-        bytes_of_step = self.comm.take()
+        sent = self.comm.take()
         if self._session is not None:
-            self._session.step(record, bytes_of_step)
+            self._session.step(record, sent)
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         """Log an evaluation after `step`. loss: in nats per token."""
@@ -146,7 +146,7 @@ class _Session:
             warn=self.console.warn,
         )
 
-    def step(self, record: StepRecord, comm_bytes: dict[str, dict[str, int]]) -> None:
+    def step(self, record: StepRecord, sent: Row) -> None:
         self._last, self._skipped = record.step, record.skipped_steps
         self._window.append(record.seconds)
         self._seconds += record.seconds
@@ -156,12 +156,12 @@ class _Session:
         # Depends on the step alone, so that a resumed run logs the steps an uninterrupted one does.
         if record.step % self._recipe.logging.every and record.step not in (1, self._recipe.train.steps):
             return
-        row = self._row(record, comm_bytes)
+        row = self._row(record, sent)
         self._window.clear()
         self._write(row)
         self.console.logged(row, left)
 
-    def _row(self, record: StepRecord, comm_bytes: dict[str, dict[str, int]]) -> Row:
+    def _row(self, record: StepRecord, sent: Row) -> Row:
         run = self._run
         # Over the steps since the last row, so that no slow step goes unseen.
         seconds = max(sum(self._window) / len(self._window), 1e-9)
@@ -179,7 +179,7 @@ class _Session:
             "mfu": per_rank / run["datasheet_peak"] if run["datasheet_peak"] else None,
             "mfu_measured": per_rank / run["measured_peak"],
             "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
-            "comm_bytes": comm_bytes,
+            **sent,
             "skipped_steps": record.skipped_steps,
             "elapsed_s": self._elapsed(),
         }

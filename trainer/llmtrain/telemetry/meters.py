@@ -3,31 +3,47 @@
 import resource
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 import psutil
 import torch
 
+from llmtrain.sharding.traffic import Traffic
+from llmtrain.telemetry.metrics import Row
+
 
 class CommMeter:
-    """Bytes handed to collectives, by group and operation, since they were last taken.
+    """Bytes handed to collectives since they were last taken.
 
-    Counted where the call is made, from sizes the caller knows: nothing waits for the device. The bytes of a
-    call are the larger of this rank's input and output buffers (nccl-tests' "size"), not what a particular
-    algorithm then puts on a wire.
+    Counted where a collective is launched, from sizes known there: nothing waits for the device.
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[str, dict[str, int]] = {}
+        self._calls: list[Traffic] = []
 
-    def add(self, group: str, op: str, count: int) -> None:
-        """Count `count` bytes that `op` (all_reduce, all_gather, ...) carries over `group` (data, ...)."""
-        ops = self._bytes.setdefault(group, {})
-        ops[op] = ops.get(op, 0) + count
+    def add(self, calls: Iterable[Traffic]) -> None:
+        """Count collectives."""
+        self._calls.extend(calls)
 
-    def take(self) -> dict[str, dict[str, int]]:
-        """Return {group: {op: bytes}} counted since the last take, and start again from nothing."""
-        taken, self._bytes = self._bytes, {}
-        return taken
+    def take(self) -> Row:
+        """Return what was counted since the last take, and start again from nothing.
+
+        comm_bytes: {group: {operation: bytes}}, of the larger of this rank's input and output buffers (nccl-tests'
+        "size"). comm_sent_bytes: {link tier: bytes} that this rank sends to others. comm_quantized_share: of those.
+        """
+        calls, self._calls = self._calls, []
+        sizes: dict[str, Counter[str]] = {}
+        sent: Counter[str] = Counter()
+        for call in calls:
+            sizes.setdefault(call.purpose, Counter())[call.op] += call.size
+            sent[call.tier] += call.sent
+        packed, total = sum(call.sent for call in calls if call.packed), sent.total()
+        return {
+            "comm_bytes": {group: dict(ops) for group, ops in sizes.items()},
+            "comm_sent_bytes": dict(sent),
+            "comm_quantized_share": packed / total if total else 0.0,
+        }
 
 
 def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:

@@ -1,0 +1,27 @@
+"""Buffers for whole units, made before training and handed out again and again."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Arena:
+    """Flat buffers by size. Nothing is allocated after construction."""
+
+    def __init__(self, sizes: Iterable[int], most: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make a buffer for each of `sizes` (elements), but at most `most` of one size."""
+        self._free: dict[int, list[Tensor]] = {
+            size: [torch.zeros(size, dtype=dtype, device=device) for _ in range(min(count, most))]
+            for size, count in Counter(sizes).items()
+        }
+        self.nbytes = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+
+    def take(self, size: int) -> Tensor | None:
+        """Return a buffer of `size` elements, with whatever it holds, or None if all are out."""
+        return self._free[size].pop() if self._free[size] else None
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free[buffer.numel()].append(buffer)

@@ -1,0 +1,64 @@
+"""The recipe's `zero` and `quantize` sections."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+# A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
+Degree = int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """Over how many data-parallel ranks each model state is cut; null follows the stage.
+
+    weights divides gradients, which divides optimizer, which divides the data-parallel ranks. auto: the smallest
+    degree whose model states fit the memory that the cluster states.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    weights: Degree | None = None
+    gradients: Degree | None = None
+    optimizer: Degree | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How model states are spread over the data-parallel ranks.
+
+    stage: 0 nothing, 1 optimizer states, 2 gradients as well, 3 weights as well (ZeRO, section 5). partition: a degree
+    of its own for each state. secondary: degree of a second copy of the weights, gathered in place of the first once
+    that was gathered (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights across nodes first and
+    inside a node second (MiCS, section 3.3); auto does so. preset: mics, zero++ or topo set the keys above that are
+    left out, and those of `quantize`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    preset: Literal["mics", "zero++", "topo"] | None = None
+    stage: Literal[0, 1, 2, 3] | None = None
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    secondary: Degree | None = None
+    hierarchical: bool | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """What travels and rests in fewer bits, in blocks that share one scale; null follows `zero.preset`.
+
+    weights: gathers of weights. secondary: the secondary copy. gradients: the reduction of gradients, whose sums
+    stay fp32. block: elements that share a scale.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    weights: Literal["none", "int8"] | None = None
+    secondary: Literal["none", "int8"] | None = None
+    gradients: Literal["none", "int4"] | None = None
+    block: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block is {self.block}; it must be at least 1")
+        if self.gradients == "int4" and self.block % 2:
+            raise ValueError(f"block is {self.block}; int4 packs two elements into a byte, so it must be even")

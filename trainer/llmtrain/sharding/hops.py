@@ -1,0 +1,98 @@
+"""Process groups for the levels of the data axis: a hop is one level as this rank takes part in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.levels import Degrees, Level, shard_range
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective of a gather or a reduction.
+
+    span: ranks that it and all faster hops reach. order: for each member of the group the place of its part in what the
+    group holds together. tier: the slowest link it crosses.
+    """
+
+    span: int
+    order: tuple[int, ...]
+    tier: str
+    group: dist.ProcessGroup
+
+    @property
+    def radix(self) -> int:
+        """Members of the group."""
+        return len(self.order)
+
+    @property
+    def place(self) -> int:
+        """Place of this rank's part."""
+        return self.order[self.group.rank()]
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Every hop of this rank, the fastest first.
+
+    weights, gradients: over all levels. Each has groups of its own, as two lanes use them at the same time. flat: the
+    weights' levels in one hop, where gathers are not hierarchical.
+    """
+
+    weights: tuple[Hop, ...] = ()
+    gradients: tuple[Hop, ...] = ()
+    flat: tuple[Hop, ...] = ()
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        for hop in (*self.weights, *self.gradients, *self.flat):
+            dist.destroy_process_group(hop.group)
+
+    def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
+        """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
+        if inner == 1 and self.flat and outer == self.flat[0].span:
+            return self.flat
+        return between(self.weights, inner, outer)
+
+    def reduce(self, inner: int, outer: int) -> tuple[Hop, ...]:
+        """Return what reduces gradients cut `inner` ways until they are cut `outer` ways."""
+        return between(self.gradients, inner, outer)
+
+
+def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
+    """Return the hops that lead from a state cut `inner` ways to one cut `outer` ways."""
+    return tuple(hop for hop in hops if inner < hop.span <= outer)
+
+
+def make_hops(layout: Layout, degrees: Degrees, levels: Sequence[Level], hierarchical: bool) -> Hops:
+    """Make the process groups that `degrees` need. Collective: every rank makes all of them in the same order."""
+    weights = max(degrees.optimizer, degrees.secondary) if degrees.optimizer > 1 else 1
+    flat = () if hierarchical or degrees.weights == 1 else (_flat(layout, degrees.weights, levels),)
+    return Hops(
+        weights=tuple(_hop(layout, level) for level in levels if level.span <= weights),
+        gradients=tuple(_hop(layout, level) for level in levels),
+        flat=flat,
+    )
+
+
+def _hop(layout: Layout, level: Level) -> Hop:
+    group = _group(layout, level.groups(layout.degrees[Axis.DATA]))
+    return Hop(level.span, tuple(range(level.radix)), level.tier, group)
+
+
+def _flat(layout: Layout, degree: int, levels: Sequence[Level]) -> Hop:
+    one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
+    order = tuple(shard_range(levels, place, degree, degree)[0] for place in range(degree))
+    return Hop(degree, order, one.tier, _group(layout, one.groups(layout.degrees[Axis.DATA])))
+
+
+def _group(layout: Layout, places: list[list[int]]) -> dist.ProcessGroup:
+    """Make the groups with these places on every data axis, and return the one this rank is in."""
+    axes = layout.groups(Axis.DATA)
+    group, _ = dist.new_subgroups_by_enumeration(
+        [[axis[place] for place in group] for axis in axes for group in places]
+    )
+    assert group is not None
+    return group

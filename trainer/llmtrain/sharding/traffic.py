@@ -1,0 +1,70 @@
+"""What a hop puts on its links, from sizes alone: counted when it is launched, and predicted by the same functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Link(Protocol):
+    """The part of a hop that its traffic depends on."""
+
+    @property
+    def radix(self) -> int:
+        """Ranks that take part."""
+
+    @property
+    def tier(self) -> str:
+        """The slowest link between them."""
+
+
+class Packed(Protocol):
+    """How packed numbers take up bytes."""
+
+    def row_bytes(self, numel: int) -> int:
+        """Bytes of `numel` elements."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective. size: bytes of its larger buffer. sent: bytes that one rank sends to others. packed: whether
+    they are quantized."""
+
+    purpose: str
+    op: str
+    tier: str
+    size: int
+    sent: int
+    packed: bool
+
+
+def gather_traffic(
+    purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
+) -> list[Traffic]:
+    """Return what it takes to gather `numel` elements over `hops`, fastest first."""
+    ranks = 1
+    for hop in hops:
+        ranks *= hop.radix
+    part = numel // ranks
+    held = packing.row_bytes(part) if packing else part * element_bytes
+    found = []
+    for hop in reversed(hops):
+        found.append(_exchange(purpose, "all_gather", hop, held * hop.radix, packing))
+        held *= hop.radix
+    return found
+
+
+def reduce_traffic(
+    purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
+) -> list[Traffic]:
+    """Return what it takes to reduce `numel` elements to one rank's part over `hops`, fastest first."""
+    found = []
+    for hop in hops:
+        part = numel // hop.radix
+        size = hop.radix * (packing.row_bytes(part) if packing else part * element_bytes)
+        found.append(_exchange(purpose, "all_to_all", hop, size, packing))
+        numel = part
+    return found
+
+
+def _exchange(purpose: str, op: str, hop: Link, size: int, packing: Packed | None) -> Traffic:
+    return Traffic(purpose, op, hop.tier, size, size // hop.radix * (hop.radix - 1), packing is not None)

@@ -1,0 +1,228 @@
+"""Whole weights when a unit computes: gathered ahead of need, kept while soon needed again, released after."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmtrain.cluster.levels import Degrees
+from llmtrain.sharding.arena import Arena
+from llmtrain.sharding.collectives import Packing, Scratch, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.hops import Hop, Hops
+from llmtrain.sharding.lane import Lane, Ticket
+from llmtrain.sharding.order import UseOrder
+from llmtrain.sharding.traffic import Traffic, gather_traffic
+from llmtrain.sharding.unit import ShardedUnit
+
+Count = Callable[[Iterable[Traffic]], None]
+
+
+@dataclass
+class Whole:
+    """A unit's whole weights in a buffer of the arena. busy: whether a computation needs them right now."""
+
+    buffer: Tensor
+    ticket: Ticket
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class WeightPolicy:
+    """How weights travel and rest. packing: of gathers; secondary: of the second copy. lookahead: units gathered ahead
+    of need, and uses within which a unit is kept. together: units that compute at one time."""
+
+    packing: Packing | None = None
+    secondary: Packing | None = None
+    lookahead: int = 2
+    together: int = 1
+
+    @property
+    def buffers(self) -> int:
+        """Whole units of one size that are ever there at once."""
+        return self.together + self.lookahead
+
+
+class WeightKeeper:
+    """Has the weights of a unit whole from `need` until `release`."""
+
+    def __init__(
+        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, lane: Lane | None, policy: WeightPolicy,
+        count: Count,
+    ) -> None:  # fmt: skip
+        self._units, self._degrees, self._hops, self._lane, self._policy = units, degrees, hops, lane, policy
+        self._count = count
+        some = next(iter(units.values())).weight
+        self._cut = degrees.weights > 1
+        sizes = [unit.cut.padded for unit in units.values()] if self._cut else []
+        self.arena = Arena(sizes, policy.buffers, some.dtype, some.device)
+        self.scratch = Scratch(some.device)
+        self._orders: dict[str, UseOrder] = {}
+        self._order = UseOrder()
+        self._whole: dict[str, Whole] = {}
+        self._owners: dict[int, str] = {}
+        self._updates: dict[str, Ticket] = {}
+        self._copied: set[str] = set()
+        self._backward = False
+        for unit in units.values():
+            unit.secondary = self._new_secondary(unit)
+
+    def start_pass(self, name: str) -> None:
+        """Begin a pass called `name`, which uses the units in the same order as earlier ones of that name."""
+        self._order = self._orders.setdefault(name, UseOrder())
+        self._order.start()
+        self._backward = False
+        self._look_ahead()
+
+    def start_backward(self, backward: bool) -> None:
+        """Say whether gathers are for a backward pass from here on."""
+        self._backward = backward
+
+    def need(self, name: str) -> Tensor:
+        """Return the whole weights of a unit, which its parameters show from now on."""
+        unit = self._units[name]
+        if not self._cut:
+            if self._updates:
+                self._wait_for_update(name)
+            return unit.weight
+        whole = self._whole.get(name)
+        if whole is not None and whole.busy:
+            return whole.buffer
+        self._order.use(name)
+        if whole is None:
+            whole = self._gather(unit, self._take(unit))
+        whole.busy = True
+        whole.ticket.wait()
+        for parameter, view in zip(unit.parameters, unit.views(whole.buffer), strict=True):
+            parameter.data = view
+        self._look_ahead()
+        return whole.buffer
+
+    def release(self, name: str) -> None:
+        """Say that the computation is done with a unit; it stays if the next few uses need it again."""
+        whole = self._whole.get(name)
+        if whole is None or not whole.busy:
+            return
+        whole.busy = False
+        if name not in self._order.ahead(self._policy.lookahead):
+            self._drop(name)
+
+    def owner_of(self, tensor: Tensor) -> str | None:
+        """Return the unit whose whole weights `tensor` is a part of, if any."""
+        return self._owners.get(tensor.untyped_storage().data_ptr()) if self._owners else None
+
+    def update(self, unit: ShardedUnit) -> None:
+        """Bring the weights of all ranks up to date after a step of `unit`'s masters. What was whole is out of date."""
+        self._copied.discard(unit.spec.name)
+        if unit.spec.name in self._whole:
+            self._drop(unit.spec.name)
+        hops, packing = self._hops.gather(self._degrees.weights, self._degrees.optimizer), self._policy.packing
+        if not hops:
+            unit.publish()
+            return
+        assert self._lane is not None
+
+        def job() -> None:
+            if packing is not None:
+                all_gather_packed(unit.weight, unit.master, hops, packing, self.scratch)
+            else:
+                unit.publish()
+                all_gather(unit.weight, hops)
+
+        self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
+        self._updates[unit.spec.name] = self._lane.submit(job)
+
+    def settle(self) -> None:
+        """Wait until every update has arrived."""
+        for name in list(self._updates):
+            self._wait_for_update(name)
+
+    def _wait_for_update(self, name: str) -> None:
+        ticket = self._updates.pop(name, None)
+        if ticket is not None:
+            ticket.wait()
+
+    def _look_ahead(self) -> None:
+        for name in self._order.ahead(self._policy.lookahead):
+            if name not in self._whole:
+                buffer = self.arena.take(self._units[name].cut.padded)
+                if buffer is None:
+                    return
+                self._gather(self._units[name], buffer)
+
+    def _take(self, unit: ShardedUnit) -> Tensor:
+        """Return a buffer for a unit that cannot wait, if need be one that was gathered too early."""
+        buffer = self.arena.take(unit.cut.padded)
+        if buffer is None:
+            size = unit.cut.padded
+            idle = [name for name, whole in self._whole.items() if not whole.busy and whole.buffer.numel() == size]
+            if not idle:
+                raise RuntimeError(f"no buffer for {unit.spec.name}: more units compute at once than were planned for")
+            self._drop(idle[-1])
+            buffer = self.arena.take(size)
+        assert buffer is not None
+        return buffer
+
+    def _drop(self, name: str) -> None:
+        whole = self._whole.pop(name)
+        # A gather that nobody waited for still writes into the buffer.
+        whole.ticket.wait()
+        del self._owners[whole.buffer.data_ptr()]
+        self.arena.give_back(whole.buffer)
+
+    def _gather(self, unit: ShardedUnit, buffer: Tensor) -> Whole:
+        assert self._lane is not None
+        name, degrees, policy = unit.spec.name, self._degrees, self._policy
+        # The second copy serves as soon as it is there, and forward passes as well where it lies no farther away.
+        second = name in self._copied and (self._backward or degrees.secondary <= degrees.weights)
+        hops = self._hops.gather(1, degrees.secondary if second else degrees.weights)
+        packing = policy.secondary if second else policy.packing
+        copy = unit.secondary is not None and name not in self._copied
+        job = self._job(unit, buffer, hops, packing, second, copy)
+        self._count(
+            gather_traffic("secondary" if second else "weights", hops, buffer.numel(), buffer.itemsize, packing)
+        )
+        if copy:
+            self._copied.add(name)
+        whole = self._whole[name] = Whole(buffer, self._lane.submit(job))
+        self._owners[buffer.data_ptr()] = name
+        return whole
+
+    def _job(
+        self,
+        unit: ShardedUnit,
+        buffer: Tensor,
+        hops: tuple[Hop, ...],
+        packing: Packing | None,
+        second: bool,
+        copy: bool,
+    ) -> Callable[[], None]:
+        part = unit.secondary if second else unit.weight
+        assert part is not None
+
+        def job() -> None:
+            if packing is not None:
+                all_gather_packed(buffer, part, hops, packing, self.scratch, packed=second)
+            else:
+                own_part(buffer, hops).copy_(part)
+                all_gather(buffer, hops)
+            if copy:
+                self._copy(unit, buffer)
+
+        return job
+
+    def _copy(self, unit: ShardedUnit, buffer: Tensor) -> None:
+        assert unit.secondary is not None
+        part, packing = own_part(buffer, self._hops.gather(1, self._degrees.secondary)), self._policy.secondary
+        if packing is None:
+            unit.secondary.copy_(part)
+        else:
+            packing.pack(part, unit.secondary)
+
+    def _new_secondary(self, unit: ShardedUnit) -> Tensor | None:
+        if not self._degrees.secondary:
+            return None
+        numel, packing = unit.cut.padded // self._degrees.secondary, self._policy.secondary
+        if packing is None:
+            return torch.zeros(numel, dtype=unit.weight.dtype, device=unit.weight.device)
+        return torch.zeros(packing.row_bytes(numel), dtype=torch.uint8, device=unit.weight.device)
