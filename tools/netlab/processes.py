@@ -48,7 +48,7 @@ class Ranks:
         failure = 0
         try:
             while True:
-                codes = [process.poll() for process in self._processes]
+                codes = [_exit_code(process.pid) for process in self._processes]
                 now = time.monotonic()
                 if not failure and any(codes):
                     failure = next(code for code in codes if code)
@@ -57,9 +57,9 @@ class Ranks:
                     return failure, now - self._started
                 if timeout is not None and now > self._started + timeout:
                     return TIMED_OUT, now - self._started
-                for _, number in [entry for entry in self._due if entry[0] <= now]:
-                    self._signal(number)
-                self._due = [entry for entry in self._due if entry[0] > now]
+                for entry in [entry for entry in self._due if entry[0] <= now]:
+                    self._due.remove(entry)
+                    self._signal(entry[1])
                 time.sleep(0.02)
         finally:
             self._signal(signal.SIGKILL)
@@ -75,7 +75,7 @@ class Ranks:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            # The group's number stays taken while any of its processes lives, or its leader has not been waited for.
+            # Nobody else gets the group's number, as its leader is waited for only when all is over.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
@@ -87,6 +87,14 @@ class Ranks:
             if self._echo:
                 sys.stdout.write(f"[{rank}] {line.rstrip()}\n")
                 sys.stdout.flush()
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return a child's exit code, negative for the signal it died of, or None while it runs. It stays a zombie."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:

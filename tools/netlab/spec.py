@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from llmtrain.cluster.config import Cluster, Nic
+from llmtrain.cluster.config import Cluster, Nic, NodeGroup
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 
@@ -56,16 +56,16 @@ class Spec:
 
     @property
     def meeting(self) -> str:
-        """The network that all nodes are on, where the ranks find each other: the last such, so `between` if given."""
+        """The network where the ranks find each other: `between`, or else the first that all nodes are on."""
         common = [name for name in self.networks if all(name in {card.network for card in node} for node in self.nodes)]
         if not common:
             raise BadInputError("the nodes have no network in common; give the description a `between`")
-        return common[-1] if "between" in common else common[0]
+        return "between" if "between" in common else common[0]
 
 
 def plain(nodes: int, ranks_per_node: int, inter: str | None = None, intra: str | None = None) -> Spec:
     """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. Raises BadInputError."""
-    card = Card("eth0", "net", _rate("inter", inter))
+    card = Card("eth0", "net0", _rate("inter", inter))
     return Spec(ranks_per_node, ((card,),) * nodes, _rate("intra", intra))
 
 
@@ -84,20 +84,18 @@ def of_cluster(
     """
     if slower <= 0:
         raise BadInputError(f"slower is {slower}; expected a number above 0, as links are that many times slower")
+    groups = cluster.clusters or (NodeGroup(name="net"),)
+    between = cluster.between if len(groups) > 1 else None
     all_nodes: list[tuple[Card, ...]] = []
-    for group in cluster.clusters or (None,):
-        count = nodes or (group and group.nodes)
-        if not count:
+    for group in groups:
+        count = nodes or group.nodes
+        if count is None:
             raise BadInputError(f"{cluster.name or 'the cluster'} does not say how many nodes it has; add --nodes N")
-        prefix = f"{group.name}-" if group and len(cluster.clusters) > 1 and cluster.between else ""
-        cards = (
-            [_card(card, f"eth{place}", f"{prefix}{place}", slower) for place, card in enumerate(group.cards)]
-            if group
-            else []
-        )
-        if cluster.between is not None and len(cluster.clusters) > 1:
-            cards.append(_card(cluster.between, f"eth{len(cards)}", "between", slower))
-        all_nodes += [tuple(cards or [Card("eth0", "net")])] * count
+        network = "net" if between is None else f"{group.name}-"
+        cards = [_card(nic, f"eth{place}", f"{network}{place}", slower) for place, nic in enumerate(group.cards)]
+        if between is not None:
+            cards.append(_card(between, f"eth{len(cards)}", "between", slower))
+        all_nodes += [tuple(cards or [Card("eth0", "net0")])] * count
     return Spec(ranks_per_node or cluster.node.ranks, tuple(all_nodes), _rate("intra", intra))
 
 
