@@ -2,12 +2,16 @@
 microbatch never exist. The gradients are made in the forward pass while a chunk's logits are at hand: they need
 no second projection, and only the loss's own scale is applied in the backward pass."""
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from llmtrain_kernels.native import native_functions, takes_native
 
 # Rows that a product needs to be bound by arithmetic and not by reading the weight, and, above that, elements of one
 # chunk's logits.
@@ -35,22 +39,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if wanted else None
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
-        shape = (min(rows, x.shape[0]), weight.shape[0])
-        # One pair of buffers for all chunks: fresh memory of this size is mapped anew each time on a CPU.
-        all_logits, all_probabilities = x.new_empty(shape), x.new_empty(shape, dtype=torch.float32)
+        # One buffer for all chunks: fresh memory of this size is mapped anew each time on a CPU.
+        all_logits = x.new_empty(min(rows, x.shape[0]), weight.shape[0])
         for first in range(0, x.shape[0], rows):
-            part, wished = x[first : first + rows], targets[first : first + rows, None]
+            part, wished = x[first : first + rows], targets[first : first + rows]
             logits = torch.mm(part, weight.t(), out=all_logits[: len(part)])
-            probabilities = torch.softmax(logits, -1, dtype=torch.float32, out=all_probabilities[: len(part)])
-            # The normalizer out of the likeliest token, whose probability never underflows.
-            normalizer = logits.amax(-1, keepdim=True).float() - probabilities.amax(-1, keepdim=True).log()
-            total += (normalizer - logits.gather(1, wished)).sum()
+            total += _losses(logits, wished, wanted).sum()
             if grad_x is None or grad_weight is None:
                 continue
-            probabilities.scatter_add_(1, wished, probabilities.new_full(wished.shape, -1.0))
-            grad = probabilities if x.dtype == torch.float32 else logits.copy_(probabilities)
-            torch.mm(grad, weight, out=grad_x[first : first + rows])
-            _add_product(grad_weight, grad, part, first == 0)
+            torch.mm(logits, weight, out=grad_x[first : first + rows])
+            _add_product(grad_weight, logits, part, first == 0)
         ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
         return total / x.shape[0]
 
@@ -60,8 +58,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
         # Scaled where they lie, so they serve once: a second backward through the same graph fails.
         ctx.gradients = None
-        dtype = grad_x.dtype
-        return grad_x.mul_(scale.to(dtype)), grad_weight.mul_(scale).to(dtype), None, None, None
+        return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype), None, None, None
+
+
+@functools.cache
+def _kernel() -> SimpleNamespace | None:
+    return native_functions("cross_entropy", cross_entropy_rows="ppplllll")
+
+
+def _losses(logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    """Return each row's cross-entropy, fp32; where wanted, the logits become its gradient."""
+    kernel = _kernel() if takes_native(logits) else None
+    if kernel is None:
+        return _plain_losses(logits, targets, wanted)
+    targets, vocab = targets.contiguous(), logits.shape[1]
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
+        raise IndexError(f"targets lie between {targets.min()} and {targets.max()}; the vocabulary has {vocab} tokens")
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    is_bf16, threads = int(logits.dtype == torch.bfloat16), torch.get_num_threads()
+    pointers = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr())
+    kernel.cross_entropy_rows(*pointers, int(wanted), *logits.shape, is_bf16, threads)
+    return losses
+
+
+def _plain_losses(logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    probabilities, wished = torch.softmax(logits, -1, dtype=torch.float32), targets[:, None]
+    # The normalizer out of the likeliest token, whose probability never underflows.
+    normalizer = logits.amax(-1, keepdim=True).float() - probabilities.amax(-1, keepdim=True).log()
+    losses = (normalizer - logits.gather(1, wished)).squeeze(1)
+    if wanted:
+        logits.copy_(probabilities.scatter_add_(1, wished, probabilities.new_full(wished.shape, -1.0)))
+    return losses
 
 
 def _add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:

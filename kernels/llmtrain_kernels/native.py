@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+from torch import Tensor
+
 SOURCES = Path(__file__).parent / "csrc"
 # Not -ffast-math: linked into a shared library it makes the whole process flush denormals to zero.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-Wall")
@@ -44,6 +47,11 @@ def native_functions(source: str, **signatures: str) -> SimpleNamespace | None:
         function.restype = None
         setattr(functions, name, function)
     return functions
+
+
+def takes_native(x: Tensor) -> bool:
+    """Whether a kernel may take the place of torch's operations on `x`: fp32 or bf16 on a CPU, and not being traced."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and not torch.compiler.is_compiling()
 
 
 def native_reason(sources: tuple[str, ...] = ()) -> str | None:
@@ -83,8 +91,6 @@ def _library(source: str) -> ctypes.CDLL | str:
 def _share_openmp() -> None:
     """Make the OpenMP runtime that torch has loaded visible to our libraries, which name none: a second one in the
     process would have threads of its own beside torch's, and not know of `torch.set_num_threads`."""
-    import torch
-
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count(" ") > 4 and "/" in line}
         runtimes = [path for path in sorted(paths) if os.path.basename(path).startswith(OPENMP_RUNTIMES)]

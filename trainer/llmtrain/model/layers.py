@@ -2,8 +2,13 @@
 
 import torch
 import torch.nn.functional as F
+from llmtrain_kernels.activation import activate
 from llmtrain_kernels.attention import joint_attention
+<<<<<<< Updated upstream
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
+=======
+from llmtrain_kernels.norm import rms_norm
+>>>>>>> Stashed changes
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
@@ -52,7 +57,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., hidden]`."""
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -97,10 +102,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden]` to the same shape."""
-        if self.activation == "swiglu":
-            gate, up = self.up(x).chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+        return self.down(activate(self.up(x), self.activation))
 
 
 class Block(nn.Module):

@@ -1,0 +1,66 @@
+"""The nonlinearities of an MLP: exact GELU, its tanh form (Hendrycks and Gimpel) and SwiGLU (Shazeer)."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llmtrain_kernels.native import native_functions, takes_native
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """Apply the nonlinearity to `[..., width]`; swiglu takes `[..., 2 * width]`, gate first, to `[..., width]`."""
+    # torch's exact GELU on a CPU has nothing to gain.
+    if kind != "gelu" and takes_native(x) and _kernel() is not None:
+        return _Activate.apply(x, kind == "swiglu")
+    return reference_activate(x, kind)
+
+
+def reference_activate(x: Tensor, kind: Activation) -> Tensor:
+    """The plain form of `activate` that it is tested against."""
+    if kind == "swiglu":
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@functools.cache
+def _kernel() -> SimpleNamespace | None:
+    return native_functions("activation", activation_forward="pplllll", activation_backward="ppplllll")
+
+
+def _numbers(x: Tensor, gated: bool) -> tuple[int, ...]:
+    # Whether gated, rows, width of the result, whether bf16, threads.
+    width = x.shape[-1] // (2 if gated else 1)
+    rows = x.numel() // max(1, x.shape[-1])
+    return int(gated), rows, width, int(x.dtype == torch.bfloat16), torch.get_num_threads()
+
+
+class _Activate(torch.autograd.Function):
+    """Keeps its input alone for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gated: bool) -> Tensor:
+        kernel, x, numbers = _kernel(), x.contiguous(), _numbers(x, gated)
+        assert kernel is not None
+        y = x.new_empty(*x.shape[:-1], numbers[2])
+        kernel.activation_forward(x.data_ptr(), y.data_ptr(), *numbers)
+        ctx.save_for_backward(x)
+        ctx.gated = gated
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,), kernel, grad = ctx.saved_tensors, _kernel(), grad.contiguous()
+        assert kernel is not None
+        grad_x = torch.empty_like(x)
+        numbers = _numbers(x, ctx.gated)
+        kernel.activation_backward(x.data_ptr(), grad.data_ptr(), grad_x.data_ptr(), *numbers)
+        return grad_x, None

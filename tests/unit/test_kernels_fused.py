@@ -1,0 +1,140 @@
+"""Normalisation, nonlinearities and the loss against their plain forms in fp64, forward and backward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from llmtrain_kernels import activation, cross_entropy, norm
+from llmtrain_kernels.activation import activate, reference_activate
+from llmtrain_kernels.cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+from llmtrain_kernels.native import native_available
+from llmtrain_kernels.norm import rms_norm
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(not native_available(), reason="no C++ compiler")
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+odd_sizes = pytest.mark.parametrize("shape", [(1, 2), (3, 7, 34), (129, 256), (0, 8)], ids=str)
+
+
+def differentiated(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The function's value and its gradients by every input."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    value = function(*inputs)
+    return [value.detach(), *torch.autograd.grad(value, inputs, grad.to(value.dtype))]
+
+
+def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> None:
+    exact = differentiated(plain, [x.double() for x in inputs], grad)
+    for mine, wanted in zip(differentiated(ours, inputs, grad), exact, strict=True):
+        assert mine.dtype == inputs[0].dtype
+        assert mine.shape == wanted.shape
+        assert (mine.double() - wanted).norm() <= TOLERANCE[mine.dtype] * wanted.norm()
+
+
+@both_dtypes
+@odd_sizes
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, grad = torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype), torch.randn(shape)
+    compare(
+        lambda x, weight: rms_norm(x, weight, 1e-5),
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
+        [x * torch.arange(1, shape[0] + 1, dtype=dtype).view(-1, *[1] * (x.dim() - 1)), weight],
+        grad.to(dtype),
+    )
+
+
+@both_dtypes
+@odd_sizes
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu"])
+def test_activations(kind: activation.Activation, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=dtype) * 4
+    grad = torch.randn_like(reference_activate(x, kind))
+    compare(lambda x: activate(x, kind), lambda x: reference_activate(x, kind), [x], grad)
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh", "swiglu"])
+def test_activations_far_out(kind: activation.Activation) -> None:
+    """Saturated at both ends, and a NaN stays one."""
+    x = torch.tensor([[-1e4, -90.0, 90.0, 1e4, float("nan"), 0.0]]).repeat(1, 1 if kind == "gelu_tanh" else 2)
+    ours, plain = (
+        differentiated(lambda x, f=f: f(x, kind), [x], torch.ones(1, 6)) for f in (activate, reference_activate)
+    )
+    for mine, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-20, equal_nan=True)
+
+
+@both_dtypes
+@pytest.mark.parametrize("native", [True, False])
+def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of uneven size, with logits from near to far apart."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 5 * 301})
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 1)
+    if not native:
+        monkeypatch.setattr(cross_entropy, "_kernel", lambda: None)
+    torch.manual_seed(0)
+    x, weight = torch.randn(13, 16, dtype=dtype) * torch.linspace(0.1, 8, 13)[:, None].to(dtype), torch.randn(301, 16)
+    targets = torch.randint(0, 301, (26,))[::2]
+    ours = differentiated(lambda *a: linear_cross_entropy(*a, targets), [x, weight.to(dtype)], torch.tensor(3.0))
+    exact = [t.double() for t in (x, weight.to(dtype))]
+    wanted = differentiated(lambda x, w: F.cross_entropy(x @ w.t(), targets), exact, torch.tensor(3.0))
+    for mine, true in zip(ours, wanted, strict=True):
+        # Twice: logits in bf16 alone cost as much as the other kernels' whole.
+        assert (mine.double() - true).norm() < 2 * TOLERANCE[dtype] * true.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight.to(dtype), targets), ours[0])
+
+
+def test_a_loss_that_is_not_a_number_says_so() -> None:
+    x, weight, targets = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
+    x[3, 1] = float("nan")
+    assert linear_cross_entropy(x, weight, targets).isnan()
+    x[3, 1] = float("inf")
+    assert not linear_cross_entropy(x, weight, targets).isfinite()
+    assert not reference_linear_cross_entropy(x, weight, targets).isfinite()
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
+    with pytest.raises(IndexError, match="vocabulary has 7 tokens"):
+        linear_cross_entropy(torch.randn(2, 4), torch.randn(7, 4), torch.tensor([3, target]))
+
+
+def test_strided_recomputed_and_with_saved_tensors_packed() -> None:
+    """The backward pass reads weights from what autograd saved, so that they may have moved meanwhile."""
+    weight, wide, grad = torch.randn(16), torch.randn(16, 6).t(), torch.randn(6, 8).t().contiguous().t()
+
+    def chain(x: Tensor, weight: Tensor) -> Tensor:
+        return activate(rms_norm(x, weight, 1e-5), "swiglu")
+
+    wanted = differentiated(chain, [wide.contiguous(), weight], grad.contiguous())
+    recomputed = differentiated(lambda *a: checkpoint(chain, *a, use_reentrant=False), [wide, weight], grad)
+    x, moved = wide.detach().requires_grad_(), weight.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        value = chain(x, moved)
+    moved.data.zero_()
+    packed = [value.detach(), *torch.autograd.grad(value, [x, moved], grad)]
+    for results in (recomputed, packed):
+        for mine, true in zip(results, wanted, strict=True):
+            assert torch.equal(mine, true)
+
+
+def test_compiled_blocks_take_the_plain_forms() -> None:
+    def chain(x: Tensor, weight: Tensor) -> Tensor:
+        return activate(rms_norm(x, weight, 1e-5), "gelu_tanh")
+
+    inputs, grad = [torch.randn(4, 16), torch.randn(16)], torch.randn(4, 16)
+    traced = differentiated(torch.compile(chain, backend="aot_eager", fullgraph=True), inputs, grad)
+    for mine, true in zip(traced, differentiated(chain, inputs, grad), strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [activation, norm])
+def test_without_a_compiler(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_kernel", lambda: None)
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (16,), weight, 1e-5))
+    torch.testing.assert_close(activate(x, "swiglu"), reference_activate(x, "swiglu"))
