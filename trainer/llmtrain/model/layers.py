@@ -4,11 +4,8 @@ import torch
 import torch.nn.functional as F
 from llmtrain_kernels.activation import activate
 from llmtrain_kernels.attention import joint_attention
-<<<<<<< Updated upstream
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
-=======
 from llmtrain_kernels.norm import rms_norm
->>>>>>> Stashed changes
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
