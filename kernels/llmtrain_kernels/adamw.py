@@ -30,7 +30,7 @@ Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
 
 
 def adamw(backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
-    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place. `gradient`, fp32 `[n]`, may be overwritten."""
+    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place; `gradient`, fp32 `[n]`, may be too."""
     _backends()[backend](master, m, v, gradient, numbers)
 
 

@@ -1,0 +1,331 @@
+// Block quantization to 8 or 4 bits. The format and the arithmetic are those of quantize.py, bit for bit.
+#include <omp.h>
+
+#include <type_traits>
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+// A product and a sum are rounded apart, as the reference rounds them.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "numbers.h"
+
+namespace {
+
+constexpr float SMALLEST = 0x1p-118f, LARGEST = 0x1.fffffep127f;
+// Added to a small float, it leaves the nearest integer, ties to even, in the low bits: 1.5 * 2^23.
+constexpr float INTEGER = 12582912.0f;
+constexpr int32_t INTEGER_BITS = 0x4b400000;
+constexpr int64_t LEAST_ELEMENTS_FOR_THREADS = 1 << 15;
+
+template <int BITS>
+constexpr int32_t MOST = BITS == 8 ? 127 : 7;
+
+struct fp16 {
+    uint16_t bits;
+};
+
+// Sixteen numbers at a time, as many as the widest registers hold; the compiler splits them for narrower ones.
+constexpr int64_t LANES = 16;
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+// Between sizes of numbers. GCC would go by way of the scalar registers, unless told.
+#if defined(__AVX512BW__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own headers
+Words widen(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
+Words widen(const Halves& x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
+Halves to_halves(const Words& x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+Bytes to_bytes(const Words& x) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)x); }
+#else
+Words widen(const Halves& x) { return __builtin_convertvector(x, Words); }
+Words widen(const Bytes& x) { return widen(__builtin_convertvector(x, Halves)); }
+Halves to_halves(const Words& x) { return __builtin_convertvector(x, Halves); }
+Bytes to_bytes(const Words& x) { return __builtin_convertvector(to_halves(x), Bytes); }
+#endif
+
+// The first n numbers, if there are not as many as lanes; the others are zero.
+template <typename Vector, typename T>
+Vector load_lanes(const T* from, int64_t n) {
+    Vector lanes = {};
+    std::memcpy(&lanes, from, n < LANES ? n * sizeof(T) : sizeof lanes);
+    return lanes;
+}
+
+template <typename Vector, typename T>
+void store_lanes(T* to, const Vector& lanes, int64_t n) {
+    std::memcpy(to, &lanes, n < LANES ? n * sizeof(T) : sizeof lanes);
+}
+
+Floats load(const float* from, int64_t n) { return load_lanes<Floats>(from, n); }
+
+Floats load(const bf16* from, int64_t n) { return (Floats)(widen(load_lanes<Halves>(from, n)) << 16); }
+
+// Finite numbers only: the largest exponent reads as one more than the second largest.
+Floats load(const fp16* from, int64_t n) {
+    Words bits = widen(load_lanes<Halves>(from, n));
+    return (Floats)((Words)((Floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
+}
+
+// To nearest, ties to even. A NaN stays one if its bits are 0x7fc00000.
+void store(float* to, const Floats& x, int64_t n) { store_lanes(to, x, n); }
+
+void store(bf16* to, const Floats& x, int64_t n) {
+    Words bits = (Words)x;
+    store_lanes(to, to_halves((bits + 0x7fff + (bits >> 16 & 1)) >> 16), n);
+}
+
+void store(fp16* to, const Floats& x, int64_t n) {
+    Words bits = (Words)x, rest = bits & 0x7fffffff;
+    // A sum with 0.5 ends at 2^-24, as the smallest fp16 do.
+    Words small = (Words)((Floats)rest + 0.5f) - 0x3f000000;
+    Words normal = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+    Words large = rest > 0x7f800000 ? rest * 0 + 0x7e00 : rest * 0 + 0x7c00;
+    Words rounded = rest < 0x38800000 ? small : (rest < 0x477ff000 ? normal : large);
+    store_lanes(to, to_halves(rounded | (bits >> 16 & 0x8000)), n);
+}
+
+// Bits of the absolute value. They order as the values do, with infinity above all numbers and NaN above infinity.
+uint32_t magnitude(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits & 0x7fffffffu;
+}
+uint16_t magnitude(bf16 x) { return x.bits & 0x7fffu; }
+uint16_t magnitude(fp16 x) { return x.bits & 0x7fffu; }
+
+float from_magnitude(uint32_t bits, float) { return ((Floats)(Words{bits}))[0]; }
+float from_magnitude(uint32_t bits, bf16) { return from_magnitude(bits << 16, 0.0f); }
+float from_magnitude(uint32_t bits, fp16) {
+    fp16 value{static_cast<uint16_t>(bits)};
+    return bits < 0x7c00u ? load(&value, 1)[0] : from_magnitude(0x7f800000u, 0.0f);
+}
+
+// The greatest absolute value. It is not finite if one of them is not.
+template <typename T>
+float absolute_max(const T* x, int64_t n) {
+    decltype(magnitude(T())) greatest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        auto bits = magnitude(x[i]);
+        greatest = bits > greatest ? bits : greatest;
+    }
+    return from_magnitude(greatest, T());
+}
+
+uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+// What is added before rounding to nearest: nothing.
+struct Nothing {
+    Floats operator()(uint32_t) const { return Floats{}; }
+};
+
+// Or a number between -1/2 and 1/2, by a hash of seed, row and column, which makes the rounding stochastic.
+struct Dither {
+    uint32_t a, b;
+
+    Dither(int64_t key, int64_t row) {
+        a = mix(static_cast<uint32_t>(key) + static_cast<uint32_t>(row) * 0x9e3779b9u);
+        b = mix(static_cast<uint32_t>(key >> 32) + a);
+    }
+
+    Floats operator()(uint32_t column) const {
+        Words x = (Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + column) ^ a;
+        x = (x ^ x >> 16) * 0x7feb352du;
+        x = ((x ^ x >> 15) + b) * 0x846ca68bu;
+        return __builtin_convertvector((Ints)x >> 15 | 1, Floats) * 0x1p-17f;
+    }
+};
+
+// Pack `x`, a block of n elements of which the first is in `column` of its row; return its scale.
+template <int BITS, typename T, typename Added>
+float pack_block(const T* x, int64_t n, int64_t column, uint8_t* payload, Added added) {
+    int64_t bytes = n * BITS / 8;
+    float absmax = absolute_max(x, n);
+    if (!(absmax >= SMALLEST && absmax <= LARGEST)) {
+        std::memset(payload, 0, static_cast<size_t>(n) * BITS / 8);
+        return absmax < SMALLEST ? 0.0f : from_magnitude(0x7fc00000u, 0.0f);
+    }
+    float scale = absmax * (1.0f / MOST<BITS>), inverse = 1.0f / scale;
+    auto codes = [&](int64_t i, int64_t left) {
+        Floats value = load(x + i, left) * inverse;
+        if constexpr (std::is_same_v<Added, Dither>) value += added(static_cast<uint32_t>(column + i));
+        Ints code = (Ints)(value + INTEGER) - INTEGER_BITS;
+        // What was added can lead beyond the last code, as absmax * inverse can exceed it by a little.
+        if constexpr (std::is_same_v<Added, Dither>) {
+            code = code > MOST<BITS> ? code * 0 + MOST<BITS> : code;
+            code = code < -MOST<BITS> ? code * 0 - MOST<BITS> : code;
+        }
+        return (Words)code;
+    };
+    auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+        Words code = codes(i, left);
+        if constexpr (BITS == 4) code = (code & 15) | codes(bytes + i, left) << 4;
+        store_lanes(payload + i, to_bytes(code), left);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= bytes; i += LANES) some(i, LANES);
+    if (i < bytes) some(i, bytes - i);
+    return scale;
+}
+
+// The values of the codes of BITS bits that begin at bit SHIFT of each byte.
+template <int BITS, int SHIFT>
+struct Values {
+    float scale;
+
+    explicit Values(float scale) : scale(scale) {}
+    Floats operator()(const Words& byte) const {
+        return __builtin_convertvector((Ints)(byte << (32 - BITS - SHIFT)) >> (32 - BITS), Floats) * scale;
+    }
+};
+
+#if defined(__AVX512BW__)
+// Looked up, as a register holds the values of all codes: half the time of sums.
+template <int SHIFT>
+struct Values<4, SHIFT> {
+    Floats table;
+
+    explicit Values(float scale) : table(Floats{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1} * scale) {}
+    Floats operator()(const Words& byte) const {
+        return (Floats)_mm512_permutexvar_ps((__m512i)(byte >> SHIFT), (__m512)table);
+    }
+};
+#endif
+
+// Unpack one code of each byte, for each of the rows whose payloads and values are given, and add the rows up in `out`,
+// after what it holds if `add`.
+template <int ROWS, typename V, typename T>
+void unpack(const uint8_t* const (&payload)[ROWS], const V (&values)[ROWS], int64_t bytes, bool add, T* out) {
+    auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+        Floats sum = {};
+        if (add) sum = load(out + i, left);
+        for (int row = 0; row < ROWS; row++) sum += values[row](widen(load_lanes<Bytes>(payload[row] + i, left)));
+        store(out + i, sum, left);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= bytes; i += LANES) some(i, LANES);
+    if (i < bytes) some(i, bytes - i);
+}
+
+// A packed buffer, and how many threads work on it.
+struct Packed {
+    uint8_t* data;
+    int64_t stride, rows, numel, bits, block, threads;
+
+    int64_t blocks() const { return (numel + block - 1) / block; }
+    int64_t size(int64_t index) const { return index * block + block < numel ? block : numel - index * block; }
+    uint8_t* payload(int64_t row, int64_t index) const { return data + row * stride + index * block * bits / 8; }
+    uint8_t* scale(int64_t row, int64_t index) const { return data + row * stride + numel * bits / 8 + index * 4; }
+};
+
+// work(row, index) for the blocks of so many rows, in as many consecutive parts as there are threads.
+template <typename Work>
+void for_blocks(const Packed& packed, int64_t rows, Work work) {
+    int64_t blocks = packed.blocks(), total = rows * blocks;
+    bool small = packed.rows * packed.numel < LEAST_ELEMENTS_FOR_THREADS;
+#pragma omp parallel num_threads(small ? 1 : static_cast<int>(packed.threads))
+    {
+        int64_t team = omp_get_num_threads(), part = omp_get_thread_num();
+        int64_t start = total * part / team, end = total * (part + 1) / team;
+        int64_t row = start / (blocks ? blocks : 1), index = start - row * blocks;
+        for (int64_t i = start; i < end; i++) {
+            work(row, index);
+            if (++index == blocks) index = 0, row++;
+        }
+    }
+}
+
+template <int BITS, typename T>
+void pack_rows(const T* x, int64_t x_stride, const Packed& packed, int64_t key) {
+    for_blocks(packed, packed.rows, [=](int64_t row, int64_t index) {
+        int64_t column = index * packed.block, n = packed.size(index);
+        const T* from = x + row * x_stride + column;
+        uint8_t* to = packed.payload(row, index);
+        float scale = key < 0 ? pack_block<BITS>(from, n, column, to, Nothing())
+                              : pack_block<BITS>(from, n, column, to, Dither(key, row));
+        std::memcpy(packed.scale(row, index), &scale, 4);
+    });
+}
+
+// The scale of a packed block; NaN by the bits that rounding leaves a NaN if it is not finite.
+float scale_of(const Packed& packed, int64_t row, int64_t index) {
+    float scale;
+    std::memcpy(&scale, packed.scale(row, index), 4);
+    return scale >= 0.0f && scale <= LARGEST ? scale : from_magnitude(0x7fc00000u, 0.0f);
+}
+
+// The blocks at `index` of the row, and as many after it as there are further numbers.
+template <int BITS, typename T, typename... More>
+void unpack_rows(const Packed& packed, int64_t row, int64_t index, bool add, T* out, More... more) {
+    constexpr int ROWS = 1 + sizeof...(more);
+    const uint8_t* payload[ROWS] = {packed.payload(row, index), packed.payload(row + more, index)...};
+    auto halves = [&](auto shift, T* to) {
+        using V = Values<BITS, decltype(shift)::value>;
+        const V values[ROWS] = {V(scale_of(packed, row, index)), V(scale_of(packed, row + more, index))...};
+        unpack(payload, values, packed.size(index) * BITS / 8, add, to);
+    };
+    halves(std::integral_constant<int, 0>(), out);
+    // One half after the other, as writing to two places at once takes longer than reading twice from the cache.
+    if constexpr (BITS == 4) halves(std::integral_constant<int, 4>(), out + packed.size(index) / 2);
+}
+
+// Four rows at a time, so that a sum is in the cache a quarter as often.
+template <int BITS>
+void sum_rows(const Packed& packed, float* out, bool accumulate) {
+    for_blocks(packed, 1, [=](int64_t, int64_t index) {
+        float* to = out + index * packed.block;
+        int64_t row = 0;
+        for (; row + 4 <= packed.rows; row += 4) unpack_rows<BITS>(packed, row, index, accumulate || row, to, 1, 2, 3);
+        for (; row < packed.rows; row++) unpack_rows<BITS>(packed, row, index, accumulate || row, to);
+    });
+}
+
+// f with a null pointer to the type that `dtype` stands for.
+template <typename F>
+void with_type(int64_t dtype, F f) {
+    if (dtype == 0) f(static_cast<float*>(nullptr));
+    if (dtype == 1) f(static_cast<bf16*>(nullptr));
+    if (dtype == 2) f(static_cast<fp16*>(nullptr));
+}
+
+}  // namespace
+
+// Strides are in elements of `x` or `out`, and in bytes of `data`. dtype: 0 fp32, 1 bf16, 2 fp16. key: -1 for nearest.
+extern "C" void quantize(const void* x, int64_t dtype, int64_t x_stride, uint8_t* data, int64_t stride, int64_t rows,
+                         int64_t numel, int64_t bits, int64_t block, int64_t threads, int64_t key) {
+    Packed packed{data, stride, rows, numel, bits, block, threads};
+    with_type(dtype, [&](auto* type) {
+        auto* from = static_cast<const std::remove_pointer_t<decltype(type)>*>(x);
+        bits == 8 ? pack_rows<8>(from, x_stride, packed, key) : pack_rows<4>(from, x_stride, packed, key);
+    });
+}
+
+extern "C" void dequantize(void* out, int64_t dtype, int64_t out_stride, uint8_t* data, int64_t stride, int64_t rows,
+                           int64_t numel, int64_t bits, int64_t block, int64_t threads) {
+    Packed packed{data, stride, rows, numel, bits, block, threads};
+    with_type(dtype, [&](auto* type) {
+        for_blocks(packed, rows, [=](int64_t row, int64_t index) {
+            auto* to = static_cast<decltype(type)>(out) + row * out_stride + index * block;
+            bits == 8 ? unpack_rows<8>(packed, row, index, false, to)
+                      : unpack_rows<4>(packed, row, index, false, to);
+        });
+    });
+}
+
+extern "C" void dequantize_sum(float* out, uint8_t* data, int64_t stride, int64_t rows, int64_t numel, int64_t bits,
+                               int64_t block, int64_t threads, int64_t accumulate) {
+    Packed packed{data, stride, rows, numel, bits, block, threads};
+    bits == 8 ? sum_rows<8>(packed, out, accumulate) : sum_rows<4>(packed, out, accumulate);
+}
