@@ -41,6 +41,8 @@ def resolve_zero(
             # Without a stage, a state left out is cut as the one before it.
             number = numbers[-1] if numbers else 1
         numbers.append(number)
+    if zero.secondary == "auto":
+        raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
     secondary = _number("zero.secondary", zero.secondary or 0, smallest, tiers)
     weights, gradients, optimizer = numbers
     degrees = Degrees(ranks, weights, gradients, optimizer, secondary)

@@ -1,0 +1,143 @@
+"""Ways to spread model states, ours and peers', on one emulated cluster: bytes between nodes, seconds per step, memory,
+loss. `python -m tools.bench.sharding --write docs/benchmarks.md`; needs root, and DeepSpeed for that peer.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llmtrain.model.tensors import parameter_count
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve, shape
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.bench.table import machine, table, write_section
+from tools.netlab.lab import Lab
+from tools.netlab.spec import plain
+
+PEERS = ("FSDP2", "DeepSpeed ZeRO-3", "FSDP2 hybrid")
+STRATEGIES: Mapping[str, tuple[str, ...]] = {
+    "stage 0": ("zero.stage=0",),
+    "stage 1": ("zero.stage=1",),
+    "stage 2": ("zero.stage=2",),
+    "stage 3": ("zero.stage=3",),
+    "mics": ("zero.preset=mics",),
+    "zero++": ("zero.preset=zero++",),
+    "topo": ("zero.preset=topo",),
+}
+RECIPE = """
+model: {{family: gpt2, layers: 6, hidden: 256, heads: 4, vocab: 2048, tie_embeddings: false}}
+data: {{path: {folder}/set, sequence_length: 32}}
+train: {{steps: 100000, global_batch: {batch}, microbatch: 1, eval_every: 0}}
+optimizer: {{lr: 1.0e-3, weight_decay: 0.0, clip: 0.0, schedule: constant, warmup: 0}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison. rate: of each node's card. rounds: measured steps of each contestant."""
+
+    nodes: int
+    ranks_per_node: int
+    rate: str
+    accumulation: int
+    rounds: int
+    peers: tuple[str, ...] = PEERS
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+
+
+def measure(setting: Setting) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return by contestant what `sharding_ranks` measured, and the bytes of all weights in fp32."""
+    with tempfile.TemporaryDirectory() as name, Lab(plain(setting.nodes, setting.ranks_per_node, setting.rate)) as lab:
+        folder = Path(name)
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 2048, 400_000), np.full(200, 2000))
+        writer.commit()
+        recipe = folder / "bench.yaml"
+        recipe.write_text(RECIPE.format(folder=folder, batch=lab.spec.world * setting.accumulation))
+        wanted = {
+            "recipe": str(recipe),
+            "accumulation": setting.accumulation,
+            "rounds": setting.rounds,
+            "peers": setting.peers,
+            "strategies": {key: STRATEGIES[key] for key in setting.strategies},
+        }
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+        result = lab.run([sys.executable, "-m", "tools.bench.sharding_ranks", json.dumps(wanted)], environment)
+        lines = [line for line in result.output[0] if line.startswith("{")]
+        if result.returncode or not lines:
+            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
+        config = shape(resolve(load_recipe(str(recipe), []), Facts(world=lab.spec.world, device="cpu")))
+    return json.loads(lines[-1]), 4 * parameter_count(config)
+
+
+def report(setting: Setting, found: dict[str, dict[str, Any]], weights: int) -> str:
+    """Return the table of one comparison."""
+    rate = float(setting.rate.removesuffix("mbit")) * 1e6 / 8
+    rows = []
+    for name, figures in found.items():
+        seconds, sent = statistics.median(figures["seconds"]), statistics.median(figures["sent"])
+        wire = sent / rate
+        rows.append(
+            (
+                name,
+                f"{sent / 1e6:.1f}",
+                f"{sent / weights:.2f}",
+                f"{seconds:.2f}",
+                f"{wire:.2f}",
+                f"{seconds / wire:.2f}",
+                f"{figures['state_bytes'] / 1e6:.1f}",
+                f"{figures['losses'][-1]:.4f}" if figures["losses"] else "",
+            )
+        )
+    header = (
+        "strategy",
+        "MB sent by a node",
+        "of the weights",
+        "seconds per step",
+        "seconds on the wire",
+        "step / wire",
+        "MB of model states per rank",
+        f"loss of step {setting.rounds + 1}",
+    )
+    return (
+        f"{setting.nodes} nodes x {setting.ranks_per_node} ranks, {setting.rate}/s between nodes, accumulation "
+        f"{setting.accumulation}, {weights / 1e6:.1f} MB of weights:\n\n{table(header, rows)}"
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--accumulation", type=int, nargs="*", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", nargs="*", default=PEERS)
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    parts = []
+    for accumulation in given.accumulation:
+        setting = Setting(
+            given.nodes, given.ranks_per_node, given.rate, accumulation, given.rounds, tuple(given.peers),
+            tuple(given.strategies),
+        )  # fmt: skip
+        parts.append(report(setting, *measure(setting)))
+        print(parts[-1], flush=True)
+    if given.write:
+        head = f"## Sharding\n\n{machine(['torch', 'deepspeed'])}. Median of {given.rounds} steps each, in turns."
+        write_section(given.write, "sharding", "\n\n".join([head, *parts]))
+
+
+if __name__ == "__main__":
+    main()

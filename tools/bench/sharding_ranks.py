@@ -1,0 +1,215 @@
+"""The rank's side of the sharding benchmark: trains one GPT by every contestant in turns, and times each step.
+
+Started by `sharding.py` as every rank of an emulated cluster, with its settings as JSON. The last line that rank 0
+writes to stdout is the result as JSON.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks, connect
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import Run, compose
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.sharding.unit import whole_unit
+from llmtrain.train import train_step
+from torch import Tensor, nn
+
+from tools.netlab import counters
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train. step: does the optimizer step of a number, and returns its loss on this rank, if it has one.
+    state_bytes: of model states on this rank, after a step."""
+
+    step: Callable[[int], float | None]
+    state_bytes: Callable[[], int]
+
+
+def batches(run: Run, number: int) -> Iterable[Tensor]:
+    """Yield the microbatches of this rank, int64 `[1, sequence + 1]`, the same for all contestants."""
+    batch, ranks = run.recipe.train.global_batch, run.ranks
+    share = batch // ranks.layout.world
+    rows = torch.from_numpy(run.train_data.batch(run.recipe.seed, number * batch + ranks.rank * share, share))
+    return rows.split(1)
+
+
+def plain_model(run: Run) -> GPT:
+    """Return the same model with the same weights, each parameter a tensor of its own."""
+    model = GPT(run.config, torch.device("cpu"))
+    for spec in model_units(run.config):
+        whole_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.recipe.seed)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    return model
+
+
+def ours(run: Run) -> Contestant:
+    """A strategy of ours, through the loop of every run."""
+
+    def step(number: int) -> float | None:
+        train_step(run, number)
+        return None
+
+    return Contestant(step, lambda: run.engine.state_bytes)
+
+
+def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
+    """torch's FSDP2, fully sharded or in nodes with replicas between them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world, local = run.ranks.layout.world, int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = (
+        init_device_mesh("cpu", (world // local, local), mesh_dim_names=("replica", "shard"))
+        if hybrid
+        else init_device_mesh("cpu", (world,))
+    )
+    model = plain_model(run)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def step(number: int) -> float:
+        total = 0.0
+        for index, rows in enumerate(batches(run, number)):
+            if hybrid:
+                model.set_requires_all_reduce(index == accumulation - 1)
+            loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    def state_bytes() -> int:
+        weights = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        moments = sum(
+            value.to_local().nbytes
+            for state in optimizer.state.values()
+            for value in state.values()
+            if hasattr(value, "to_local")
+        )
+        return 2 * weights + moments  # the gradients lie as the weights do
+
+    return Contestant(step, state_bytes)
+
+
+def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
+    """DeepSpeed's ZeRO-3 on CPU."""
+    import deepspeed
+
+    model = plain_model(run)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True},
+        },
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 1_000_000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+    def step(number: int) -> float:
+        total = 0.0
+        for rows in batches(run, number):
+            loss = engine(rows[:, :-1], rows[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            total += float(loss) / accumulation
+        return total
+
+    # Weights, their fp32 copies for the optimizer, gradients and two moments, all cut over all ranks.
+    return Contestant(step, lambda: 20 * numel // run.ranks.layout.world)
+
+
+def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
+    """Compose a real run of ours, with its logging."""
+    facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
+    placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, facts.tiers)
+    run = stack.enter_context(compose(recipe, placed, StopRequest()))
+    run.log.start(0, [])
+    return run
+
+
+def measure(contestants: dict[str, Contestant], rounds: int, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Return by name: seconds and bytes this node sent, of each of `rounds` steps after a first one, done in turns."""
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": [], "losses": []} for name in contestants}
+    for number in range(rounds + 1):
+        names = list(contestants) if number % 2 else list(reversed(contestants))
+        for name in names:
+            dist.barrier()
+            before, started = card_bytes(), time.perf_counter()
+            loss = contestants[name].step(number)
+            dist.barrier()
+            seconds, sent = time.perf_counter() - started, card_bytes() - before
+            if number:
+                found[name]["seconds"].append(seconds)
+                found[name]["sent"].append(sent)
+            if loss is not None:
+                found[name]["losses"].append(ranks.sum_all([loss])[0] / ranks.layout.world)
+    for name, contestant in contestants.items():
+        found[name]["state_bytes"] = contestant.state_bytes()
+    return found
+
+
+def card_bytes() -> int:
+    """Return what this node has sent to others so far."""
+    return counters.read()[os.environ["GLOO_SOCKET_IFNAME"]].sent
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measure, and print the result."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    world, accumulation = int(os.environ["WORLD_SIZE"]), settings["accumulation"]
+    ranks = connect(Layout({Axis.DATA: world}))
+    contestants: dict[str, Contestant] = {}
+    with ExitStack() as stack:
+        runs = {
+            name: our_run(name, overrides, settings, ranks, stack) for name, overrides in settings["strategies"].items()
+        }
+        reference = next(iter(runs.values()))
+        peers = {
+            "FSDP2": lambda: fsdp2(reference, False, accumulation),
+            "FSDP2 hybrid": lambda: fsdp2(reference, True, accumulation),
+            "DeepSpeed ZeRO-3": lambda: deepspeed_zero3(reference, accumulation),
+        }
+        for name in settings["peers"]:
+            contestants[name] = peers[name]()
+        contestants.update({name: ours(run) for name, run in runs.items()})
+        found = measure(contestants, settings["rounds"], ranks)
+        for name, run in runs.items():
+            rows = (Path(run.folder) / "metrics.jsonl").read_text().splitlines() if ranks.is_main else []
+            found[name]["losses"] = [row["loss"] for row in map(json.loads, rows) if "event" not in row]
+            found[name]["buffer_bytes"] = run.engine.buffer_bytes
+    if ranks.is_main:
+        print(json.dumps(found), flush=True)
+    # DeepSpeed's own groups and threads do not end by themselves.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
