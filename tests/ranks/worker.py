@@ -1,37 +1,121 @@
-"""One rank of many runs, one after another: trains each case of a list and leaves what became of it.
+"""Ranks for tests: imports the trainer once, then forks as many ranks as each job wants and has them train its cases.
 
-Started as `worker.py CASES RESULTS` with the environment of torchrun. CASES: JSON list of {key, recipe, overrides,
-ranks_per_node}; the main rank writes RESULTS: {key: {losses, weights digest...}}, or the sentence of an error.
+A job is a line on stdin, JSON of {world, folder, cases: [{recipe, overrides, ranks_per_node}]}; the answer on stdout
+is a line with the exit codes of its ranks. What a rank prints goes to `folder/rank-R.log`; what it noted of a case's
+engine goes to `rank-R.json` in the run's folder.
 """
 
 import json
+import os
+import signal
+import socket
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
+from llmtrain.compose import Run
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
-from llmtrain.train import train
+from llmtrain.telemetry import about
+
+# How long the other ranks have to end once one has failed, in seconds.
+GRACE = 20
+# How long a job may take per case, in seconds.
+LIMIT = 120
 
 
 def run_case(case: dict[str, Any], ranks: Ranks) -> None:
+    """Train one recipe to its last step; collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     recipe = prepared(case["recipe"], case["overrides"], facts, read_hf_config)
-    train(recipe, replace(ranks, tiers=facts.tiers), [])
+    facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
+    notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
+    loop.train_step = noting(notes)  # type: ignore[assignment]
+    loop.train(recipe, replace(ranks, tiers=facts.tiers), [])
+    (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 
-def main(cases: Path, world: int) -> None:
+def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
+    """Return a train step that notes afterwards what the engine holds."""
+
+    def noted(run: Run, number: int) -> bool:
+        stopping = step(run, number)
+        for name, values in notes.items():
+            values.append(getattr(run.engine, name))
+        return stopping
+
+    return noted
+
+
+def rank_main(job: dict[str, Any], rank: int) -> None:
+    """Be one rank of a job."""
+    log = os.open(Path(job["folder"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
     torch.set_num_threads(1)
-    ranks = connect(Layout({Axis.DATA: world}))
-    for case in json.loads(cases.read_text()):
+    ranks = connect(Layout({Axis.DATA: job["world"]}))
+    for case in job["cases"]:
         run_case(case, ranks)
     disconnect(ranks)
 
 
+def forked(job: dict[str, Any], rank: int) -> int:
+    """Start a rank and return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        rank_main(job, rank)
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def wait(pids: list[int], limit: float) -> list[int]:
+    """Return the ranks' exit codes once all have ended; those that a failed one leaves waiting are killed, as are
+    all after `limit` seconds."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + limit
+    while len(codes) < len(pids):
+        for pid in (pid for pid in pids if pid not in codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        if any(codes.values()):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.02)
+    return [codes[pid] for pid in pids]
+
+
+def main() -> None:
+    """Serve jobs until stdin ends."""
+    # 0.15 s a case that measures nothing here.
+    about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
+    os.environ["MASTER_ADDR"] = "localhost"
+    for line in sys.stdin:
+        job = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        pids = [forked(job, rank) for rank in range(job["world"])]
+        print(json.dumps(wait(pids, LIMIT * len(job["cases"]))), flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main()

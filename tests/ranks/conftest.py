@@ -1,0 +1,30 @@
+"""One worker for all tests of this folder; cases of as many ranks are trained together, when the first is asked for."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# At the end, so that it hides no package.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from harness import Case, Result, Trainer
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    with Trainer(tmp_path_factory.mktemp("ranks")) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, trainer: Trainer) -> Callable[[Case], Result]:
+    """Return the result of a case, once it and all other chosen tests' cases of as many ranks have been trained."""
+
+    def result(case: Case) -> Result:
+        chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+        trainer.train([case, *(other for other in chosen if isinstance(other, Case) and other.world == case.world)])
+        return trainer.result(case)
+
+    return result

@@ -1,0 +1,175 @@
+"""Trains cases on forked ranks, all of one number of ranks together, and reads back what became of them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from llmtrain.checkpoint.read import CheckpointReader
+from llmtrain_data.indexed import IndexedWriter
+
+# The batch is shared evenly, in 1 or 4 microbatches, by 1, 2, 4, 6 and 8 ranks; the validation samples are not.
+BATCH, STEPS = 96, 20
+RECIPE = """
+model: {{family: llama, layers: 3, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 61}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: {batch}, eval_every: {steps}, eval_batches: 1}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 10}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+Curve = dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. keys: how states are spread and travel. base: all other keys, which its reference shares."""
+
+    world: int = 1
+    keys: tuple[str, ...] = ()
+    base: tuple[str, ...] = ()
+    node: int = 0
+    accumulation: int = 1
+
+    @property
+    def reference(self) -> "Case":
+        """The same run in one process."""
+        return Case(base=self.base, accumulation=4)
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return f"run-{sha1(repr(self).encode()).hexdigest()[:12]}"
+
+    def __str__(self) -> str:
+        nodes = f" in nodes of {self.node}" if self.node else ""
+        return f"{self.world} ranks{nodes} x{self.accumulation}: {' '.join(self.keys + self.base) or 'as it is'}"
+
+    def job(self, recipe: Path) -> dict[str, Any]:
+        """Return the case as the worker takes it."""
+        microbatch = BATCH // self.world // self.accumulation
+        overrides = [f"name={self.name}", f"train.microbatch={microbatch}", *self.base, *self.keys]
+        return {"recipe": str(recipe), "overrides": overrides, "ranks_per_node": self.node or self.world}
+
+
+@dataclass
+class Trainer:
+    """A worker that trains cases in `folder`; `failed` holds what was printed by those that did not end."""
+
+    folder: Path
+    failed: dict[Case, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        write_corpus(self.folder / "set")
+        self.recipe = self.folder / "tiny.yaml"
+        self.recipe.write_text(RECIPE.format(folder=self.folder, steps=STEPS, batch=BATCH))
+        self._worker = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.communicate()
+
+    def train(self, cases: Sequence[Case]) -> None:
+        """Train those cases that have not been trained, and their references; where one fails, the others go on."""
+        by_world: dict[int, list[Case]] = defaultdict(list)
+        for case in dict.fromkeys([case.reference for case in cases] + list(cases)):
+            if not self._done(case) and case not in self.failed:
+                by_world[case.world].append(case)
+        for world, left in sorted(by_world.items()):
+            while left:
+                self.run(world, [case.job(self.recipe) for case in left])
+                left = [case for case in left if not self._done(case)]
+                if left:
+                    self.failed[left.pop(0)] = self.printed(world)
+
+    def run(self, world: int, jobs: list[dict[str, Any]]) -> list[int]:
+        """Train jobs on ranks of their own and return the ranks' exit codes."""
+        assert self._worker.stdin is not None
+        assert self._worker.stdout is not None
+        print(
+            json.dumps({"world": world, "folder": str(self.folder), "cases": jobs}), file=self._worker.stdin, flush=True
+        )
+        codes: list[int] = json.loads(self._worker.stdout.readline())
+        return codes
+
+    def printed(self, world: int) -> str:
+        """Return the end of what each rank of the last job printed."""
+        logs = [(rank, (self.folder / f"rank-{rank}.log").read_text()[-3000:]) for rank in range(world)]
+        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in logs)
+
+    def result(self, case: Case) -> "Result":
+        """Return what became of a case that was trained."""
+        assert case not in self.failed, self.failed[case]
+        return Result(self.folder / "runs" / case.name)
+
+    def forget(self, case: Case) -> None:
+        """Have a case trained anew."""
+        shutil.rmtree(self.folder / "runs" / case.name, ignore_errors=True)
+
+    def _done(self, case: Case) -> bool:
+        folder = self.folder / "runs" / case.name
+        return all((folder / f"rank-{rank}.json").exists() for rank in range(case.world))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's folder."""
+
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The logged steps."""
+        return [row for row in self._rows() if "event" not in row]
+
+    @property
+    def curve(self) -> Curve:
+        """Every loss, by kind and step."""
+        return {
+            (row.get("event", "step"), row["step"]): row["loss"] for row in self._rows() if row.get("event") != "end"
+        }
+
+    def notes(self, name: str) -> list[list[int]]:
+        """What each rank noted of its engine after each step."""
+        paths = sorted(self.folder.glob("rank-*.json"))
+        return [json.loads(path.read_text())[name] for path in paths]
+
+    def states(self, step: int = STEPS, state: str = "master") -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint."""
+        with CheckpointReader(self.folder / "checkpoints" / f"step-{step:08d}") as reader:
+            return {name: reader.whole(name, state) for name in reader.manifest.tensors}
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_corpus(prefix: Path) -> None:
+    """Write a small set whose tokens follow each other in a pattern that a model can learn."""
+    steps = np.random.default_rng(0).integers(1, 4, size=(300, 100))
+    writer = IndexedWriter(prefix, np.dtype(np.uint16))
+    for document in np.cumsum(steps, axis=1) % 61:
+        writer.add(document, np.array([100]))
+    writer.commit()
+
+
+def resumed(case: Case, source: Result, step: int) -> Case:
+    """Return `case` as it goes on from a checkpoint of another run."""
+    return replace(case, keys=(*case.keys, f"checkpoint.resume={source.folder}/checkpoints/step-{step:08d}"))
+
+
+def worst_difference(ours: dict[Any, Any], theirs: dict[Any, Any]) -> tuple[float, Any]:
+    """Return the largest relative difference of losses or, in the norm, of tensors, and where it is."""
+    assert ours.keys() == theirs.keys()
+    return max((float(np.linalg.norm(ours[key] - value) / np.linalg.norm(value)), key) for key, value in theirs.items())
