@@ -33,8 +33,10 @@ class Degrees:
         is fp32 and the optimizer states lie inside the weights, those are the master weights.
         """
         masters = 0 if compute_bytes == 4 else 4
-        held = compute_bytes / self.weights + 4 / self.gradients + (8 + masters) / self.optimizer
-        return int(numel * (held + (compute_bytes / self.secondary if self.secondary else 0)))
+        held = [(compute_bytes, self.weights), (4, self.gradients), (8 + masters, self.optimizer)]
+        if self.secondary:
+            held.append((compute_bytes, self.secondary))
+        return sum(numel * size // degree for size, degree in held)
 
 
 @dataclass(frozen=True)
