@@ -71,7 +71,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     output, and PreparationStoppedError on SIGINT or SIGTERM; both leave nothing behind.
     """
     started = time.monotonic()
-    # Modules and tokenizers stay to the end: looking for garbage among them, lastly at exit, takes a tenth of a second.
+    # Modules and tokenizers stay to the end: looking for garbage among them, lastly at exit, takes some 0.05 s.
     gc.freeze()
     size = tokenizer_size(tokenizer)
     reference = load_tokenizer(tokenizer)

@@ -68,6 +68,33 @@ def test_broken_jsonl_is_named(tmp_path: Path, content: str, message: str) -> No
         documents(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_broken_line_of_a_later_chunk_is_named(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines before the chunk are counted when there is an error, blank ones too."""
+    monkeypatch.setattr(readers, "CHUNK", 50)
+    content = b'{"text":"a"}\n\n' * 20 + b'{"text":5}\n' + b'{"text":"b"}\n' * 20
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} line 41 has int '5'"):
+        documents(path)
+
+
+def test_of_a_field_given_twice_the_last_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text":"a","m":{"text":"no"},"text":"b"}\n{"text":"caf\xe9"}\n{"text":"\\u00e9"}\n'
+    )
+    assert documents(tmp_path / "a.jsonl") == ["b", "caf\ufffd", "\u00e9"]
+
+
+def test_encoders_get_the_texts_as_valid_utf8() -> None:
+    pieces = [b"plain", "dr\u00fcei".encode(), b"caf\xe9 \xf0\x9f", b""]
+    chunk = readers.TextChunk(pieces, None, 0)
+    assert [text.decode() for text in chunk.encodable()] == chunk.texts()
+    assert chunk.texts()[2] == "caf\ufffd \ufffd"
+    lines = readers.LinesChunk(jsonl(TEXTS), "text", Path("a.jsonl"), 0, 0)
+    assert lines.encodable() == lines.texts() == TEXTS
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_cut_short_is_found(tmp_path: Path, suffix: str) -> None:
     pack = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]

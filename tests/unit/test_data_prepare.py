@@ -1,5 +1,6 @@
 """Preparation: both encoders give the same set, nothing half is left behind, memory stays flat."""
 
+import json
 import os
 import signal
 import subprocess
@@ -63,6 +64,19 @@ def test_a_text_cut_in_pieces_ends_once(tokenizer: Path, tmp_path: Path) -> None
     assert data.documents > 5
     assert np.flatnonzero(data.tokens == 0).tolist() == [done.tokens - 1]
     assert load_tokenizer(tokenizer).decode(data.tokens[:-1].tolist()) == TEXT * 800
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_both_encoders_give_the_same_set_of_odd_text(tokenizer: Path, tmp_path: Path, name: str) -> None:
+    """Text that is not UTF-8, other scripts, the end of text inside a text, zero bytes, empty texts."""
+    texts = ["dr\u00fcei \U0001f600", f"a{END_OF_TEXT}b", "", "\x01\n \t", "\u2028e\u0301"]
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    broken = b"caf\xe9 \xff\xfe" if name == "a.txt" else b'{"text":"caf\xe9 \xff\xfe"}\n{"text":"\\ud800"}\n'
+    (tmp_path / name).write_bytes(("\n".join(texts).encode() if name == "a.txt" else lines) + broken)
+    for encoder in ("gigatoken", "tokenizers"):
+        run(tmp_path / name, tokenizer, tmp_path / encoder, encoder=encoder, workers=1)
+    assert (tmp_path / "gigatoken.bin").read_bytes() == (tmp_path / "tokenizers.bin").read_bytes()
+    assert (tmp_path / "gigatoken.idx").read_bytes() == (tmp_path / "tokenizers.idx").read_bytes()
 
 
 def test_without_end(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
