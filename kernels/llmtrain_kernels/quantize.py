@@ -14,6 +14,7 @@ is packed into one buffer: its payload, then one fp32 scale for each block of el
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -99,6 +100,10 @@ def _check(x: Tensor, bits: int, block: int, packed: Tensor) -> None:
 
 @cache
 def _backend(device: str) -> Backend:
+    if device == "cuda" and find_spec("triton"):
+        from llmtrain_kernels import quantize_triton
+
+        return Backend(quantize_triton.quantize, quantize_triton.dequantize, quantize_triton.dequantize_sum)
     return (native_backend() if device == "cpu" else None) or REFERENCE
 
 

@@ -1,0 +1,37 @@
+"""The Triton kernels of block quantization in Triton's interpreter, on a CPU.
+
+test_kernels_quantize_triton.py runs this file in a process of its own, as TRITON_INTERPRET counts at import.
+"""
+
+import pytest
+import torch
+from llmtrain_kernels import quantize_triton
+from llmtrain_kernels.quantize import DTYPES, REFERENCE, packed_bytes
+
+
+@pytest.mark.parametrize(("block", "numel"), [(2, 32), (64, 4160), (100, 4160), (2048, 4160)])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, numel) * torch.rand(3, numel) ** 4 * 10).to(dtype)
+    x[0, :20] = 0
+    x[1, 5] = torch.inf
+    x[2, 7] = torch.nan
+    for key in (None, 3 << 40 | 5, 1 << 31):
+        ours, theirs = (torch.full((3, packed_bytes(numel, bits, block)), 77, dtype=torch.uint8) for _ in range(2))
+        quantize_triton.quantize(x, bits, block, ours, key)
+        REFERENCE.quantize(x, bits, block, theirs, key)
+        assert torch.equal(ours, theirs)
+    ours_out, theirs_out = torch.full((2, 3, numel), 77.0, dtype=dtype)
+    quantize_triton.dequantize(ours, bits, block, ours_out)
+    REFERENCE.dequantize(ours, bits, block, theirs_out)
+    # The interpreter cuts off what bf16 does not hold, where a GPU rounds.
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(ours_out, theirs_out, rtol=tolerance, atol=0, equal_nan=True)
+    ours_sum = torch.arange(float(numel))
+    theirs_sum = ours_sum.clone()
+    for accumulate in (True, False):
+        quantize_triton.dequantize_sum(ours, bits, block, ours_sum, accumulate)
+        REFERENCE.dequantize_sum(ours, bits, block, theirs_sum, accumulate)
+        torch.testing.assert_close(ours_sum, theirs_sum, rtol=0, atol=0, equal_nan=True)
