@@ -123,5 +123,5 @@ def test_prepared_looks_the_tokenizer_up() -> None:
     found = prepared("recipe.yaml", ["data.tokenizer=tokenizer"], CPU, refuse_hf)
     assert shape(found).vocab == 3
     Path("tokenizer/tokenizer.json").write_text("{")
-    with pytest.raises(BadInputError, match=r"data\.tokenizer is tokenizer: .*JSON"):
+    with pytest.raises(BadInputError, match=r"data\.tokenizer is tokenizer: .*tokenizer\.json has no vocabulary"):
         prepared("recipe.yaml", ["data.tokenizer=tokenizer"], CPU, refuse_hf)
