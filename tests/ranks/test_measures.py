@@ -1,0 +1,119 @@
+"""What runs report of memory and traffic, against formulas: the cases are those of the parity tests."""
+
+from collections.abc import Callable
+
+import pytest
+from harness import BATCH, Case, Result
+from llmtrain.cluster.levels import Degrees
+from llmtrain.model.tensors import model_units
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import shape
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.zero import degrees_of
+from llmtrain.sharding.unit import ALIGNMENT
+from strategies import COVERING
+
+Trained = Callable[[Case], Result]
+BLOCK, UNITS = 2048, 5
+CASES = [case for case, _ in COVERING if "quantize.block=64" not in case.keys]
+
+
+def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
+    """Return a run's resolved recipe, its degrees, and its units' padded elements."""
+    recipe = load_recipe(str(result.folder / "recipe.resolved.yaml"))
+    degrees = degrees_of(recipe)
+    multiple = degrees.ranks * ALIGNMENT
+    padded = [-(-unit.numel // multiple) * multiple for unit in model_units(shape(recipe))]
+    return recipe, degrees, padded
+
+
+def packed(numel: int, bits: int) -> int:
+    """Bytes of so many elements with an fp32 scale for each block; of 32 bits, there is none."""
+    return numel * bits // 8 + (4 * -(-numel // BLOCK) if bits < 32 else 0)
+
+
+def widths(recipe: Recipe) -> tuple[int, int, int]:
+    """Bits of weights, secondary copy and gradients."""
+    quantize = recipe.quantize
+    return tuple(
+        {"none": 32, "int8": 8, "int4": 4}[str(kind)]
+        for kind in (quantize.weights, quantize.secondary, quantize.gradients)
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
+    """ZeRO, section 5, in fp32: 4 bytes for weights, 4 for gradients, 8 for moments; masters only if unlike weights."""
+    result = trained(case)
+    recipe, degrees, units = facts(result)
+    own = 4 if recipe.quantize.weights == "int8" and degrees.optimizer != degrees.weights else 0
+    expected = sum(
+        4 * padded // degrees.weights + 4 * padded // degrees.gradients + (8 + own) * padded // degrees.optimizer
+        for padded in units
+    )
+    if degrees.secondary:
+        expected += sum(packed(padded // degrees.secondary, widths(recipe)[1]) for padded in units)
+    assert {held for rank in result.notes("state_bytes") for held in rank} == {expected}
+    assert {row["memory_bytes"]["model_states"] for row in result.rows} == {expected}
+    numel = sum(unit.numel for unit in model_units(shape(recipe)))
+    padding = sum(units) - numel
+    assert 0 <= padding < UNITS * degrees.ranks * ALIGNMENT
+    if not own and widths(recipe)[1] == 32:
+        assert abs(expected - degrees.state_bytes(numel, 4)) <= degrees.state_bytes(padding, 4) + 20
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_buffers_stay_after_the_second_step(case: Case, trained: Trained) -> None:
+    for rank in trained(case).notes("buffer_bytes"):
+        assert len(set(rank[1:])) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_traffic(case: Case, trained: Trained) -> None:
+    """In each microbatch at most two gathers of weights and one reduction of gradients; the rest once a step."""
+    result = trained(case)
+    recipe, degrees, units = facts(result)
+    weights, second, gradients = widths(recipe)
+    fixed, most = 0, 0
+    for padded in units:
+        # Over several hops packed numbers are packed anew: a scale more for each block begun.
+        first = received(padded, 1, degrees.gradients, gradients)
+        fixed += case.accumulation * first
+        fixed += received(padded, degrees.gradients, degrees.optimizer, gradients)
+        fixed += received(padded, degrees.optimizer, degrees.ranks, gradients)
+        fixed += received(padded, degrees.optimizer, degrees.ranks, 32)
+        fixed += received(padded, degrees.weights, degrees.optimizer, weights)
+        once = received(padded, 1, degrees.weights, weights)
+        again = received(padded, 1, degrees.secondary, second) if degrees.secondary else once
+        most += case.accumulation * (max(once, again) + again)
+    for row in result.rows[2:]:
+        total = sum(row["comm_sent_bytes"].values())
+        slack = 4 * UNITS * 8 * degrees.ranks * case.accumulation if gradients < 32 else 0
+        assert fixed + 0.4 * most - slack <= total <= fixed + most + slack
+        if {weights, gradients} == {32} and second == 32:
+            assert row["comm_quantized_share"] == 0.0
+    assert BATCH % case.world == 0
+
+
+def received(padded: int, inner: int, outer: int, bits: int) -> int:
+    """Bytes to gather a state cut `outer` ways until it is cut `inner` ways, or to reduce the other way."""
+    return (outer // inner - 1) * packed(padded // outer, bits)
+
+
+def test_topo_sends_no_weights_between_nodes_but_the_update(trained: Trained) -> None:
+    """Zero-topo, tables VII and VIII: gathers and the first hop stay inside; the second and the update cross."""
+    result = trained(Case(4, ("zero.preset=topo",), node=2, accumulation=4))
+    _, degrees, units = facts(result)
+    assert degrees == Degrees(4, 2, 2, 4, 2)
+    crossing = sum(packed(padded // 4, 4) + packed(padded // 4, 8) for padded in units)
+    for row in result.rows:
+        assert row["comm_sent_bytes"]["all"] == crossing
+        assert row["comm_quantized_share"] == 1.0
+
+
+def test_mics_sends_no_weights_between_nodes(trained: Trained) -> None:
+    """Each gradient shard is reduced and gathered once a step over the two nodes that hold it, and nothing else."""
+    result = trained(Case(4, ("zero.preset=mics",), node=2, accumulation=4))
+    _, degrees, units = facts(result)
+    assert degrees == Degrees(4, 2, 2, 2)
+    assert {row["comm_sent_bytes"]["all"] for row in result.rows} == {2 * 4 * sum(units) // 4}

@@ -1,0 +1,58 @@
+"""A checkpoint of any strategy goes on at any other, and at its own bit by bit."""
+
+from collections.abc import Callable
+from itertools import pairwise, permutations
+
+import pytest
+import torch
+from harness import STEPS, Case, Result, Trainer, resumed, worst_difference
+
+Trained = Callable[[Case], Result]
+HALF = STEPS // 2
+PARTITION = "zero.partition={{weights: {}, gradients: {}, optimizer: {}}}"
+STRATEGIES = [
+    Case(4, ("zero.stage=0",), node=2),
+    Case(2, ("zero.stage=1",), node=1),
+    Case(4, ("zero.stage=2",), node=2),
+    Case(4, ("zero.stage=3", "zero.hierarchical=false"), node=2),
+    Case(8, (PARTITION.format(2, 4, 8),), node=4),
+    Case(6, ("zero.preset=mics",), node=3),
+    Case(4, ("zero.stage=3", "zero.secondary=2"), node=2),
+    Case(1),
+]
+# Each is once where a run comes from, and once where it goes on.
+CHAIN = [*pairwise(STRATEGIES), (STRATEGIES[-1], STRATEGIES[0])]
+PAIRS = [pair for pair in permutations(STRATEGIES, 2) if pair not in CHAIN]
+
+
+def goes_on(source: Case, target: Case, trainer: Trainer, rtol: float) -> None:
+    trainer.train(STRATEGIES)
+    case = resumed(target, trainer.result(source), HALF)
+    trainer.train([case])
+    ours, whole = trainer.result(case), trainer.result(target if source == target else target.reference)
+    rest = {key: loss for key, loss in whole.curve.items() if key[1] > HALF}
+    assert len(rest) == STEPS - HALF + 1
+    if rtol:
+        assert worst_difference(ours.curve, rest)[0] < rtol
+        assert worst_difference(ours.states(), whole.states())[0] < rtol
+    else:
+        assert ours.curve == rest
+        for state in ("master", "m", "v"):
+            torch.testing.assert_close(ours.states(state=state), whole.states(state=state), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("source", "target"), CHAIN, ids=str)
+def test_goes_on_at_another(source: Case, target: Case, trainer: Trainer) -> None:
+    goes_on(source, target, trainer, 1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_goes_on_at_every_other(source: Case, target: Case, trainer: Trainer) -> None:
+    goes_on(source, target, trainer, 1e-5)
+
+
+@pytest.mark.parametrize("case", STRATEGIES, ids=str)
+def test_goes_on_bit_exactly(case: Case, trainer: Trainer) -> None:
+    goes_on(case, case, trainer, 0.0)
