@@ -140,7 +140,7 @@ def build_model(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -
 def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tuple[Level, ...]]:
     degrees, quantize = degrees_of(recipe), recipe.quantize
     levels = levels_of(degrees, ranks.tiers)
-    hops = make_hops(ranks.layout, degrees, levels, bool(recipe.zero.hierarchical))
+    hops = make_hops(ranks.layout, degrees, levels, bool(recipe.zero.hierarchical), ranks.device)
     weights = WeightPolicy(
         packing=Packing(8, quantize.block) if quantize.weights == "int8" else None,
         secondary=Packing(8, quantize.block) if quantize.secondary == "int8" else None,

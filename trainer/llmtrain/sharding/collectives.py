@@ -1,7 +1,8 @@
-"""Gathers and reductions over hops: in place, hierarchical, quantized. All run on a lane, without gradients."""
+"""Gathers and reductions over hops: in place, hierarchical, quantized; each is a list of stages, one for each hop."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,27 +10,24 @@ from llmtrain_kernels.quantize import dequantize, dequantize_sum, packed_bytes, 
 from torch import Tensor
 
 from llmtrain.sharding.hops import Hop
+from llmtrain.sharding.lane import Job
+from llmtrain.sharding.scratch import Scratch
 
 
-@dataclass
-class Scratch:
-    """Buffers that a lane's jobs use one after another; they grow in the first step and then stay."""
+@dataclass(frozen=True)
+class Stage:
+    """A part of a gather or a reduction, which runs on the lane of `hop`, without gradients."""
 
-    device: torch.device
-    _buffers: dict[str, Tensor] = field(default_factory=dict)
+    hop: Hop
+    job: Job
 
-    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffer `name` as `[numel]` of `dtype`, with whatever it holds."""
-        nbytes = numel * dtype.itemsize
-        held = self._buffers.get(name)
-        if held is None or held.numel() < nbytes:
-            held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return held[:nbytes].view(dtype)
+    def then(self, job: Job) -> "Stage":
+        """Return this stage with `job` done after it."""
+        return Stage(self.hop, lambda: (self.job(), job()))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
+    def first(self, job: Job) -> "Stage":
+        """Return this stage with `job` done before it."""
+        return Stage(self.hop, lambda: (job(), self.job()))
 
 
 @dataclass(frozen=True)
@@ -56,72 +54,75 @@ def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
     return whole
 
 
-def all_gather(whole: Tensor, hops: Sequence[Hop]) -> None:
+def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[Stage]:
     """Fill `whole`, one-dimensional, of which this rank's part is there already.
 
     The slowest hop goes first, with as little as possible; each lands where it belongs (MiCS, section 3.3, without
     the rearranging copy).
     """
     regions = [own_part(whole, hops[:depth]) for depth in range(len(hops) + 1)]
-    for hop, region, part in reversed(list(zip(hops, regions, regions[1:], strict=False))):
+    return [_gather_over(hops[depth], regions[depth], regions[depth + 1]) for depth in reversed(range(len(hops)))]
+
+
+def all_gather_packed(
+    whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, flight: Scratch, packed: bool = False
+) -> list[Stage]:
+    """Fill `whole` from every rank's `part`, which travels packed; one's own part is rounded as all others are.
+
+    flight: buffers for this gather alone. packed: whether `part` is packed already.
+    """
+    rows = math.prod(hop.radix for hop in hops)
+    buffer = flight.take("packed", rows * packing.row_bytes(whole.numel() // rows), torch.uint8)
+    own = own_part(buffer, hops)
+    stages = all_gather(buffer, hops)
+    stages[0] = stages[0].first(lambda: own.copy_(part) if packed else packing.pack(part, own))
+    stages[-1] = stages[-1].then(
+        lambda: dequantize(buffer.view(rows, -1), packing.bits, packing.block, whole.view(rows, -1))
+    )
+    return stages
+
+
+def reduce_scatter(
+    values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, flight: Scratch
+) -> tuple[list[Stage], Tensor]:
+    """Sum `values` over the hops' ranks; returns with the stages where this rank's part will be, fp32, in `flight`.
+
+    The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32, in the ranks'
+    order. Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
+    """
+    stages = []
+    for hop in hops:
+        total = flight.take(f"sum over {hop.span}", values.numel() // hop.radix, torch.float32)
+        stages.append(_exchange(values, hop, wire, packing, total))
+        values = total
+    return stages, values
+
+
+def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
+    def job() -> None:
         if hop.order == tuple(range(hop.radix)):
             dist.all_gather_into_tensor(region, part, group=hop.group)
         else:
             parts = region.chunk(hop.radix)
             dist.all_gather([parts[place] for place in hop.order], part, group=hop.group)
 
-
-def all_gather_packed(
-    whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, scratch: Scratch, packed: bool = False
-) -> None:
-    """Fill `whole` from every rank's `part`, which travels packed; one's own part is rounded as all others are.
-
-    packed: whether `part` is packed already.
-    """
-    rows = _ranks(hops)
-    buffer = scratch.take("packed", rows * packing.row_bytes(whole.numel() // rows), torch.uint8)
-    own = own_part(buffer, hops)
-    if packed:
-        own.copy_(part)
-    else:
-        packing.pack(part, own)
-    all_gather(buffer, hops)
-    dequantize(buffer.view(rows, -1), packing.bits, packing.block, whole.view(rows, -1))
+    return Stage(hop, job)
 
 
-def reduce_scatter(
-    values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, scratch: Scratch
-) -> Tensor:
-    """Return this rank's part of the sum of `values` over the hops' ranks, fp32, in memory that the next job reuses.
+def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> Stage:
+    def plain() -> None:
+        sent = values if values.dtype == wire else hop.scratch.take("sent", values.numel(), wire).copy_(values)
+        received = hop.scratch.take("received", values.numel(), wire)
+        dist.all_to_all_single(received, sent, group=hop.group)
+        torch.sum(received.view(hop.radix, -1), 0, dtype=torch.float32, out=total)
 
-    The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32, in the ranks'
-    order. Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
-    """
-    for depth, hop in enumerate(hops):
-        numel = values.numel() // hop.radix
-        total = scratch.take(f"sum{depth % 2}", numel, torch.float32)
-        if packing is not None:
-            _exchange_packed(values, hop, packing, scratch, total)
-        else:
-            sent = values if values.dtype == wire else scratch.take("sent", values.numel(), wire).copy_(values)
-            received = scratch.take("received", values.numel(), wire)
-            dist.all_to_all_single(received, sent, group=hop.group)
-            torch.sum(received.view(hop.radix, numel), 0, dtype=torch.float32, out=total)
-        values = total
-    return values
+    return Stage(hop, plain if packing is None else lambda: _exchange_packed(values, hop, packing, total))
 
 
-def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, scratch: Scratch, total: Tensor) -> None:
+def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) -> None:
     row = packing.row_bytes(total.numel())
-    sent = scratch.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
-    received = scratch.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
+    sent = hop.scratch.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
+    received = hop.scratch.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
     quantize(values.view(hop.radix, -1), packing.bits, packing.block, sent)
     dist.all_to_all_single(received, sent, group=hop.group)
     dequantize_sum(received, packing.bits, packing.block, total)
-
-
-def _ranks(hops: Sequence[Hop]) -> int:
-    ranks = 1
-    for hop in hops:
-        ranks *= hop.radix
-    return ranks

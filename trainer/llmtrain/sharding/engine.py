@@ -11,7 +11,6 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.lane import lane
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
 
@@ -42,12 +41,10 @@ class Engine:
         count: Count,
     ) -> None:
         self.units = {unit.spec.name: unit for unit in units}
-        device, alone = units[0].gradient.device, spread.degrees.ranks == 1
-        self._hops, self._lanes = spread.hops, () if alone else (lane(device, "weights"), lane(device, "gradients"))
-        over_weights, over_gradients = self._lanes or (None, None)
-        self.weights = WeightKeeper(self.units, spread.degrees, spread.hops, over_weights, spread.weights, count)
+        self._hops = spread.hops
+        self.weights = WeightKeeper(self.units, spread.degrees, spread.hops, spread.weights, count)
         self.gradients = GradientReducer(
-            self.units, spread.degrees, spread.hops, over_gradients, spread.gradients, count, self.weights.release
+            self.units, spread.degrees, spread.hops, spread.gradients, count, self.weights.release
         )
         self._cut = spread.degrees.weights > 1
         self._backward = False
@@ -93,8 +90,6 @@ class Engine:
     def close(self) -> None:
         """Wait for what is on its way, and leave the process groups."""
         self.weights.settle()
-        for each in self._lanes:
-            each.close()
         self._hops.close()
 
     @property
@@ -106,7 +101,7 @@ class Engine:
     def buffer_bytes(self) -> int:
         """Bytes of this rank's buffers for whole units and for what travels."""
         rooms = (self.weights, self.gradients)
-        return sum(room.arena.nbytes + room.scratch.nbytes for room in rooms)
+        return self._hops.nbytes + sum(room.arena.nbytes + room.flights.nbytes for room in rooms)
 
     def _run_backward(self, loss: Tensor) -> None:
         self._backward = True

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.arena import Arena
-from llmtrain.sharding.collectives import Packing, Scratch, all_gather, own_part, reduce_scatter
+from llmtrain.sharding.collectives import Packing, Stage, all_gather, own_part, reduce_scatter
+from llmtrain.sharding.flights import Flights
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.lane import Lane, Ticket
+from llmtrain.sharding.lane import Ticket
+from llmtrain.sharding.scratch import Scratch
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count
@@ -39,21 +41,23 @@ class GradientReducer:
     """Sums the gradients of units; `done` hears of each unit whose gradients of a microbatch are complete."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, lane: Lane | None,
-        packing: Packing | None, count: Count, done: Callable[[str], None],
+        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, packing: Packing | None, count: Count,
+        done: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._units, self._degrees, self._lane, self._packing = units, degrees, lane, packing
+        self._units, self._degrees, self._packing = units, degrees, packing
         self._count, self._done = count, done
         some = next(iter(units.values()))
         self._wire = some.weight.dtype
         self._first_hops = hops.reduce(1, degrees.gradients)
         self._second_hops = hops.reduce(degrees.gradients, degrees.optimizer)
         self._replica_hops = hops.reduce(degrees.optimizer, degrees.ranks)
+        self._back_hops = hops.gather(degrees.optimizer, degrees.ranks)
         sizes = [unit.cut.padded for unit in units.values()] if degrees.gradients > 1 else []
         self.arena = Arena(sizes, BUFFERS, self._wire, some.gradient.device)
-        self.scratch = Scratch(some.gradient.device)
+        self.flights = Flights(some.gradient.device, len(hops.gradients) + 1)
         self._filling: dict[str, _Filling] = {}
-        self._sent: deque[tuple[Ticket, Tensor | None]] = deque()
+        self._sent: deque[tuple[Ticket, Tensor]] = deque()
+        self._completing: list[Ticket] = []
         self._first = self._last = True
         # Where gradients stay whole they are summed where they lie.
         self._views = {} if sizes else {name: unit.views(unit.gradient) for name, unit in units.items()}
@@ -71,8 +75,12 @@ class GradientReducer:
         missing = [unit for unit in self._units if unit not in self._filling or self._filling[unit].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
-        while self._last and self._sent:
-            self._receive()
+        if self._last:
+            while self._sent:
+                self._receive()
+            for ticket in self._completing:
+                ticket.wait()
+            self._completing.clear()
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.
@@ -116,40 +124,44 @@ class GradientReducer:
     def _receive(self) -> None:
         ticket, buffer = self._sent.popleft()
         ticket.wait()
-        if buffer is not None:
-            self.arena.give_back(buffer)
+        self.arena.give_back(buffer)
 
     def _send(self, name: str, filling: _Filling) -> None:
         unit, first, last = self._units[name], self._first, self._last
         buffer, filling.buffer, filling.views = filling.buffer, None, []
-        if self._lane is None or (buffer is None and not last):
+        if self._degrees.ranks == 1 or (buffer is None and not last):
             return
         self._count_bytes(unit, last)
 
-        def job() -> None:
-            if buffer is not None:
-                part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, self.scratch)
-                if first:
-                    unit.gradient.copy_(part)
-                else:
-                    unit.gradient.add_(part)
-            if last:
-                self._complete(unit)
+        def stages(flight: Scratch) -> list[Stage]:
+            found = self._first_stages(unit, buffer, first, flight) if buffer is not None else []
+            return [*found, *self._last_stages(unit, flight)] if last else found
 
-        self._sent.append((self._lane.submit(job), buffer))
+        tickets = self.flights.start(stages)
+        if buffer is not None:
+            # The first hop has it all; what goes on from there lies elsewhere.
+            self._sent.append((tickets[0], buffer))
+        if last:
+            self._completing += tickets[-1:]
 
-    def _complete(self, unit: ShardedUnit) -> None:
-        """Sum the gradient shard over the ranks that hold it as well."""
-        values = reduce_scatter(unit.gradient, self._second_hops, self._wire, self._packing, self.scratch)
-        owned = unit.owned_gradient
-        if self._replica_hops:
-            part = reduce_scatter(values, self._replica_hops, self._wire, self._packing, self.scratch)
-            whole = self.scratch.take("replicas", len(owned), self._wire)
-            own_part(whole, self._replica_hops).copy_(part)
-            all_gather(whole, self._replica_hops)
-            values = whole
-        if values.data_ptr() != owned.data_ptr():
-            owned.copy_(values)
+    def _first_stages(self, unit: ShardedUnit, buffer: Tensor, first: bool, flight: Scratch) -> list[Stage]:
+        """Sum one microbatch's gradients over the ranks that its sum is cut over."""
+        (*stages, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, flight)
+        return [*stages, end.then(lambda: unit.gradient.copy_(part) if first else unit.gradient.add_(part))]
+
+    def _last_stages(self, unit: ShardedUnit, flight: Scratch) -> list[Stage]:
+        """Sum the gradient shard over all other ranks, and gather back what several of them step with."""
+        hops, owned = (*self._second_hops, *self._replica_hops), unit.owned_gradient
+        if not hops:
+            return []
+        (*stages, end), part = reduce_scatter(unit.gradient, hops, self._wire, self._packing, flight)
+        whole = owned if self._wire == owned.dtype else flight.take("whole", len(owned), self._wire)
+        target = own_part(whole, self._replica_hops)
+        stages.append(end.then(lambda: target.copy_(part)))
+        stages += all_gather(whole, self._back_hops)
+        if whole is not owned:
+            stages[-1] = stages[-1].then(lambda: owned.copy_(whole))
+        return stages
 
     def _count_bytes(self, unit: ShardedUnit, last: bool) -> None:
         padded, cut, size = unit.cut.padded, self._degrees, self._wire.itemsize

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, Level, shard_range
+from llmtrain.sharding.lane import Lane, lane
+from llmtrain.sharding.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,16 @@ class Hop:
     """One collective of a gather or a reduction.
 
     span: ranks that it and all faster hops reach. order: for each member of the group the place of its part in what the
-    group holds together. tier: the slowest link it crosses.
+    group holds together. tier: the slowest link it crosses. lane: where it runs, so that one unit's slow hop runs
+    beside another's fast one. scratch: buffers for what runs there.
     """
 
     span: int
     order: tuple[int, ...]
     tier: str
     group: dist.ProcessGroup
+    lane: Lane
+    scratch: Scratch
 
     @property
     def radix(self) -> int:
@@ -37,8 +43,8 @@ class Hop:
 class Hops:
     """Every hop of this rank, the fastest first.
 
-    weights, gradients: over all levels. Each has groups of its own, as two lanes use them at the same time. flat: the
-    weights' levels in one hop, where gathers are not hierarchical.
+    weights, gradients: what gathers and what reduces, over all levels. Each has groups of its own, as both are under
+    way at the same time. flat: the weights' levels in one hop, where gathers are not hierarchical.
     """
 
     weights: tuple[Hop, ...] = ()
@@ -48,7 +54,13 @@ class Hops:
     def close(self) -> None:
         """Leave the process groups."""
         for hop in (*self.weights, *self.gradients, *self.flat):
+            hop.lane.close()
             dist.destroy_process_group(hop.group)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the hops' buffers."""
+        return sum(hop.scratch.nbytes for hop in (*self.weights, *self.gradients, *self.flat))
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
@@ -66,26 +78,25 @@ def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
     return tuple(hop for hop in hops if inner < hop.span <= outer)
 
 
-def make_hops(layout: Layout, degrees: Degrees, levels: Sequence[Level], hierarchical: bool) -> Hops:
+def make_hops(
+    layout: Layout, degrees: Degrees, levels: Sequence[Level], hierarchical: bool, device: torch.device
+) -> Hops:
     """Make the process groups that `degrees` need. Collective: every rank makes all of them in the same order."""
-    weights = max(degrees.optimizer, degrees.secondary) if degrees.optimizer > 1 else 1
-    flat = () if hierarchical or degrees.weights == 1 else (_flat(layout, degrees.weights, levels),)
-    return Hops(
-        weights=tuple(_hop(layout, level) for level in levels if level.span <= weights),
-        gradients=tuple(_hop(layout, level) for level in levels),
-        flat=flat,
-    )
 
+    def hop(level: Level, order: Sequence[int], name: str) -> Hop:
+        group = _group(layout, level.groups(layout.degrees[Axis.DATA]))
+        lanes = lane(device, f"{name} over {level.tier}")
+        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(device))
 
-def _hop(layout: Layout, level: Level) -> Hop:
-    group = _group(layout, level.groups(layout.degrees[Axis.DATA]))
-    return Hop(level.span, tuple(range(level.radix)), level.tier, group)
-
-
-def _flat(layout: Layout, degree: int, levels: Sequence[Level]) -> Hop:
+    # What is only reduced over a level is gathered back over it, too: every level is for both.
+    weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
+    gradients = tuple(hop(level, range(level.radix), "reduce") for level in levels)
+    if hierarchical or degrees.weights == 1:
+        return Hops(weights, gradients)
+    degree = degrees.weights
     one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
-    order = tuple(shard_range(levels, place, degree, degree)[0] for place in range(degree))
-    return Hop(degree, order, one.tier, _group(layout, one.groups(layout.degrees[Axis.DATA])))
+    order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
+    return Hops(weights, gradients, (hop(one, order, "gather"),))
 
 
 def _group(layout: Layout, places: list[list[int]]) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class Ticket(Protocol):

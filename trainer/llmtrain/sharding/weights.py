@@ -8,10 +8,12 @@ from torch import Tensor
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.arena import Arena
-from llmtrain.sharding.collectives import Packing, Scratch, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.collectives import Packing, Stage, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.flights import Flights
 from llmtrain.sharding.hops import Hop, Hops
-from llmtrain.sharding.lane import Lane, Ticket
+from llmtrain.sharding.lane import Ticket
 from llmtrain.sharding.order import UseOrder
+from llmtrain.sharding.scratch import Scratch
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -47,16 +49,15 @@ class WeightKeeper:
     """Has the weights of a unit whole from `need` until `release`."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, lane: Lane | None, policy: WeightPolicy,
-        count: Count,
-    ) -> None:  # fmt: skip
-        self._units, self._degrees, self._hops, self._lane, self._policy = units, degrees, hops, lane, policy
+        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, policy: WeightPolicy, count: Count
+    ) -> None:
+        self._units, self._degrees, self._hops, self._policy = units, degrees, hops, policy
         self._count = count
         some = next(iter(units.values())).weight
         self._cut = degrees.weights > 1
         sizes = [unit.cut.padded for unit in units.values()] if self._cut else []
         self.arena = Arena(sizes, policy.buffers, some.dtype, some.device)
-        self.scratch = Scratch(some.device)
+        self.flights = Flights(some.device, len(hops.weights) + 1)
         self._orders: dict[str, UseOrder] = {}
         self._order = UseOrder()
         self._whole: dict[str, Whole] = {}
@@ -120,17 +121,15 @@ class WeightKeeper:
         if not hops:
             unit.publish()
             return
-        assert self._lane is not None
 
-        def job() -> None:
+        def stages(flight: Scratch) -> list[Stage]:
             if packing is not None:
-                all_gather_packed(unit.weight, unit.master, hops, packing, self.scratch)
-            else:
-                unit.publish()
-                all_gather(unit.weight, hops)
+                return all_gather_packed(unit.weight, unit.master, hops, packing, flight)
+            first, *rest = all_gather(unit.weight, hops)
+            return [first.first(unit.publish), *rest]
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
-        self._updates[unit.spec.name] = self._lane.submit(job)
+        self._updates[unit.spec.name] = self.flights.start(stages)[-1]
 
     def settle(self) -> None:
         """Wait until every update has arrived."""
@@ -171,45 +170,35 @@ class WeightKeeper:
         self.arena.give_back(whole.buffer)
 
     def _gather(self, unit: ShardedUnit, buffer: Tensor) -> Whole:
-        assert self._lane is not None
         name, degrees, policy = unit.spec.name, self._degrees, self._policy
         # The second copy serves as soon as it is there, and forward passes as well where it lies no farther away.
         second = name in self._copied and (self._backward or degrees.secondary <= degrees.weights)
         hops = self._hops.gather(1, degrees.secondary if second else degrees.weights)
-        packing = policy.secondary if second else policy.packing
+        packing, purpose = (policy.secondary, "secondary") if second else (policy.packing, "weights")
         copy = unit.secondary is not None and name not in self._copied
-        job = self._job(unit, buffer, hops, packing, second, copy)
-        self._count(
-            gather_traffic("secondary" if second else "weights", hops, buffer.numel(), buffer.itemsize, packing)
-        )
+
+        def stages(flight: Scratch) -> list[Stage]:
+            *rest, last = self._stages(unit, buffer, hops, packing, second, flight)
+            return [*rest, last.then(lambda: self._copy(unit, buffer)) if copy else last]
+
+        self._count(gather_traffic(purpose, hops, buffer.numel(), buffer.itemsize, packing))
         if copy:
             self._copied.add(name)
-        whole = self._whole[name] = Whole(buffer, self._lane.submit(job))
+        whole = self._whole[name] = Whole(buffer, self.flights.start(stages)[-1])
         self._owners[buffer.data_ptr()] = name
         return whole
 
-    def _job(
-        self,
-        unit: ShardedUnit,
-        buffer: Tensor,
-        hops: tuple[Hop, ...],
-        packing: Packing | None,
-        second: bool,
-        copy: bool,
-    ) -> Callable[[], None]:
+    def _stages(
+        self, unit: ShardedUnit, buffer: Tensor, hops: tuple[Hop, ...], packing: Packing | None, second: bool,
+        flight: Scratch,
+    ) -> list[Stage]:  # fmt: skip
         part = unit.secondary if second else unit.weight
         assert part is not None
-
-        def job() -> None:
-            if packing is not None:
-                all_gather_packed(buffer, part, hops, packing, self.scratch, packed=second)
-            else:
-                own_part(buffer, hops).copy_(part)
-                all_gather(buffer, hops)
-            if copy:
-                self._copy(unit, buffer)
-
-        return job
+        if packing is not None:
+            return all_gather_packed(buffer, part, hops, packing, flight, packed=second)
+        own = own_part(buffer, hops)
+        first, *rest = all_gather(buffer, hops)
+        return [first.first(lambda: own.copy_(part)), *rest]
 
     def _copy(self, unit: ShardedUnit, buffer: Tensor) -> None:
         assert unit.secondary is not None
