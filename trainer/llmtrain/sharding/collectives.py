@@ -99,14 +99,24 @@ def reduce_scatter(
 
 
 def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
-    def job() -> None:
+    parts = region.chunk(hop.radix)
+
+    def by_collective() -> None:
         if hop.order == tuple(range(hop.radix)):
             dist.all_gather_into_tensor(region, part, group=hop.group)
         else:
-            parts = region.chunk(hop.radix)
             dist.all_gather([parts[place] for place in hop.order], part, group=hop.group)
 
-    return Stage(hop, job)
+    def by_messages() -> None:
+        # gloo's own all-gather copies through a buffer that it makes each time.
+        others = [member for member in range(hop.radix) if member != hop.group.rank()]
+        messages = [dist.irecv(parts[hop.order[one]], group_src=one, group=hop.group) for one in others]
+        messages += [dist.isend(part, group_dst=one, group=hop.group) for one in others]
+        for message in messages:
+            assert message is not None
+            message.wait()
+
+    return Stage(hop, by_collective if region.is_cuda else by_messages)
 
 
 def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> Stage:
