@@ -2,7 +2,7 @@
 
 import functools
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,8 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply the nonlinearity to `[..., width]`; swiglu takes `[..., 2 * width]`, gate first, to `[..., width]`."""
-    # torch's exact GELU on a CPU has nothing to gain.
-    if kind != "gelu" and takes_native(x) and _kernel() is not None:
-        return _Activate.apply(x, kind == "swiglu")
+    if takes_native(x) and _kernel() is not None:
+        return _Activate.apply(x, kind)
     return reference_activate(x, kind)
 
 
@@ -35,24 +34,24 @@ def _kernel() -> SimpleNamespace | None:
     return native_functions("activation", activation_forward="pplllll", activation_backward="ppplllll")
 
 
-def _numbers(x: Tensor, gated: bool) -> tuple[int, ...]:
-    # Whether gated, rows, width of the result, whether bf16, threads.
-    width = x.shape[-1] // (2 if gated else 1)
+def _numbers(x: Tensor, kind: Activation) -> tuple[int, ...]:
+    # Kind, rows, width of the result, whether bf16, threads.
+    width = x.shape[-1] // (2 if kind == "swiglu" else 1)
     rows = x.numel() // max(1, x.shape[-1])
-    return int(gated), rows, width, int(x.dtype == torch.bfloat16), torch.get_num_threads()
+    return get_args(Activation).index(kind), rows, width, int(x.dtype == torch.bfloat16), torch.get_num_threads()
 
 
 class _Activate(torch.autograd.Function):
     """Keeps its input alone for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gated: bool) -> Tensor:
-        kernel, x, numbers = _kernel(), x.contiguous(), _numbers(x, gated)
+    def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:
+        kernel, x, numbers = _kernel(), x.contiguous(), _numbers(x, kind)
         assert kernel is not None
         y = x.new_empty(*x.shape[:-1], numbers[2])
         kernel.activation_forward(x.data_ptr(), y.data_ptr(), *numbers)
         ctx.save_for_backward(x)
-        ctx.gated = gated
+        ctx.kind = kind
         return y
 
     @staticmethod
@@ -61,6 +60,6 @@ class _Activate(torch.autograd.Function):
         (x,), kernel, grad = ctx.saved_tensors, _kernel(), grad.contiguous()
         assert kernel is not None
         grad_x = torch.empty_like(x)
-        numbers = _numbers(x, ctx.gated)
+        numbers = _numbers(x, ctx.kind)
         kernel.activation_backward(x.data_ptr(), grad.data_ptr(), grad_x.data_ptr(), *numbers)
         return grad_x, None

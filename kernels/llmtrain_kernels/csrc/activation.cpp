@@ -1,4 +1,4 @@
-// GELU in its tanh form, SwiGLU, and their gradients, one pass each.
+// GELU, its tanh form, SwiGLU, and their gradients, one pass each.
 #include "numbers.h"
 
 namespace {
@@ -8,23 +8,47 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 // x * sigmoid(2z) is x * (1 + tanh(z)) / 2.
 constexpr float SCALE = 1.59576912f, CUBE = 0.044715f;  // 2 sqrt(2 / pi), and the form's own
 
-inline float gelu(float x) { return x * sigmoid(SCALE * (x + CUBE * x * x * x)); }
+struct TanhGelu {
+    static float value(float x) { return x * sigmoid(SCALE * (x + CUBE * x * x * x)); }
 
-inline float gelu_slope(float x) {
-    float s = sigmoid(SCALE * (x + CUBE * x * x * x));
-    return s + x * s * (1.0f - s) * SCALE * (1.0f + 3.0f * CUBE * x * x);
+    static float slope(float x) {
+        float s = sigmoid(SCALE * (x + CUBE * x * x * x));
+        return s + x * s * (1.0f - s) * SCALE * (1.0f + 3.0f * CUBE * x * x);
+    }
+};
+
+// The normal distribution's density, and its integral by Abramowitz and Stegun, 7.1.26, within 1e-7.
+struct Normal {
+    float density, integral;
+
+    explicit Normal(float x) {
+        float bell = exp_f32(-0.5f * x * x), t = 1.0f / (1.0f + 0.3275911f * 0.70710678f * (x < 0.0f ? -x : x));
+        float series = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+        float tail = 0.5f * series * bell;
+        density = 0.39894228f * bell;
+        integral = x < 0.0f ? tail : 1.0f - tail;
+    }
+};
+
+struct Gelu {
+    static float value(float x) { return x * Normal(x).integral; }
+
+    static float slope(float x) {
+        Normal normal(x);
+        return normal.integral + x * normal.density;
+    }
+};
+
+template <typename Form, typename T>
+void apply(const T* x, T* y, int64_t size, int64_t threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < size; i++) store(y[i], Form::value(load(x[i])));
 }
 
-template <typename T>
-void gelu(const T* x, T* y, int64_t size, int64_t threads) {
+template <typename Form, typename T>
+void gradient(const T* x, const T* grad, T* grad_x, int64_t size, int64_t threads) {
 #pragma omp parallel for simd num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < size; i++) store(y[i], gelu(load(x[i])));
-}
-
-template <typename T>
-void gelu_gradient(const T* x, const T* grad, T* grad_x, int64_t size, int64_t threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < size; i++) store(grad_x[i], load(grad[i]) * gelu_slope(load(x[i])));
+    for (int64_t i = 0; i < size; i++) store(grad_x[i], load(grad[i]) * Form::slope(load(x[i])));
 }
 
 template <typename T>
@@ -57,21 +81,24 @@ void swiglu_gradient(const T* x, const T* grad, T* grad_x, int64_t rows, int64_t
 
 extern "C" {
 
-// y and its gradient: [rows, width], fp32 or bf16; x and its gradient: the same, or, gated (SwiGLU, else GELU in its
-// tanh form), [rows, 2 width] with the gate first.
-void activation_forward(const void* x, void* y, int64_t gated, int64_t rows, int64_t width, int64_t is_bf16,
+// y and its gradient: [rows, width], fp32 or bf16; x and its gradient: the same, or for SwiGLU [rows, 2 width] with the
+// gate first. kind: 0 GELU, 1 its tanh form, 2 SwiGLU.
+void activation_forward(const void* x, void* y, int64_t kind, int64_t rows, int64_t width, int64_t is_bf16,
                         int64_t threads) {
     auto run = [&](auto* x, auto* y) {
-        gated ? swiglu(x, y, rows, width, threads) : gelu(x, y, rows * width, threads);
+        if (kind == 0) apply<Gelu>(x, y, rows * width, threads);
+        if (kind == 1) apply<TanhGelu>(x, y, rows * width, threads);
+        if (kind == 2) swiglu(x, y, rows, width, threads);
     };
     is_bf16 ? run((const bf16*)x, (bf16*)y) : run((const float*)x, (float*)y);
 }
 
-void activation_backward(const void* x, const void* grad, void* grad_x, int64_t gated, int64_t rows, int64_t width,
+void activation_backward(const void* x, const void* grad, void* grad_x, int64_t kind, int64_t rows, int64_t width,
                          int64_t is_bf16, int64_t threads) {
     auto run = [&](auto* x, auto* grad, auto* grad_x) {
-        gated ? swiglu_gradient(x, grad, grad_x, rows, width, threads)
-              : gelu_gradient(x, grad, grad_x, rows * width, threads);
+        if (kind == 0) gradient<Gelu>(x, grad, grad_x, rows * width, threads);
+        if (kind == 1) gradient<TanhGelu>(x, grad, grad_x, rows * width, threads);
+        if (kind == 2) swiglu_gradient(x, grad, grad_x, rows, width, threads);
     };
     is_bf16 ? run((const bf16*)x, (const bf16*)grad, (bf16*)grad_x)
             : run((const float*)x, (const float*)grad, (float*)grad_x);
