@@ -1,28 +1,26 @@
 """Encoders: gigatoken where it gives the ids that `tokenizers` gives, else `tokenizers`; both on every core."""
 
-import multiprocessing
 import os
 import queue
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import psutil
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.readers import Chunk
 from llmtrain_data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
     import tokenizers
 
 ENCODERS = ("auto", "gigatoken", "tokenizers")
@@ -37,6 +35,10 @@ SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 
 WATCHED = 64
 """One text of every so many chunks is encoded by both."""
+
+FEW = 512
+"""Up to so many texts, a few calls of gigatoken that give matrices take less time than one that gives an awkward array:
+Python code makes that, in a third of a millisecond, and importing awkward takes 0.15 s."""
 
 LONG = 500
 """Mean ids of a text from which on texts are copied one by one."""
@@ -110,8 +112,7 @@ class Gigatoken:
         tokenizers.put((0, self.tokenizer))
         for _ in range(1, self._cores):
             tokenizers.put((-1, None))  # loaded by its thread, beside the first one's work
-        process = psutil.Process()
-        limit = process.memory_info().rss + CACHE * self._cores
+        limit = _resident() + CACHE * self._cores
         generation = since = 0
 
         def work(chunk: Chunk, watched: bool) -> Encoded:
@@ -135,7 +136,7 @@ class Gigatoken:
                 since += 1
                 if since > REFILL * self._cores:
                     since = 0
-                    generation += process.memory_info().rss > limit
+                    generation += _resident() > limit
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -163,6 +164,10 @@ class Workers:
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
         """Encode chunk after chunk."""
+        # Imported here, as gigatoken does without: 0.02 s.
+        import multiprocessing
+        from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self._cores, context, _start_worker, (str(self._folder), ending))
         try:
@@ -173,7 +178,7 @@ class Workers:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future[Encoded]:
+def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
     """Submit a chunk, which may start a process: that must not be broken off half-way by a signal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
@@ -197,9 +202,29 @@ def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
     if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
+    if len(texts) <= FEW:
+        rows = _few(tokenizer, [text if isinstance(text, bytes) else text.encode() for text in texts])
+        return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
     layout = tokenizer.encode_batch(texts, parallel=False).layout
     offsets = np.asarray(layout.offsets)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def _few(tokenizer: Any, texts: list[bytes]) -> list[np.ndarray]:
+    """Return the ids of each text. Texts of a size, within a factor of two, are the rows of one matrix."""
+    import gigatoken
+
+    sizes: dict[int, list[int]] = {}
+    for number, text in enumerate(texts):
+        sizes.setdefault(len(text).bit_length(), []).append(number)
+    rows = [np.empty(0, np.uint32)] * len(texts)
+    for numbers in sizes.values():
+        # As a source, as awkward is imported to look whether a list is of its kind.
+        source = gigatoken.BytesSource([texts[number] for number in numbers])
+        matrix, lengths = tokenizer.encode_batch_padded(source, 0, parallel=False)
+        for number, row, length in zip(numbers, matrix, lengths.tolist(), strict=True):
+            rows[number] = row[:length]
+    return rows
 
 
 def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
@@ -286,6 +311,13 @@ def _sampled(texts: Texts, amount: int) -> list[str]:
     return [(text if isinstance(text, str) else text.decode())[:SAMPLE_CHARACTERS] for text in some]
 
 
+def _resident() -> int:
+    """Return the bytes of memory that this process has."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def _text_bytes(texts: Texts) -> int:
     return sum(len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode()) for text in texts)
 
@@ -302,7 +334,10 @@ def _start_worker(folder: str, ending: Ending) -> None:
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+
+    parent = parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     _Worker.tokenizer, _Worker.ending = load_tokenizer(folder), ending

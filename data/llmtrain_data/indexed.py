@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ UINT16_VOCAB = 65500
 """Vocabularies below this size are stored as uint16, larger ones as int32, as Megatron chooses."""
 
 CHECKED_AT_ONCE = 1 << 20
+
+FLUSHED_AT_ONCE = 32 << 20
+"""Bytes of tokens after which the disk is set to work, so that little is left to write at the end."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -163,6 +167,9 @@ class IndexedWriter:
         self._partial = partial_paths(prefix)
         self._tokens = _open_locked(self._partial[0])
         self._lengths = open(self._partial[2], "w+b")  # noqa: SIM115
+        self._flusher = ThreadPoolExecutor(1)
+        self._flush: Future[None] | None = None
+        self._unflushed = 0
         self.documents = 0
         self.token_count = 0
 
@@ -174,10 +181,15 @@ class IndexedWriter:
         self._lengths.write(np.ascontiguousarray(lengths, "<i4").tobytes())
         self.documents += len(lengths)
         self.token_count += len(tokens)
+        self._unflushed += len(tokens) * self.dtype.itemsize
+        if self._unflushed >= FLUSHED_AT_ONCE:
+            self._flushed()
+            self._flush, self._unflushed = self._flusher.submit(os.fsync, self._tokens.fileno()), 0
 
     def commit(self) -> None:
         """Finish the set: fsync, then the tokens get their name, then the index."""
         self._write_index()
+        self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
         # An old index must not be seen beside new tokens.
@@ -189,10 +201,16 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Remove what is not finished."""
+        self._flusher.shutdown()
         self._tokens.close()
         self._lengths.close()
         for path in self._partial:
             path.unlink(missing_ok=True)
+
+    def _flushed(self) -> None:
+        """Wait for the disk. Raises OSError as it did: a write that failed is told once, to the first who syncs."""
+        if self._flush is not None:
+            self._flush.result()
 
     def _write_index(self) -> None:
         """Write the index from the lengths kept on disk, in blocks."""

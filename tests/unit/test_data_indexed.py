@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmtrain_data import indexed
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import DTYPES, HEADER, MAGIC, IndexedData, IndexedWriter, token_dtype
 
@@ -125,3 +126,22 @@ def test_magic_and_limits() -> None:
     assert HEADER.size == 34
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
+
+
+def test_a_disk_that_fails_while_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed write comes out of one fsync only, which may be one before the last."""
+    failures = [OSError(28, "No space left on device")]
+
+    def fsync(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(indexed, "FLUSHED_AT_ONCE", 1)
+    monkeypatch.setattr(indexed.os, "fsync", fsync)
+    writer = IndexedWriter(tmp_path / "a", np.dtype("uint16"))
+    writer.add(np.array([1]), np.array([1]))
+    writer._flusher.shutdown()
+    with pytest.raises(OSError, match="No space left"):
+        writer.commit()
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []

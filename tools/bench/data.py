@@ -5,7 +5,8 @@
 Every measurement is a process of its own on all cores, interleaved over the rounds; medians are reported. The
 corpus is Python's standard library, over and over, with a letter in a hundred replaced at random in each copy, so
 that an encoder which remembers words keeps meeting new ones. The encoder alone has all texts in memory; `prepare`
-is the whole command, from the start of Python to the last fsync. Processor time is given beside wall time because
+is the whole command, from the start of Python to the last fsync; what it wrote is removed before the next round,
+outside the timed part. Processor time is given beside wall time because
 it hardly moves when the machine has other work.
 """
 
@@ -169,7 +170,11 @@ def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float
         output, *_ = run([__file__, "--peer", what, str(corpus), "--tokenizer", str(tokenizer)])
         seconds, processor = json.loads(output)
         return seconds, processor, 0.0
-    arguments = ["--tokenizer", str(tokenizer), "--output", str(corpus.with_suffix("")), "--overwrite"]
+    output = corpus.with_suffix("")
+    # Making room for new output by freeing the old one's pages is no part of preparing.
+    for suffix in (".bin", ".idx"):
+        Path(f"{output}{suffix}").unlink(missing_ok=True)
+    arguments = ["--tokenizer", str(tokenizer), "--output", str(output)]
     _, seconds, usage = run(["-c", PREPARE, "prepare", str(corpus), *arguments])
     return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000
 
