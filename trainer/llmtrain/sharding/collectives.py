@@ -133,6 +133,11 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
     row = packing.row_bytes(total.numel())
     sent = hop.scratch.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
     received = hop.scratch.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
-    quantize(values.view(hop.radix, -1), packing.bits, packing.block, sent)
+    others = slice(hop.place), slice(hop.place + 1, None)
+    for rows in others:
+        quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
     dist.all_to_all_single(received, sent, group=hop.group)
-    dequantize_sum(received, packing.bits, packing.block, total)
+    # What this rank adds itself does not travel, and need not be rounded.
+    total.copy_(own_part(values, (hop,)))
+    for rows in others:
+        dequantize_sum(received[rows], packing.bits, packing.block, total, accumulate=True)

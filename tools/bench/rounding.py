@@ -1,0 +1,277 @@
+"""How INT4 gradients are best rounded: what each way of rounding does to the loss of a tiny model over 20 steps.
+
+All ranks are emulated in one process, which computes their microbatches one after another, rounds their gradients as
+the two hops of a reduction would, and compares its losses with those of the same run without any rounding. Weights are
+exact. `python tools/bench/rounding.py`; its times are of no interest, so it may share the machine.
+"""
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tools.bench, however this file is started
+
+import numpy as np
+import torch
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks, connect, disconnect
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import compose
+from llmtrain.optim.schedule import learning_rate
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.sharding.unit import ShardedUnit
+from llmtrain.train import forward_backward, optimizer_step
+from llmtrain_data.indexed import IndexedWriter
+from llmtrain_kernels.quantize import Rounding, dequantize, packed_bytes, quantize
+from torch import Tensor
+
+from tools.bench.table import machine, table, write_section
+
+BATCH, STEPS, MOST = 96, 20, 7
+RECIPE = """
+name: tiny
+model: {{family: llama, layers: 3, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 61}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: {batch}, microbatch: {microbatch}, eval_every: 0}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+logging: {{dir: {folder}}}
+seed: {seed}
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An emulated cluster. each: whether the hop between nodes is made in each microbatch, or once a step."""
+
+    nodes: int
+    ranks: int
+    accumulation: int
+    each: bool
+
+    @property
+    def world(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks
+
+    def __str__(self) -> str:
+        preset = "zero++" if self.each else "topo"
+        return f"{preset} {self.nodes} x {self.ranks}, accumulation {self.accumulation}"
+
+
+SETTINGS = (
+    Setting(2, 2, 4, each=False), Setting(2, 3, 1, each=True), Setting(2, 4, 4, each=True), Setting(4, 2, 1, each=False)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of rounding. scale: absmax / 7; of signed absmax / -8; from minimum to maximum with a zero point; or the
+    one that makes the squared error least. own: whether a rank keeps its own part as it is. feedback: hops whose
+    error is added to what is sent next.
+    """
+
+    rounding: Rounding = "nearest"
+    block: int = 2048
+    scale: Literal["absmax", "16 codes", "zero point", "least squares"] = "absmax"
+    own: bool = False
+    feedback: tuple[int, ...] = ()
+
+
+WAYS = {
+    "to nearest, all parts": Way(),
+    "stochastic": Way(rounding="stochastic"),
+    "error feedback of the second hop": Way(feedback=(1,)),
+    "error feedback of both hops": Way(feedback=(0, 1)),
+    "all 16 codes, signed scale": Way(scale="16 codes"),
+    "all 16 codes, zero point": Way(scale="zero point"),
+    "scales of least squared error": Way(scale="least squares"),
+    "blocks of 256": Way(block=256),
+    "blocks of 64": Way(block=64),
+    "own part exact": Way(own=True),
+    "own part exact, stochastic": Way(own=True, rounding="stochastic"),
+    "own part exact, error feedback of both hops": Way(own=True, feedback=(0, 1)),
+    "own part exact, scales of least squared error": Way(own=True, scale="least squares"),
+    "own part exact, blocks of 256": Way(own=True, block=256),
+    "own part exact, blocks of 256, stochastic": Way(own=True, block=256, rounding="stochastic"),
+    "own part exact, blocks of 64": Way(own=True, block=64),
+}
+
+
+@dataclass
+class Reduction:
+    """The reduction of all ranks' gradients in two hops."""
+
+    setting: Setting
+    way: Way
+    _errors: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _seed: int = 0
+
+    def __call__(self, unit: str, gradients: Tensor) -> Tensor:
+        """Return the sum, `[numel]`, of a unit's gradients, `[ranks, accumulation, numel]`."""
+        nodes, ranks, numel = self.setting.nodes, self.setting.ranks, gradients.shape[2]
+        padding = -numel % (nodes * ranks * 32)
+        padded = torch.nn.functional.pad(gradients, (0, padding))
+        total = torch.zeros(ranks, nodes, (numel + padding) // (ranks * nodes))
+        inside = torch.zeros(nodes, ranks, (numel + padding) // ranks)
+        for microbatch in padded.unbind(1):
+            inside += self._hop(unit, 0, microbatch.view(nodes, ranks, -1))
+            if self.setting.each:
+                total = total + self._hop(unit, 1, inside.transpose(0, 1))
+                inside = torch.zeros_like(inside)
+        if not self.setting.each:
+            total = self._hop(unit, 1, inside.transpose(0, 1))
+        return total.flatten()[:numel]
+
+    def _hop(self, unit: str, hop: int, values: Tensor) -> Tensor:
+        """Return what `[groups, members, numel]` is once the members have exchanged it: `[groups, members, part]`."""
+        members = values.shape[1]
+        parts = values.unflatten(2, (members, -1))
+        if hop in self.way.feedback:
+            parts = parts + self._errors.get((unit, hop), 0.0)
+        rounded = self._rounded(parts.flatten(0, 2)).view_as(parts)
+        if self.way.own:
+            rounded = torch.where(torch.eye(members, dtype=torch.bool).unsqueeze(2), parts, rounded)
+        self._errors[unit, hop] = parts - rounded
+        return rounded.sum(1)
+
+    def _rounded(self, rows: Tensor) -> Tensor:
+        out = torch.empty_like(rows)
+        if self.way.scale != "absmax":
+            for columns in torch.arange(rows.shape[1]).split(self.way.block):
+                out[:, columns] = SCALES[self.way.scale](rows[:, columns])
+            return out
+        packed = torch.empty(len(rows), packed_bytes(rows.shape[1], 4, self.way.block), dtype=torch.uint8)
+        self._seed += 1
+        quantize(rows.contiguous(), 4, self.way.block, packed, self.way.rounding, self._seed)
+        dequantize(packed, 4, self.way.block, out)
+        return out
+
+
+def signed_scale(blocks: Tensor) -> Tensor:
+    """Return rows of a block each rounded with the code -8 for the one farthest from zero."""
+    scale = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
+    return (blocks / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7) * scale
+
+
+def zero_point(blocks: Tensor) -> Tensor:
+    """Return rows of a block each rounded with 16 codes from their minimum to their maximum, one of them for zero."""
+    low, high = blocks.amin(1, keepdim=True).clamp_max(0), blocks.amax(1, keepdim=True).clamp_min(0)
+    scale = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = (-low / scale).round()
+    return ((blocks / scale).round().clamp(-zero, 15 - zero)) * scale
+
+
+def least_squares(blocks: Tensor) -> Tensor:
+    """Return rows of a block each rounded by the one of 15 scales that leaves the least squared error."""
+    absmax = blocks.abs().amax(1, keepdim=True).clamp_min(1e-37)
+    scales = absmax * torch.linspace(0.3, 1.0, 15) / MOST
+    tried = torch.stack([(blocks / s).round().clamp(-MOST, MOST) * s for s in scales.unsqueeze(1).unbind(2)])
+    best = (tried - blocks).square().sum(2).argmin(0)
+    return tried[best, torch.arange(len(blocks))]
+
+
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "16 codes": signed_scale, "zero point": zero_point, "least squares": least_squares
+}  # fmt: skip
+
+
+def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | None) -> list[float]:
+    """Return the loss of each step; without a way, of the run whose gradients are summed as they are."""
+    microbatch = BATCH // setting.world // setting.accumulation
+    recipe_file = folder / "tiny.yaml"
+    recipe_file.write_text(RECIPE.format(folder=folder, steps=STEPS, batch=BATCH, microbatch=microbatch, seed=seed))
+    recipe = resolve(load_recipe(str(recipe_file), []), Facts(world=1, device="cpu"))
+    found = []
+    with compose(recipe, ranks, StopRequest()) as run:
+        units = run.engine.units
+        if way is not None:
+            run.engine.microbatch = apart(run.engine.microbatch, units, Reduction(setting, way))  # type: ignore[method-assign]
+        for step in range(STEPS):
+            loss, norm, _ = forward_backward(run, step)
+            found.append(loss)
+            run.progress.applied += 1
+            optimizer_step(run, learning_rate(recipe.optimizer, step, STEPS), norm)
+    return found
+
+
+def apart(microbatch: Callable[..., Any], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., Any]:
+    """Return `microbatch`, which surrounds one, as one that keeps the microbatches' gradients apart and reduces them
+    after the last."""
+    setting, kept = reduction.setting, {name: [] for name in units}  # type: dict[str, list[Tensor]]
+
+    @contextmanager
+    def kept_apart(first: bool, last: bool) -> Iterator[Any]:
+        with microbatch(True, last) as backward:
+            yield backward
+        for name, unit in units.items():
+            kept[name].append(unit.gradient.clone())
+            if last:
+                every = torch.stack(kept[name]).view(setting.world, setting.accumulation, -1)
+                unit.gradient.copy_(reduction(name, every))
+                kept[name].clear()
+
+    return kept_apart
+
+
+def measure(seeds: int) -> list[tuple[str, ...]]:
+    """Return a row of the table for each way."""
+    ranks = connect(Layout({Axis.DATA: 1}))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        steps = np.random.default_rng(0).integers(1, 4, size=(300, 100))
+        writer.add(np.cumsum(steps, axis=1).ravel() % 61, np.full(300, 100))
+        writer.commit()
+        exact = {
+            (setting, seed): losses(folder, ranks, setting, seed, None) for setting in SETTINGS for seed in range(seeds)
+        }
+        rows = []
+        for title, way in WAYS.items():
+            cells = [title]
+            for setting in SETTINGS:
+                off = [
+                    [
+                        ours / theirs - 1
+                        for ours, theirs in zip(
+                            losses(folder, ranks, setting, seed, way), exact[setting, seed], strict=True
+                        )
+                    ]
+                    for seed in range(seeds)
+                ]
+                worst = max(abs(each) for curve in off for each in curve)
+                cells.append(f"{worst:.2%}, {statistics.mean(map(statistics.mean, off)):+.2%}")
+            rows.append(tuple(cells))
+            print(" | ".join(cells), flush=True)
+    disconnect(ranks)
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows = measure(given.seeds)
+    text = (
+        f"## Rounding of gradients\n\n{machine(['torch'])}. `python tools/bench/rounding.py`: INT4 gradients of a tiny "
+        f"model ({STEPS} steps, {given.seeds} seeds, blocks of 2048 where nothing else is said) against the same run "
+        "without rounding. Each cell: the largest relative difference of a step's loss, and the mean one; nodes x "
+        "ranks of a node. `topo` makes the hop between nodes once a step, `zero++` in each microbatch. Limit: 1%, of "
+        f"all quantizers together.\n\n{table(('rounding', *map(str, SETTINGS)), rows)}"
+    )
+    if given.write:
+        write_section(given.write, "rounding", text)
+
+
+if __name__ == "__main__":
+    main()
