@@ -14,7 +14,7 @@ from llmtrain.sharding.unit import ALIGNMENT
 from strategies import COVERING
 
 Trained = Callable[[Case], Result]
-BLOCK, UNITS = 2048, 5
+BLOCK, UNITS = 256, 5
 CASES = [case for case, _ in COVERING if "quantize.block=64" not in case.keys]
 
 

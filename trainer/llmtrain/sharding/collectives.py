@@ -87,8 +87,8 @@ def reduce_scatter(
 ) -> tuple[list[Stage], Tensor]:
     """Sum `values` over the hops' ranks; returns with the stages where this rank's part will be, fp32, in `flight`.
 
-    The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32, in the ranks'
-    order. Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
+    The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32.
+    Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
     """
     stages = []
     for hop in hops:

@@ -55,7 +55,7 @@ class QuantizeConfig:
     weights: Literal["none", "int8"] | None = None
     secondary: Literal["none", "int8"] | None = None
     gradients: Literal["none", "int4"] | None = None
-    block: int = 2048
+    block: int = 256
 
     def __post_init__(self) -> None:
         if self.block < 1:
