@@ -38,7 +38,8 @@ def train(folder: Path, name: str, *arguments: str) -> dict[str, float]:
     """Train one run to its end and return its losses there."""
     llmtrain(
         folder, "run", "quickstart", f"name={name}", f"data.path={CORPUS / 'stdlib'}",
-        f"data.tokenizer={CORPUS / 'tokenizer'}", f"train.steps={STEPS}", "logging={every: 1, dir: .}", CALM, *arguments,
+        f"data.tokenizer={CORPUS / 'tokenizer'}", f"train.steps={STEPS}", "logging={every: 1, dir: .}", CALM,
+        *arguments,
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row["loss"] for row in rows if "event" not in row]
