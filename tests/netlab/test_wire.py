@@ -1,0 +1,77 @@
+"""Bytes that leave a node in an optimizer step, counted at its card, against closed forms: ours and the papers'.
+
+They are in `tools/bench/wire.py`, each beside its paper's section, in M, the bytes of all weights in 16 bits.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tools.bench.wire import Sent, Setting, measure, strategies
+
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(900)]
+
+ONCE, MANY = 1, 4
+SMALL, LARGE = (2, 2), (2, 4)
+# Of what a card counts that is headers, acknowledgements and barriers: at most this much.
+HEADERS = 0.025
+Measured = Callable[[tuple[int, int]], dict[tuple[str, int], Sent]]
+
+
+@pytest.fixture(scope="session")
+def measured() -> Measured:
+    """Return what every strategy sent in a cluster of a shape; each shape is trained once."""
+    return cache(lambda shape: measure(*shape, (ONCE, MANY)))
+
+
+SHAPES = [SMALL, pytest.param(LARGE, marks=pytest.mark.soak)]
+EACH = [
+    pytest.param(shape, name, count, id=f"{shape[0]}x{shape[1]}: {name} x{count}", marks=marks)
+    for shape, marks in ((SMALL, ()), (LARGE, pytest.mark.soak))
+    for name in strategies(*shape)
+    for count in (ONCE, MANY)
+]
+
+
+@pytest.mark.parametrize(("shape", "name", "count"), EACH)
+def test_what_each_strategy_sends(shape: tuple[int, int], name: str, count: int, measured: Measured) -> None:
+    sent, strategy, setting = measured(shape)[name, count], strategies(*shape)[name], Setting(*shape, count)
+    assert sent.metered <= sent.counted <= sent.metered * (1 + HEADERS)
+    assert sent.counted == pytest.approx(strategy.ours(setting), rel=0.05)
+    assert strategy.ours(setting) <= strategy.paper(setting)
+    assert sent.counted <= strategy.paper(setting) * (1 + HEADERS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_microbatches_of_topo_and_mics_send_nothing_between_nodes(shape: tuple[int, int], measured: Measured) -> None:
+    """Weights are gathered and gradients reduced inside a node; only what is done once a step crosses."""
+    found = measured(shape)
+    inside = [name for name in strategies(*shape) if name.startswith(("topo", "mics", "partition"))]
+    assert len(inside) >= 3
+    for name in inside:
+        assert found[name, MANY].counted == pytest.approx(found[name, ONCE].counted, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathers_across_nodes_first_send_what_mics_says(shape: tuple[int, int], measured: Measured) -> None:
+    """(p - k) M / p and not (p - 1) M / p (section 3.3): two gathers' difference is k - 1 of p parts each."""
+    found, (nodes, local) = measured(shape), shape
+    saved = found["stage 3, gathers in one ring", ONCE].counted - found["stage 3", ONCE].counted
+    assert saved == pytest.approx(2 * (local - 1) / (nodes * local), rel=0.05)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_second_hop_sends_half_of_an_all_reduce(shape: tuple[int, int], measured: Measured) -> None:
+    """Beside it, where optimizer states are cut over all ranks, updated weights cross once: (p - k) M / p."""
+    found, (nodes, local) = measured(shape), shape
+    update = (nodes - 1) / nodes
+    second_hop = found[f"partition ({local}, {local}, {nodes * local})", ONCE].counted - update
+    assert second_hop == pytest.approx(found["mics", ONCE].counted / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zero_plus_plus_sends_a_quarter_of_zero_3(shape: tuple[int, int], measured: Measured) -> None:
+    """3 M become 0.75 M in a step of one microbatch (ZeRO++, table 1)."""
+    found = measured(shape)
+    assert found["zero++", ONCE].counted == pytest.approx(found["stage 3", ONCE].counted / 4, rel=0.05)

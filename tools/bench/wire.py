@@ -1,0 +1,276 @@
+"""Bytes between nodes per optimizer step, of every way to spread model states: counted at the network card of a node of
+an emulated cluster, beside our closed form and the papers'. `python -m tools.bench.wire --write docs/benchmarks.md`;
+needs root.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.bench.table import table, write_section
+from tools.netlab.lab import Lab
+from tools.netlab.spec import plain
+
+# Blocks make up 98.9% of the weights, so that what only the first and the last unit save does not blur a closed form.
+RECIPE = """
+model: {{family: llama, layers: 12, hidden: 128, heads: 4, ffn: 512, vocab: 128, tie_embeddings: false}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 1, microbatch: 1, eval_every: 0}}
+precision: {{compute: bf16}}
+optimizer: {{warmup: 0}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+# The first step records the order in which units are needed; those after it are alike.
+STEPS = 3
+# How long a card is silent when a step's last bytes have passed, in seconds.
+SILENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster's shape, and microbatches per optimizer step."""
+
+    nodes: int
+    ranks_per_node: int
+    microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        """All ranks together."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def hops(self) -> float:
+        """Share of M that a node sends in a gather or reduction that goes across nodes by a hop of its own, (p - k) / p
+        (MiCS, section 3.3)."""
+        return (self.ranks - self.ranks_per_node) / self.ranks
+
+    @property
+    def ring(self) -> float:
+        """Share of M that a node sends in a gather or reduction of all ranks in one ring, (p - 1) / p."""
+        return (self.ranks - 1) / self.ranks
+
+
+Form = Callable[[Setting], float]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy's keys, and what a node sends to others in a step, in M, the bytes of all weights in bf16: by what we
+    send, and by what the paper it is from says."""
+
+    keys: tuple[str, ...]
+    ours: Form
+    paper: Form
+
+
+def _partition(weights: int, gradients: int, optimizer: int) -> tuple[str, ...]:
+    return (f"zero.partition={{weights: {weights}, gradients: {gradients}, optimizer: {optimizer}}}",)
+
+
+def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
+    """Return every strategy by name.
+
+    A gather or reduction over all ranks moves M; of INT8 M / 2, of INT4 M / 4 (ZeRO++, section 3). Papers: ZeRO-0 and 1
+    all-reduce gradients, or reduce-scatter them and gather weights, once a step; ZeRO-2 reduces in every microbatch;
+    ZeRO-3 moves 3 M in each (ZeRO, section 7). MiCS all-reduces gradients over the nodes once a step (section 3.4), and
+    so does ZeRO-topo, in 16 bits, which then gathers weights of 8 bits (section V). Ours goes across nodes by a hop of
+    its own; sums go no farther than to the optimizer's shard; a secondary copy serves the forward passes of all
+    microbatches but the first.
+    """
+    all_ranks, node = nodes * ranks_per_node, ranks_per_node
+    int8, second8, int4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
+    stage3, second = ("zero.stage=3",), ("zero.stage=3", "zero.secondary=node")
+    found = {
+        "stage 0": Strategy(("zero.stage=0",), lambda s: 2 * s.hops, lambda s: 2 * s.ring),
+        "stage 1": Strategy(("zero.stage=1",), lambda s: 2 * s.hops, lambda s: 2 * s.ring),
+        "stage 2": Strategy(
+            ("zero.stage=2",), lambda s: (s.microbatches + 1) * s.hops, lambda s: (s.microbatches + 1) * s.ring
+        ),
+        "stage 3": Strategy(stage3, lambda s: 3 * s.microbatches * s.hops, lambda s: 3 * s.microbatches * s.ring),
+        "stage 3, gathers in one ring": Strategy(
+            (*stage3, "zero.hierarchical=false"),
+            lambda s: s.microbatches * (2 * s.ring + s.hops),
+            lambda s: 3 * s.microbatches * s.ring,
+        ),
+        "stage 3, secondary of a node": Strategy(
+            second, lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
+        ),
+        "stage 3, INT8 weights": Strategy(
+            (*stage3, int8), lambda s: 2 * s.microbatches * s.hops, lambda s: 2 * s.microbatches * s.ring
+        ),
+        "stage 3, INT8 secondary": Strategy(
+            (*second, second8), lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
+        ),
+        "stage 3, INT4 gradients": Strategy(
+            (*stage3, int4),
+            lambda s: 2.25 * s.microbatches * s.hops,
+            lambda s: s.microbatches * (2 * s.ring + 0.25 * s.hops),
+        ),
+        "zero++": Strategy(
+            ("zero.preset=zero++",),
+            lambda s: (0.5 + 0.25 * s.microbatches) * s.hops,
+            lambda s: s.microbatches * (0.5 * s.ring + 0.25 * s.hops),
+        ),
+        "mics": Strategy(("zero.preset=mics",), lambda s: 2 * s.hops, lambda s: 2 * s.hops),
+        f"partition ({node}, {node}, {all_ranks})": Strategy(
+            _partition(node, node, all_ranks), lambda s: 2 * s.hops, lambda s: 2 * s.hops + s.ring
+        ),
+        "topo": Strategy(("zero.preset=topo",), lambda s: 0.75 * s.hops, lambda s: 2 * s.hops + 0.5 * s.ring),
+    }
+    if node == 4:
+        within = _partition(2, node, all_ranks)
+        found[f"partition (2, {node}, {all_ranks})"] = Strategy(
+            within, lambda s: 2 * s.hops, lambda s: 2 * s.hops + s.ring
+        )
+        found["partition (2, 2, 2)"] = Strategy(
+            _partition(2, 2, 2), lambda s: 2 * s.hops, lambda s: 2 * (s.ranks - 2) / s.ranks
+        )
+        found[f"topo (2, {node}, {all_ranks})"] = Strategy(
+            (*within, "zero.secondary=2", int8, second8, int4),
+            lambda s: 0.75 * s.hops,
+            lambda s: 2 * s.hops + 0.5 * s.ring,
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a node sent to others in one step, in M. counted: by the card, headers included. metered: by the run's own
+    byte meter."""
+
+    counted: float
+    metered: float
+
+
+def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> dict[tuple[str, int], Sent]:
+    """Train every strategy with so many microbatches, one after another, and return what was sent."""
+    with tempfile.TemporaryDirectory() as name, Lab(plain(nodes, ranks_per_node)) as lab:
+        folder = Path(name)
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 128, 40_000), np.full(20, 2000))
+        writer.commit()
+        (folder / "wire.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
+        runs = {
+            f"{number}-{count}": [*strategy.keys, f"train.global_batch={lab.spec.world * count}"]
+            for number, strategy in enumerate(strategies(nodes, ranks_per_node).values())
+            for count in microbatches
+        }
+        wanted = json.dumps({"recipe": str(folder / "wire.yaml"), "runs": runs})
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        result = lab.run([sys.executable, "-m", "tools.bench.wire", "--rank", wanted], environment)
+        lines = [line for line in result.output[0] if line.startswith("{")]
+        if result.returncode or not lines:
+            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
+        counted = json.loads(lines[-1])
+        found = {}
+        for number, (label, strategy) in enumerate(strategies(nodes, ranks_per_node).items()):
+            for count in microbatches:
+                run = folder / "runs" / f"{number}-{count}"
+                weights = 2 * json.loads((run / "run.json").read_text())["parameters"]
+                metered = _metered(run, strategy, lab.spec.world, ranks_per_node)
+                found[label, count] = Sent(counted[run.name] / weights, metered / weights)
+        return found
+
+
+def _metered(run: Path, strategy: Strategy, ranks: int, ranks_per_node: int) -> float:
+    """Return what a node's ranks together sent to others in the last step, by the first one's metrics, in bytes."""
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    metered = ranks_per_node * row["comm_sent_bytes"]["all"]
+    if "zero.hierarchical=false" in strategy.keys:
+        # Of a ring through all ranks one link leaves each node, whichever rank it is of.
+        metered -= (ranks_per_node - 1) * row["comm_bytes"]["weights"]["all_gather"] * (ranks - 1) / ranks
+    return float(metered)
+
+
+def rank_main(wanted: dict[str, Any]) -> None:
+    """Be one rank: train all runs; the first rank prints the bytes that its node sent in the last step of each."""
+    import torch
+    import torch.distributed as dist
+    from llmtrain.cluster.layout import Axis, Layout
+    from llmtrain.cluster.ranks import connect, disconnect
+    from llmtrain.train import train_step
+
+    from tools.bench.sharding_ranks import card_bytes, our_run
+
+    torch.set_num_threads(1)
+    ranks = connect(Layout({Axis.DATA: int(os.environ["WORLD_SIZE"])}))
+    found = {}
+    for name, keys in wanted["runs"].items():
+        with ExitStack() as stack:
+            run = our_run(name, keys, wanted, ranks, stack)
+            for step in range(STEPS - 1):
+                train_step(run, step)
+            dist.barrier()
+            before = _when_silent(card_bytes)
+            dist.barrier()
+            train_step(run, STEPS - 1)
+            dist.barrier()
+            found[name] = _when_silent(card_bytes) - before
+    if ranks.is_main:
+        print(json.dumps(found), flush=True)
+    disconnect(ranks)
+
+
+def _when_silent(count: Callable[[], int]) -> int:
+    """Return what `count` does once it has stopped changing: updated weights travel on after a step."""
+    last, since = count(), time.monotonic()
+    while time.monotonic() < since + SILENCE:
+        time.sleep(SILENCE / 10)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
+def report(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> str:
+    """Return the table of one shape, measured now."""
+    found = measure(nodes, ranks_per_node, microbatches)
+    header = ["strategy"]
+    for count in microbatches:
+        each = "1 microbatch" if count == 1 else f"{count} microbatches"
+        header += [f"{each}: measured", "ours", "paper"]
+    rows = []
+    for name, strategy in strategies(nodes, ranks_per_node).items():
+        row = [name]
+        for count in microbatches:
+            setting = Setting(nodes, ranks_per_node, count)
+            row += [f"{found[name, count].counted:.3f}"]
+            row += [f"{form(setting):.3f}" for form in (strategy.ours, strategy.paper)]
+        rows.append(row)
+    return f"{nodes} nodes x {ranks_per_node} ranks:\n\n{table(header, rows)}"
+
+
+def main() -> None:
+    """Print the tables, or be a rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        return rank_main(given.rank)
+    parts = [
+        "## Bytes between nodes\n\nWhat the card of one node sends in an optimizer step, headers included, in M, the "
+        "bytes of all weights in 16 bits (6.4 MB here). `python -m tools.bench.wire`."
+    ]
+    for shape in ((2, 2), (2, 4)):
+        parts.append(report(*shape, tuple(given.microbatches)))
+        print(parts[-1], flush=True)
+    if given.write:
+        write_section(given.write, "wire", "\n\n".join(parts))
+    return None
+
+
+if __name__ == "__main__":
+    main()
