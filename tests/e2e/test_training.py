@@ -25,6 +25,8 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 4}}
 logging: {{every: 1, dir: {runs}}}
 """
+# Within which a run has ended after one of its ranks was lost, in seconds.
+LOST_RANK_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,31 @@ def check_kills(recipe: Path, corpus: Path, kills: int, steps: int, *arguments: 
 
 def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
     check_kills(recipe, corpus, 4, 400)
+
+
+def test_a_rank_lost_in_a_gather_ends_the_run(recipe: Path) -> None:
+    """A rank that stands still has the others wait for it in a gather, which its end then breaks."""
+    arguments = ("--nproc", "4", "zero.stage=3", "train.steps=100000", "train.eval_every=0", "checkpoint.every=0")
+    process = subprocess.Popen(
+        command(recipe, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    folder = recipe.parent / "runs" / "tiny"
+    wait_for(lambda: last_step(folder) >= 3, process)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 4
+    ranks[2].suspend()
+    time.sleep(1.0)
+    stands = last_step(folder)
+    time.sleep(1.0)
+    assert last_step(folder) == stands
+    ranks[2].kill()
+    _, errors = process.communicate(timeout=LOST_RANK_SECONDS)
+    assert process.returncode == 1
+    assert [line for line in errors.splitlines() if line.startswith("llmtrain:")] == [
+        "llmtrain: rank 2 was killed by SIGKILL, so the run stopped; the same command goes on from the last checkpoint"
+    ]
+    assert "Traceback" not in errors
+    assert not any(rank.is_running() for rank in ranks)
 
 
 @pytest.mark.soak

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.netlab, pytest.mark.timeout(900)]
 ONCE, MANY = 1, 4
 SMALL, LARGE = (2, 2), (2, 4)
 # Of what a card counts that is headers, acknowledgements and barriers: at most this much.
-HEADERS = 0.025
+HEADERS = 0.03
 Measured = Callable[[tuple[int, int]], dict[tuple[str, int], Sent]]
 
 

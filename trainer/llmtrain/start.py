@@ -1,5 +1,6 @@
 """From the command line's words to ranks that train."""
 
+import atexit
 import os
 import sys
 from dataclasses import replace
@@ -8,7 +9,7 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.environment import Launched, launched
+from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.load import load_recipe
@@ -65,16 +66,32 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts:
     try:
         train(recipe, ranks, decided)
     except tuple(EXIT_CODES) as error:
+        _skip_finalization(EXIT_CODES[type(error)])
         if ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1:
             # Another rank has said the same.
             raise SystemExit(EXIT_CODES[type(error)]) from error
         raise
     except RuntimeError as error:
         # What gloo and NCCL raise when a peer is gone; that one, or the launcher, says why.
+        _skip_finalization(EXIT_FAILED)
         if ranks.layout.world > 1 and _lost_peer(error):
+            if LAUNCHER_PID in os.environ:
+                # Our launcher sees which rank is gone, and says so for all.
+                raise SystemExit(EXIT_FAILED) from error
             raise RunFailedError(f"rank {ranks.rank} lost contact with another rank") from error
         raise
     disconnect(ranks)
+
+
+def _skip_finalization(code: int) -> None:
+    """Have the process end as soon as all is said: a thread that waits for other ranks inside gloo would abort it."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(end)
 
 
 def _lost_peer(error: RuntimeError) -> bool:

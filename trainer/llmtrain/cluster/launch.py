@@ -61,7 +61,10 @@ def _ending(failures: list[ProcessFailure]) -> BaseException:
     """Return how this process ends. A rank that ended by itself has said why; one that was killed could not."""
     if any(failure.exitcode == EXIT_PREEMPTED for failure in failures):
         return SystemExit(EXIT_PREEMPTED)
-    first = min(failures, key=lambda failure: failure.timestamp)
+    # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
+    # ends others by SIGTERM at once, by SIGKILL after its grace.
+    together = [failure for failure in failures if failure.timestamp < min(each.timestamp for each in failures) + GRACE]
+    first = min(together, key=lambda failure: (not _killed(failure), failure.timestamp))
     if first.exitcode >= 0:
         return SystemExit(first.exitcode)
     name = signal.Signals(-first.exitcode).name
@@ -69,6 +72,10 @@ def _ending(failures: list[ProcessFailure]) -> BaseException:
         f"rank {first.local_rank} was killed by {name}, so the run stopped; the same command goes on from the last "
         "checkpoint"
     )
+
+
+def _killed(failure: ProcessFailure) -> bool:
+    return failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
 
 
 def die_with_launcher() -> None:
