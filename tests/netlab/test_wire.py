@@ -12,7 +12,7 @@ from tools.bench.wire import Sent, Setting, measure, strategies
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(900)]
 
-ONCE, MANY = 1, 4
+ONCE, MANY = 1, 3
 SMALL, LARGE = (2, 2), (2, 4)
 # Of what a card counts that is headers, acknowledgements and barriers: at most this much.
 HEADERS = 0.03

@@ -31,8 +31,8 @@ precision: {{compute: bf16}}
 optimizer: {{warmup: 0}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# The first step records the order in which units are needed; those after it are alike.
-STEPS = 3
+# The first step records the order in which units are needed; the second goes by it, as all others would.
+STEPS = 2
 # How long a card is silent when a step's last bytes have passed, in seconds.
 SILENCE = 0.05
 
