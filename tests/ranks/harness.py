@@ -32,13 +32,15 @@ Curve = dict[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class Case:
-    """A run. keys: how states are spread and travel. base: all other keys, which its reference shares."""
+    """A run. keys: how states are spread and travel. base: all other keys, which its reference shares. counted: whether
+    tensors that come into being are counted, which takes time."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
     base: tuple[str, ...] = ()
     node: int = 0
     accumulation: int = 1
+    counted: bool = False
 
     @property
     def reference(self) -> "Case":
@@ -58,7 +60,12 @@ class Case:
         """Return the case as the worker takes it."""
         microbatch = BATCH // self.world // self.accumulation
         overrides = [f"name={self.name}", f"train.microbatch={microbatch}", *self.base, *self.keys]
-        return {"recipe": str(recipe), "overrides": overrides, "ranks_per_node": self.node or self.world}
+        return {
+            "recipe": str(recipe),
+            "overrides": overrides,
+            "ranks_per_node": self.node or self.world,
+            "counted": self.counted,
+        }
 
 
 @dataclass

@@ -68,6 +68,25 @@ def test_buffers_stay_after_the_second_step(case: Case, trained: Trained) -> Non
         assert len(set(rank[1:])) == 1
 
 
+FEW = ("train.steps=6", "train.eval_every=3")
+COUNTED = [
+    Case(4, (keys, *FEW), node=2, accumulation=4, counted=True)
+    for keys in ("zero.stage=3", "zero.preset=zero++", "zero.preset=mics", "zero.preset=topo")
+]
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=str)
+def test_no_buffer_comes_into_being_after_the_second_step(case: Case, trained: Trained) -> None:
+    """Neither on the lanes, where all transport is, nor as large as a unit where the model computes."""
+    result = trained(case)
+    for on_lanes, whole in zip(result.notes("on_lanes"), result.notes("whole"), strict=True):
+        assert len(on_lanes) == 6
+        # The first step makes the lanes' buffers, and shows that they are counted.
+        assert on_lanes[0] > 0
+        assert set(on_lanes[2:]) == {0}
+        assert set(whole[2:]) == {0}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_traffic(case: Case, trained: Trained) -> None:
     """In each microbatch at most two gathers of weights and one reduction of gradients; the rest once a step."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import Allocations
 from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
@@ -41,6 +42,9 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
     notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
     loop.train_step = noting(notes)  # type: ignore[assignment]
+    if case["counted"]:
+        notes |= {"on_lanes": [], "whole": []}
+        loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
     loop.train(recipe, replace(ranks, tiers=facts.tiers), [])
     (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
@@ -50,11 +54,27 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
 
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
-        for name, values in notes.items():
-            values.append(getattr(run.engine, name))
+        for name in ("state_bytes", "buffer_bytes"):
+            notes[name].append(getattr(run.engine, name))
         return stopping
 
     return noted
+
+
+def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a train step that notes how many tensors of units' sizes, or on lanes, came into being in it."""
+
+    def counted(run: Run, number: int) -> bool:
+        found = Allocations(frozenset(unit.cut.padded for unit in run.engine.units.values()))
+        with found.counting():
+            stopping = step(run, number)
+            # What the step left to do is counted with it.
+            run.engine.weights.settle()
+        notes["on_lanes"].append(found.on_lanes)
+        notes["whole"].append(found.whole)
+        return stopping
+
+    return counted
 
 
 def rank_main(job: dict[str, Any], rank: int) -> None:
