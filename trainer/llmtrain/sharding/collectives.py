@@ -99,10 +99,10 @@ def reduce_scatter(
 
 
 def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
-    parts = region.chunk(hop.radix)
+    parts, in_order = region.chunk(hop.radix), hop.order == tuple(range(hop.radix))
 
     def by_collective() -> None:
-        if hop.order == tuple(range(hop.radix)):
+        if in_order:
             dist.all_gather_into_tensor(region, part, group=hop.group)
         else:
             dist.all_gather([parts[place] for place in hop.order], part, group=hop.group)
@@ -116,7 +116,8 @@ def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
             assert message is not None
             message.wait()
 
-    return Stage(hop, by_collective if region.is_cuda else by_messages)
+    # One hop over several nodes' ranks is a ring in gloo: each shard comes into a node once, not once for each rank.
+    return Stage(hop, by_collective if region.is_cuda or not in_order else by_messages)
 
 
 def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> Stage:
