@@ -55,6 +55,7 @@ bench: $(INSTALLED)
 	$(BIN)/python tools/bench/step.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/data.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/checkpoint.py --write docs/benchmarks.md
+	$(BIN)/python tools/bench/quantize.py --write docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist

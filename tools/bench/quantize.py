@@ -1,0 +1,157 @@
+"""Rate of the block quantization kernels on the CPU against copying memory, and against their torch reference.
+
+    python tools/bench/quantize.py [--write docs/benchmarks.md]
+
+A rate is the bytes that a call must read and write, each once, by the time it takes: fp32 elements and packed rows
+for a kernel; for the copy, torch's `copy_` of as many fp32 elements, 4 bytes read and 4 written each. Sizes are those
+of the fp32 elements. Each round measures the copy right before every kernel, with the same number of threads; a share
+is the median, over the rounds, of the kernel's rate by that copy's. The reference does the same work in torch.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from llmtrain_kernels.quantize import REFERENCE, Backend, native_backend, packed_bytes
+from table import machine, table, write_section
+from torch import Tensor
+
+SIZES = {"512 KB": 1 << 17, "8 MB": 1 << 21, "64 MB": 1 << 24}
+BLOCK = 2048
+ROWS = 4
+"""Rows that a sum adds up: the ranks of a small group."""
+
+REFERENCE_ROUNDS = 1
+SECONDS = 2e-3
+"""A measurement repeats its call for at least so long."""
+
+Calls = dict[str, tuple[Callable[[], object], Callable[[], object], int]]
+"""For each kernel: the call, the same by the reference, and the bytes it reads and writes."""
+
+
+def main() -> None:
+    """Measure, print the table, and write it into the document if asked to."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--write", type=Path, help="document to put the table into")
+    arguments = parser.parse_args()
+    native = native_backend()
+    if native is None:
+        raise SystemExit("the C++ kernels cannot be built here: see llmtrain doctor")
+    measured = {}
+    for threads, size in product(arguments.threads, SIZES):
+        torch.set_num_threads(threads)
+        measured[threads, size] = measure(native, SIZES[size], arguments.rounds)
+    text = report(measured, arguments.rounds)
+    print(text)
+    if arguments.write:
+        write_section(arguments.write, "quantize", text)
+
+
+def kernels(native: Backend, numel: int) -> Calls:
+    """Return every kernel, ready to be called on `numel` fp32 elements."""
+    torch.manual_seed(0)
+    x, out = torch.randn(1, numel), torch.empty(1, numel)
+    calls: Calls = {}
+    for bits in (8, 4):
+        packed = torch.empty(ROWS, packed_bytes(numel, bits, BLOCK), dtype=torch.uint8)
+        native.quantize(x.expand(ROWS, -1), bits, BLOCK, packed, None)
+        one = packed[:1].clone()
+        moved = x.nbytes + one.nbytes
+        for name, key in (("", None), (", stochastic", 1)):
+            calls[f"quantize INT{bits}{name}"] = pair(native, "quantize", moved, x, bits, BLOCK, one, key)
+        calls[f"dequantize INT{bits}"] = pair(native, "dequantize", moved, one, bits, BLOCK, out)
+        several = packed.nbytes + x.nbytes
+        arguments = packed, bits, BLOCK, out[0], False
+        calls[f"dequantize_sum INT{bits}, {ROWS} rows"] = pair(native, "dequantize_sum", several, *arguments)
+    return calls
+
+
+def pair(native: Backend, name: str, moved: int, *arguments: object) -> tuple[partial[None], partial[None], int]:
+    """Return the call of both backends, and the bytes it moves."""
+    return partial(getattr(native, name), *arguments), partial(getattr(REFERENCE, name), *arguments), moved
+
+
+def measure(native: Backend, numel: int, rounds: int) -> dict[str, tuple[float, float, float, float]]:
+    """Return for each kernel: its GB/s, the copy's, its share of the copy's, and its times the reference's rate."""
+    calls = kernels(native, numel)
+    source, target = torch.randn(numel), torch.empty(numel)
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    slower: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in calls if number % 2 == 0 else reversed(calls):
+            kernel, reference, moved = calls[name]
+            copied = 8 * numel / seconds(partial(copy, source, target)) / 1e9
+            taken = seconds(kernel)
+            rates[name].append((moved / taken / 1e9, copied))
+            if number < REFERENCE_ROUNDS:
+                slower[name].append(seconds(reference) / taken)
+    return {
+        name: (
+            statistics.median(rate for rate, _ in pairs),
+            statistics.median(copied for _, copied in pairs),
+            statistics.median(rate / copied for rate, copied in pairs),
+            statistics.median(slower[name]),
+        )
+        for name, pairs in rates.items()
+    }
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy."""
+    target.copy_(source)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the mean time of a call, repeated after one that warms the cache; of that one alone if it is long."""
+    started = time.perf_counter()
+    call()
+    if (elapsed := time.perf_counter() - started) > 25 * SECONDS:
+        return elapsed
+    started, repeats = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - started) < SECONDS or repeats == 0:
+        call()
+        repeats += 1
+    return elapsed / repeats
+
+
+def report(measured: dict[tuple[int, str], dict[str, tuple[float, float, float, float]]], rounds: int) -> str:
+    """Return the medians as markdown."""
+    header = ["kernel", "threads", *(f"{size}: {what}" for size in SIZES for what in ("GB/s", "of copy", "/ torch"))]
+    rows = []
+    for threads in dict.fromkeys(threads for threads, _ in measured):
+        columns = [measured[threads, size] for size in SIZES]
+        copies = [statistics.median(values[1] for values in column.values()) for column in columns]
+        rows.append(["copy", str(threads), *(cell for copied in copies for cell in (f"{copied:.1f}", "1.00", ""))])
+        for name in columns[0]:
+            row = [name, str(threads)]
+            for rate, _, share, times in (column[name] for column in columns):
+                row += [f"{rate:.1f}", f"{share:.2f}", f"{times:.1f}"]
+            rows.append(row)
+    least = [min(min(values[at] for values in column.values()) for column in measured.values()) for at in (2, 3)]
+    return "\n".join(
+        [
+            "## Quantization on the CPU",
+            "",
+            f"{machine()}.",
+            f"Blocks of {BLOCK}; {rounds} rounds, interleaved, medians; `python tools/bench/quantize.py`. A rate is "
+            "the bytes read and written, each once, by time; the copy is torch's, of the same fp32 elements, measured "
+            "right before each kernel. Sizes are of the fp32 elements.",
+            "",
+            table(header, rows),
+            "",
+            f"Least share of the copy's rate: {least[0]:.2f}; least times the torch reference: {least[1]:.1f}. "
+            "Targets: 0.6 of the copy's, 3 times the reference.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
