@@ -36,10 +36,6 @@ SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
 WATCHED = 64
 """One text of every so many chunks is encoded by both."""
 
-FEW = 512
-"""Up to so many texts, a few calls of gigatoken that give matrices take less time than one that gives an awkward array:
-Python code makes that, in a third of a millisecond, and importing awkward takes 0.15 s."""
-
 LONG = 500
 """Mean ids of a text from which on texts are copied one by one."""
 
@@ -202,29 +198,9 @@ def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
     if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
-    if len(texts) <= FEW:
-        rows = _few(tokenizer, [text if isinstance(text, bytes) else text.encode() for text in texts])
-        return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
     layout = tokenizer.encode_batch(texts, parallel=False).layout
     offsets = np.asarray(layout.offsets)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-
-def _few(tokenizer: Any, texts: list[bytes]) -> list[np.ndarray]:
-    """Return the ids of each text. Texts of a size, within a factor of two, are the rows of one matrix."""
-    import gigatoken
-
-    sizes: dict[int, list[int]] = {}
-    for number, text in enumerate(texts):
-        sizes.setdefault(len(text).bit_length(), []).append(number)
-    rows = [np.empty(0, np.uint32)] * len(texts)
-    for numbers in sizes.values():
-        # As a source, as awkward is imported to look whether a list is of its kind.
-        source = gigatoken.BytesSource([texts[number] for number in numbers])
-        matrix, lengths = tokenizer.encode_batch_padded(source, 0, parallel=False)
-        for number, row, length in zip(numbers, matrix, lengths.tolist(), strict=True):
-            rows[number] = row[:length]
-    return rows
 
 
 def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:

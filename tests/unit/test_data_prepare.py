@@ -67,12 +67,8 @@ def test_a_text_cut_in_pieces_ends_once(tokenizer: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("few", [0, encode.FEW])
-def test_both_encoders_give_the_same_set_of_odd_text(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, few: int
-) -> None:
+def test_both_encoders_give_the_same_set_of_odd_text(tokenizer: Path, tmp_path: Path, name: str) -> None:
     """Text that is not UTF-8, other scripts, the end of text inside a text, zero bytes, empty texts."""
-    monkeypatch.setattr(encode, "FEW", few)
     texts = ["dr\u00fcei \U0001f600", f"a{END_OF_TEXT}b", "", "\x01\n \t", "\u2028e\u0301"]
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
     broken = b"caf\xe9 \xff\xfe" if name == "a.txt" else b'{"text":"caf\xe9 \xff\xfe"}\n{"text":"\\ud800"}\n'
