@@ -52,6 +52,15 @@ Halves to_halves(const Words& x) { return __builtin_convertvector(x, Halves); }
 Bytes to_bytes(const Words& x) { return __builtin_convertvector(to_halves(x), Bytes); }
 #endif
 
+// sum + x * factor for a product that fp32 holds exactly, so that one rounding or two are the same.
+#if defined(__AVX512BW__)
+Floats add_product(const Floats& sum, const Floats& x, float factor) {
+    return (Floats)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(factor), (__m512)sum);
+}
+#else
+Floats add_product(const Floats& sum, const Floats& x, float factor) { return sum + x * factor; }
+#endif
+
 // The first n numbers, if there are not as many as lanes; the others are zero.
 template <typename Vector, typename T>
 Vector load_lanes(const T* from, int64_t n) {
@@ -128,7 +137,7 @@ uint32_t mix(uint32_t x) {
 
 // What is added before rounding to nearest: nothing.
 struct Nothing {
-    Floats operator()(uint32_t) const { return Floats{}; }
+    Floats operator()(const Floats& value, uint32_t) const { return value; }
 };
 
 // Or a number between -1/2 and 1/2, by a hash of seed, row and column, which makes the rounding stochastic.
@@ -140,11 +149,11 @@ struct Dither {
         b = mix(static_cast<uint32_t>(key >> 32) + a);
     }
 
-    Floats operator()(uint32_t column) const {
+    Floats operator()(const Floats& value, uint32_t column) const {
         Words x = (Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + column) ^ a;
         x = (x ^ x >> 16) * 0x7feb352du;
         x = ((x ^ x >> 15) + b) * 0x846ca68bu;
-        return __builtin_convertvector((Ints)x >> 15 | 1, Floats) * 0x1p-17f;
+        return add_product(value, __builtin_convertvector((Ints)x >> 15 | 1, Floats), 0x1p-17f);
     }
 };
 
@@ -159,13 +168,13 @@ float pack_block(const T* x, int64_t n, int64_t column, uint8_t* payload, Added 
     }
     float scale = absmax * (1.0f / MOST<BITS>), inverse = 1.0f / scale;
     auto codes = [&](int64_t i, int64_t left) {
-        Floats value = load(x + i, left) * inverse;
-        if constexpr (std::is_same_v<Added, Dither>) value += added(static_cast<uint32_t>(column + i));
-        Ints code = (Ints)(value + INTEGER) - INTEGER_BITS;
+        Floats value = added(load(x + i, left) * inverse, static_cast<uint32_t>(column + i));
+        // The low bits are the code's, and no more than they are stored.
+        Ints code = (Ints)(value + INTEGER);
         // What was added can lead beyond the last code, as absmax * inverse can exceed it by a little.
         if constexpr (std::is_same_v<Added, Dither>) {
-            code = code > MOST<BITS> ? code * 0 + MOST<BITS> : code;
-            code = code < -MOST<BITS> ? code * 0 - MOST<BITS> : code;
+            code = code > INTEGER_BITS + MOST<BITS> ? code * 0 + (INTEGER_BITS + MOST<BITS>) : code;
+            code = code < INTEGER_BITS - MOST<BITS> ? code * 0 + (INTEGER_BITS - MOST<BITS>) : code;
         }
         return (Words)code;
     };
