@@ -254,21 +254,29 @@ def measure(seeds: int) -> list[tuple[str, ...]]:
     return rows
 
 
+def report(seeds: int, rows: list[tuple[str, ...]]) -> str:
+    """Return the section of the document."""
+    return (
+        f"## Rounding of gradients\n\n{machine(['torch'])}. `python tools/bench/rounding.py --seeds {seeds}`: INT4 "
+        f"gradients of a tiny model ({STEPS} steps, blocks of 2048 where nothing else is said) against the same run "
+        "without rounding. Each cell: the largest relative difference of a step's loss, and the mean one. Nodes x "
+        "ranks of a node; `topo` makes the hop between nodes once a step, `zero++` in each microbatch. Limit: 1%, of "
+        f"all quantizers together.\n\n{table(('rounding', *map(str, SETTINGS)), rows)}\n\n"
+        "Chosen: to nearest, own part exact (it never travels), blocks of 256: no memory, no other format, and 1/32 of "
+        "the payload for scales in place of 1/256. Stochastic rounding and error feedback are unbiased, but their "
+        "noise enlarges Adam's second moments, and losses fall more slowly; error feedback would also hold a rank's "
+        "whole gradients in fp32. Scales of least squared error measure best, at 15 passes over each block."
+    )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows = measure(given.seeds)
-    text = (
-        f"## Rounding of gradients\n\n{machine(['torch'])}. `python tools/bench/rounding.py`: INT4 gradients of a tiny "
-        f"model ({STEPS} steps, {given.seeds} seeds, blocks of 2048 where nothing else is said) against the same run "
-        "without rounding. Each cell: the largest relative difference of a step's loss, and the mean one; nodes x "
-        "ranks of a node. `topo` makes the hop between nodes once a step, `zero++` in each microbatch. Limit: 1%, of "
-        f"all quantizers together.\n\n{table(('rounding', *map(str, SETTINGS)), rows)}"
-    )
+    text = report(given.seeds, measure(given.seeds))
     if given.write:
         write_section(given.write, "rounding", text)
 
