@@ -26,6 +26,13 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_compiled_blocks(trained: Trained) -> None:
+    """torch.compile's own code gets its weights gathered in time, forward and backward."""
+    check(trained, Case(2, ("zero.stage=3", "train.compile=true"), accumulation=4), False)
+
+
 EVERY = [
     each
     for (world, nodes), accumulation in product({2: (1, 2), 4: (2, 4), 6: (2, 3), 8: (2, 4)}.items(), (1, 4))
