@@ -143,6 +143,24 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
     return Contestant(step, lambda: 20 * numel // run.ranks.layout.world)
 
 
+def alone(run: Run, accumulation: int) -> Contestant:
+    """A step of this rank's batches that nobody else hears of."""
+    model = plain_model(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def step(number: int) -> float:
+        total = 0.0
+        for rows in batches(run, number):
+            loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return Contestant(step, lambda: 16 * sum(parameter.numel() for parameter in model.parameters()))
+
+
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -195,6 +213,7 @@ def main(settings: dict[str, Any]) -> None:
             "FSDP2": lambda: fsdp2(reference, False, accumulation),
             "FSDP2 hybrid": lambda: fsdp2(reference, True, accumulation),
             "DeepSpeed ZeRO-3": lambda: deepspeed_zero3(reference, accumulation),
+            "each rank alone": lambda: alone(reference, accumulation),
         }
         for name in settings["peers"]:
             contestants[name] = peers[name]()
