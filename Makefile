@@ -13,7 +13,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make check       ruff, format, mypy"
 	@echo "make soak        run the long tests"
-	@echo "make bench       measure against peers and write docs/benchmarks.md"
+	@echo "make bench       measure against peers and write docs/benchmarks.md (the last two need root)"
 
 install: $(INSTALLED)
 
@@ -56,6 +56,10 @@ bench: $(INSTALLED)
 	$(BIN)/python tools/bench/data.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/quantize.py --write docs/benchmarks.md
+	$(BIN)/python tools/bench/rounding.py --write docs/benchmarks.md
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m tools.bench.wire --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.sharding --write docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist

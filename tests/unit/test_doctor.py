@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from llmtrain import doctor
 from llmtrain.doctor import Finding, can_train
+from llmtrain_kernels import native
 
 
 def look_for_apex(folder: Path, files: list[str], monkeypatch: pytest.MonkeyPatch) -> Finding:
@@ -43,3 +44,13 @@ def test_only_what_training_needs_stops_it() -> None:
     optional = [Finding("a", "ok", ""), Finding("b", "absent", ""), Finding("c", "wrong", "")]
     assert can_train(optional)
     assert not can_train([*optional, Finding("d", "broken", "")])
+
+
+@pytest.mark.parametrize(("reason", "state"), [(None, "ok"), ("norm.cpp: there is no C++ compiler", "absent")])
+def test_it_is_told_whether_the_cpu_kernels_build(
+    reason: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "native_reason", lambda: reason)
+    (found,) = doctor._kernels()
+    assert found.state == state
+    assert (reason or "") in found.detail

@@ -32,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything; imports torch."""
-    findings = [_python(), *_torch(), *_machine(), _compiler(), *_required(), *_flash(), _apex()]
+    findings = [_python(), *_torch(), *_machine(), _compiler(), *_kernels(), *_required(), *_flash(), _apex()]
     return [*findings, *_optional(), *_launchers()]
 
 
@@ -110,7 +110,18 @@ def _compiler() -> Finding:
         if path := shutil.which(name):
             answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
             return Finding("c++", "ok", answer.stdout.partition("\n")[0] or path)
-    return Finding("c++", "absent", "no C++ compiler", "train.compile needs one: apt install g++")
+    return Finding("c++", "absent", "no C++ compiler", "train.compile and the CPU kernels need one: apt install g++")
+
+
+def _kernels() -> Iterator[Finding]:
+    try:
+        from llmtrain_kernels.native import native_reason
+    except (ImportError, OSError):
+        return  # without torch, which was told already
+    if reason := native_reason():
+        yield Finding("CPU kernels", "absent", reason, "torch's own operations take their place, more slowly")
+    else:
+        yield Finding("CPU kernels", "ok", "C++, built for this processor")
 
 
 def _required() -> Iterator[Finding]:
