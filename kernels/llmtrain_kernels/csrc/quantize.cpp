@@ -174,7 +174,7 @@ float pack_block(const T* x, int64_t n, int64_t column, uint8_t* payload, Added 
         // What was added can lead beyond the last code, as absmax * inverse can exceed it by a little.
         if constexpr (std::is_same_v<Added, Dither>) {
             code = code > INTEGER_BITS + MOST<BITS> ? code * 0 + (INTEGER_BITS + MOST<BITS>) : code;
-            code = code < INTEGER_BITS - MOST<BITS> ? code * 0 + (INTEGER_BITS - MOST<BITS>) : code;
+            code = code > INTEGER_BITS - MOST<BITS> ? code : code * 0 + (INTEGER_BITS - MOST<BITS>);
         }
         return (Words)code;
     };
