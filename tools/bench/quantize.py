@@ -22,7 +22,7 @@ from table import machine, table, write_section
 from torch import Tensor
 
 SIZES = {"512 KB": 1 << 17, "8 MB": 1 << 21, "64 MB": 1 << 24}
-BLOCK = 2048
+BLOCK = 256
 ROWS = 4
 """Rows that a sum adds up: the ranks of a small group."""
 
