@@ -29,7 +29,11 @@ class Flights:
         self._flights.rotate(-1)
         tickets: list[Ticket] = []
         before = flight.ticket
-        for stage in build(flight.scratch):
+        stages = build(flight.scratch)
+        for other in self._flights:
+            # Which unit meets which flight changes from step to step: all grow in the first one.
+            other.scratch.match(flight.scratch)
+        for stage in stages:
             before = stage.hop.lane.submit(_after(before, stage.job))
             tickets.append(before)
         flight.ticket = before

@@ -24,6 +24,11 @@ class Scratch:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return held[:nbytes].view(dtype)
 
+    def match(self, other: "Scratch") -> None:
+        """Grow to hold all that `other` holds."""
+        for name, buffer in other._buffers.items():
+            self.take(name, buffer.numel(), buffer.dtype)
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
