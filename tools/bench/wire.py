@@ -70,6 +70,7 @@ class Setting:
 
 
 Form = Callable[[Setting], float]
+INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
     its own; sums go no farther than to the optimizer's shard; a secondary copy serves the forward passes of all
     microbatches but the first.
     """
-    all_ranks, node = nodes * ranks_per_node, ranks_per_node
-    int8, second8, int4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
+    return {**_zero_strategies(), **_node_strategies(nodes * ranks_per_node, ranks_per_node)}
+
+
+def _zero_strategies() -> dict[str, Strategy]:
     stage3, second = ("zero.stage=3",), ("zero.stage=3", "zero.secondary=node")
-    found = {
+    return {
         "stage 0": Strategy(("zero.stage=0",), lambda s: 2 * s.hops, lambda s: 2 * s.ring),
         "stage 1": Strategy(("zero.stage=1",), lambda s: 2 * s.hops, lambda s: 2 * s.ring),
         "stage 2": Strategy(
@@ -115,13 +118,13 @@ def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
             second, lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
         ),
         "stage 3, INT8 weights": Strategy(
-            (*stage3, int8), lambda s: 2 * s.microbatches * s.hops, lambda s: 2 * s.microbatches * s.ring
+            (*stage3, INT8), lambda s: 2 * s.microbatches * s.hops, lambda s: 2 * s.microbatches * s.ring
         ),
         "stage 3, INT8 secondary": Strategy(
-            (*second, second8), lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
+            (*second, SECOND), lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
         ),
         "stage 3, INT4 gradients": Strategy(
-            (*stage3, int4),
+            (*stage3, INT4),
             lambda s: 2.25 * s.microbatches * s.hops,
             lambda s: s.microbatches * (2 * s.ring + 0.25 * s.hops),
         ),
@@ -130,6 +133,11 @@ def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
             lambda s: (0.5 + 0.25 * s.microbatches) * s.hops,
             lambda s: s.microbatches * (0.5 * s.ring + 0.25 * s.hops),
         ),
+    }
+
+
+def _node_strategies(all_ranks: int, node: int) -> dict[str, Strategy]:
+    found = {
         "mics": Strategy(("zero.preset=mics",), lambda s: 2 * s.hops, lambda s: 2 * s.hops),
         f"partition ({node}, {node}, {all_ranks})": Strategy(
             _partition(node, node, all_ranks), lambda s: 2 * s.hops, lambda s: 2 * s.hops + s.ring
@@ -145,7 +153,7 @@ def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
             _partition(2, 2, 2), lambda s: 2 * s.hops, lambda s: 2 * (s.ranks - 2) / s.ranks
         )
         found[f"topo (2, {node}, {all_ranks})"] = Strategy(
-            (*within, "zero.secondary=2", int8, second8, int4),
+            (*within, "zero.secondary=2", INT8, SECOND, INT4),
             lambda s: 0.75 * s.hops,
             lambda s: 2 * s.hops + 0.5 * s.ring,
         )
