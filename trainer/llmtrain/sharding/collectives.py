@@ -45,6 +45,10 @@ class Packing:
         """Pack one-dimensional `values` into `out`, uint8 `[row_bytes]`."""
         quantize(values.view(1, -1), self.bits, self.block, out.view(1, -1))
 
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Unpack uint8 `[row_bytes]` into one-dimensional `out`."""
+        dequantize(packed.view(1, -1), self.bits, self.block, out.view(1, -1))
+
 
 def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
     """Return this rank's part of `whole`, which the hops' ranks share; hops from the fastest, the most significant."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -194,6 +195,10 @@ class WeightKeeper:
     ) -> list[Stage]:  # fmt: skip
         part = unit.secondary if second else unit.weight
         assert part is not None
+        if not hops:
+            # A second copy on every rank is whole already.
+            restore = partial(packing.unpack, part) if packing else lambda whole: whole.copy_(part)
+            return [Stage(self._hops.weights[0], lambda: restore(buffer))]
         if packing is not None:
             return all_gather_packed(buffer, part, hops, packing, flight, packed=second)
         own = own_part(buffer, hops)
