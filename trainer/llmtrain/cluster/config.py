@@ -12,15 +12,26 @@ from llmtrain.cluster.quantity import Unit, quantity
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share the work. data: replicas that each take a share of the batch (auto: all ranks)."""
+    """How the ranks share the work.
+
+    tensor: ranks that share every layer's matrices. pipeline: stages that each hold some of the layers. data: replicas
+    that each take a share of the batch (auto: as many as there are ranks for). sequence: whether the ranks of `tensor`
+    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2).
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
+    tensor: int = 1
+    pipeline: int = 1
     data: int | Literal["auto"] = "auto"
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         if self.data != "auto" and self.data < 1:
             raise ValueError(f"data is {self.data}; it must be at least 1, or auto")
+        for key in ("tensor", "pipeline"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

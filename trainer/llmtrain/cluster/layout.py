@@ -9,7 +9,9 @@ from math import prod
 class Axis(Enum):
     """A dimension of the mesh of ranks."""
 
+    PIPELINE = "pipeline"
     DATA = "data"
+    TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Layout:
         stride, degree = self._stride(axis), self.degrees[axis]
         first = [rank for rank in range(self.world) if self.coordinate(rank, axis) == 0]
         return [[rank + place * stride for place in range(degree)] for rank in first]
+
+    def group_of(self, rank: int, axis: Axis) -> list[int]:
+        """The group along `axis` that `rank` is in."""
+        first = rank - self.coordinate(rank, axis) * self._stride(axis)
+        return [first + place * self._stride(axis) for place in range(self.degrees[axis])]
 
     def _stride(self, axis: Axis) -> int:
         axes = list(self.degrees)

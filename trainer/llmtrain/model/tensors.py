@@ -1,28 +1,30 @@
 """Every model state as flat units of canonical one-dimensional ranges. No torch in here.
 
 A unit (embedding, one block, head) is one flat buffer: its canonical tensors lie back to back, matrices first and
-vectors after them, so that weight decay covers one range. Every matrix is stored so that a slice for
-tensor parallelism is a contiguous range: column-parallel ones output-major `[out, in]`, row-parallel ones
-input-major `[in, out]`. Tensors that one product reads together (Q, K and V; gate and up) lie next to each
-other, so the module sees them as one parameter while files know each by its own name.
+vectors after them, so that weight decay covers one range; what tensor parallelism leaves whole comes last. Every matrix
+that it cuts is stored so that a slice is a contiguous range: column-parallel ones output-major `[out, in]`,
+row-parallel ones input-major `[in, out]`. Tensors that one product reads together (Q, K and V; gate and up) lie next to
+each other, so the module sees them as one parameter while files know each by its own name.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
 
+from llmtrain.cluster.layout import even_share
 from llmtrain.model.config import GPTConfig
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One canonical tensor.
+    """One canonical tensor, or the rows of it that a tensor-parallel rank holds.
 
     name: its name in checkpoints. parameter: the module parameter that shows it, relative to the unit's
-    module; neighbours with the same parameter are stacked along dim 0. std: of the normal initialisation;
-    None fills with `fill`. decay: whether weight decay applies.
+    module; neighbours with the same parameter are stacked along dim 0. shape: of the whole. std: of the normal
+    initialisation; None fills with `fill`. decay: whether weight decay applies. split: whether tensor parallelism cuts
+    it along dim 0. rows: the `[start, end)` along dim 0 that is held; None for all.
     """
 
     name: str
@@ -31,11 +33,21 @@ class TensorSpec:
     decay: bool
     std: float | None = None
     fill: float = 0.0
+    split: bool = False
+    rows: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole."""
         return prod(self.shape)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The `[start, end)` of its elements that is held."""
+        if self.rows is None:
+            return 0, self.numel
+        row = prod(self.shape[1:])
+        return self.rows[0] * row, self.rows[1] * row
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class UnitSpec:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Start of each tensor, and the end of the last."""
-        return tuple(accumulate((tensor.numel for tensor in self.tensors), initial=0))
+        return tuple(accumulate((tensor.held[1] - tensor.held[0] for tensor in self.tensors), initial=0))
 
     @property
     def numel(self) -> int:
@@ -58,19 +70,35 @@ class UnitSpec:
     @property
     def decayed(self) -> int:
         """Length of the prefix that weight decay applies to."""
-        return sum(tensor.numel for tensor in self.tensors if tensor.decay)
+        return self.offsets[sum(tensor.decay for tensor in self.tensors)]
+
+    @property
+    def replicated(self) -> int:
+        """Start of the suffix that tensor parallelism does not cut."""
+        return self.offsets[sum(tensor.split for tensor in self.tensors)]
 
     def pieces(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
-        """Return (tensor, first, last) for what `[start, end)` of the unit holds of each tensor, in order."""
+        """Return (tensor, first, last) for what `[start, end)` of the unit holds of each whole tensor, in order."""
         index = bisect_right(self.offsets, start) - 1
         found = []
         while start < end:
             tensor, offset = self.tensors[index], self.offsets[index]
-            stop = min(end, offset + tensor.numel)
+            stop, shift = min(end, self.offsets[index + 1]), tensor.held[0] - offset
             if stop > start:
-                found.append((tensor, start - offset, stop - offset))
+                found.append((tensor, start + shift, stop + shift))
             start, index = stop, index + 1
         return found
+
+    def slice(self, place: int, parts: int) -> "UnitSpec":
+        """Return what the tensor-parallel rank at `place` of `parts` holds of this whole unit.
+
+        Rows go to ranks as evenly as they can (a vocabulary need not be a multiple of `parts`).
+        """
+
+        def rows(tensor: TensorSpec) -> tuple[int, int] | None:
+            return even_share(tensor.shape[0], parts, place) if tensor.split and parts > 1 else None
+
+        return UnitSpec(self.name, tuple(replace(tensor, rows=rows(tensor)) for tensor in self.tensors))
 
 
 def model_units(config: GPTConfig) -> list[UnitSpec]:
@@ -85,20 +113,19 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def _unit(name: str, tensors: list[TensorSpec]) -> UnitSpec:
-    ordered = sorted(tensors, key=lambda tensor: not tensor.decay)
-    return UnitSpec(name, tuple(_named(name, tensor) for tensor in ordered))
+    # What decays is a prefix, and what tensor parallelism leaves whole a suffix.
+    ordered = sorted(tensors, key=lambda tensor: (not tensor.decay, not tensor.split))
+    return UnitSpec(name, tuple(replace(tensor, name=f"{name}.{tensor.name}") for tensor in ordered))
 
 
-def _named(unit: str, tensor: TensorSpec) -> TensorSpec:
-    return TensorSpec(f"{unit}.{tensor.name}", tensor.parameter, tensor.shape, tensor.decay, tensor.std, tensor.fill)
+def _matrix(
+    name: str, shape: tuple[int, int], std: float, parameter: str | None = None, split: bool = True
+) -> TensorSpec:
+    return TensorSpec(name, parameter or name, shape, decay=True, std=std, split=split)
 
 
-def _matrix(name: str, shape: tuple[int, int], std: float, parameter: str | None = None) -> TensorSpec:
-    return TensorSpec(name, parameter or name, shape, decay=True, std=std)
-
-
-def _vector(name: str, size: int, fill: float = 0.0, parameter: str | None = None) -> TensorSpec:
-    return TensorSpec(name, parameter or name, (size,), decay=False, fill=fill)
+def _vector(name: str, size: int, fill: float = 0.0, parameter: str | None = None, split: bool = False) -> TensorSpec:
+    return TensorSpec(name, parameter or name, (size,), decay=False, fill=fill, split=split)
 
 
 def _norm(name: str, config: GPTConfig) -> list[TensorSpec]:
@@ -109,7 +136,7 @@ def _norm(name: str, config: GPTConfig) -> list[TensorSpec]:
 def _embedding(config: GPTConfig) -> list[TensorSpec]:
     tensors = [_matrix("tokens", (config.vocab, config.hidden), std=0.02)]
     if config.family == "gpt2":
-        tensors.append(_matrix("positions", (config.positions, config.hidden), std=0.02))
+        tensors.append(_matrix("positions", (config.positions, config.hidden), std=0.02, split=False))
     return tensors
 
 
@@ -126,9 +153,9 @@ def _block(config: GPTConfig) -> list[TensorSpec]:
         gate_up = [_matrix(f"mlp.{n}.weight", (ffn, hidden), std, "mlp.up.weight") for n in ("gate", "up")]
         return [*qkv, out, *gate_up, down, *norms]
     biases = [
-        *(_vector(f"attention.{n}.bias", w, parameter="attention.qkv.bias") for n, w in widths.items()),
+        *(_vector(f"attention.{n}.bias", w, parameter="attention.qkv.bias", split=True) for n, w in widths.items()),
         _vector("attention.out.bias", hidden),
-        _vector("mlp.up.bias", ffn),
+        _vector("mlp.up.bias", ffn, split=True),
         _vector("mlp.down.bias", hidden),
     ]
     return [*qkv, out, _matrix("mlp.up.weight", (ffn, hidden), std), down, *norms, *biases]
