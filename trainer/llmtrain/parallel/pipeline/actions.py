@@ -12,7 +12,7 @@ class Kind(Enum):
     W = "W"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Action:
     """One computation of one rank. chunk: which of the rank's pieces of the model, from 0."""
 
