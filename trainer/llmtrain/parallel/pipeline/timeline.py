@@ -1,0 +1,196 @@
+"""When each action of a pipeline runs, given how long each takes. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds, or any other unit of time.
+
+    forward, backward, weights: of one microbatch in each stage, in the order of the model; backward is that of the
+    inputs alone, and a schedule that does not have the weights' apart takes both in one. transfer: of one message over
+    each hop from a stage to the next and, for gradients, back, which keeps the link busy (bytes / bandwidth); hops
+    inside a rank take none. latency: of each hop besides, in which the link is free; none where empty.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weights: Sequence[float]
+    transfer: Sequence[float]
+    latency: Sequence[float] = ()
+
+    @classmethod
+    def even(
+        cls, stages: int, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0, transfer: float = 0.0
+    ) -> "Durations":
+        """Return durations that are the same for every stage and hop."""
+        return cls([forward] * stages, [backward] * stages, [weights] * stages, [transfer] * (stages - 1))
+
+    def of(self, kind: Kind, stage: int, splits_backward: bool) -> float:
+        """Return how long one action of a stage takes."""
+        if kind is Kind.F:
+            return self.forward[stage]
+        if kind is Kind.W:
+            return self.weights[stage]
+        return self.backward[stage] + (0.0 if splits_backward else self.weights[stage])
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action, from start to end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank does when: its actions in order."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end: 0 to here."""
+        return max(spans[-1].end for spans in self.ranks)
+
+    @property
+    def busy(self) -> list[float]:
+        """How long each rank computes."""
+        return [sum(span.end - span.start for span in spans) for spans in self.ranks]
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they wait: (makespan x ranks - busy) / (makespan x ranks).
+
+        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) when interleaved.
+        """
+        return 1 - sum(self.busy) / (self.makespan * len(self.ranks))
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Waiting per computing, the textbook's bubble (Narayanan et al. 2021, section 2.2): (p-1)/m for 1F1B and
+        GPipe, (p-1)/(v m) when interleaved."""
+        return self.makespan * len(self.ranks) / sum(self.busy) - 1
+
+    @property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """Every rank's actions in order, as a `Schedule` takes them."""
+        return tuple(tuple(span.action for span in spans) for spans in self.ranks)
+
+
+def needs(stages: int, stage: int, kind: Kind) -> list[tuple[Kind, int]]:
+    """Return the (kind, stage) that have to be done for a microbatch before `kind` of `stage` is."""
+    if kind is Kind.F:
+        return [(Kind.F, stage - 1)] if stage else []
+    if kind is Kind.W:
+        return [(Kind.B, stage)]
+    return [(Kind.F, stage), *([(Kind.B, stage + 1)] if stage < stages - 1 else [])]
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    """Play a schedule: each rank does its actions in order, waits for what an action needs, and does not wait for what
+    it sent. Raises ValueError where ranks wait for each other forever, naming what they wait for.
+    """
+    play = _Play(schedule, durations)
+    at = [0] * schedule.ranks
+    left = sum(map(len, schedule.actions))
+    while left:
+        before = left
+        for rank, order in enumerate(schedule.actions):
+            while at[rank] < len(order) and (arrival := play.arrival(rank, order[at[rank]])) is not None:
+                play.run(rank, order[at[rank]], arrival)
+                at[rank] += 1
+                left -= 1
+        if left == before:
+            stuck = [f"rank {r} at {order[at[r]]}" for r, order in enumerate(schedule.actions) if at[r] < len(order)]
+            raise ValueError(f"the schedule never ends: {', '.join(stuck)} wait for each other")
+    return play.timeline()
+
+
+def simulate_message_driven(ranks: int, microbatches: int, limit: int, durations: Durations) -> Timeline:
+    """Play AxoNN's rule (Singh and Bhatele 2022, Algorithm 2): each rank does what has arrived, backward first.
+
+    limit: microbatches under way at once; the first rank starts so many forwards, and one more with each backward that
+    it ends. As in `simulate`, what was sent is not waited for.
+    """
+    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks), durations)
+    inbox: list[list[Action]] = [[] for _ in range(ranks)]
+    started = min(limit, microbatches)
+    inbox[0] = [Action(index, 0, Kind.F) for index in range(started)]
+    for _ in range(2 * ranks * microbatches):
+        # The rank that can start first: nothing that starts later reaches it before.
+        starts = {r: min(play.start(r, action) for action in inbox[r]) for r in range(ranks) if inbox[r]}
+        rank = min(starts, key=lambda r: starts[r])
+        arrived = [action for action in inbox[rank] if play.start(rank, action) <= starts[rank]]
+        action = min(arrived, key=lambda action: (action.kind is Kind.F, action.microbatch))
+        inbox[rank].remove(action)
+        play.run(rank, action, starts[rank])
+        if action.kind is Kind.F:
+            kind, to = (Kind.F, rank + 1) if rank < ranks - 1 else (Kind.B, rank)
+            inbox[to].append(Action(action.microbatch, 0, kind))
+        elif rank:
+            inbox[rank - 1].append(Action(action.microbatch, 0, Kind.B))
+        elif started < microbatches:
+            inbox[0].append(Action(started, 0, Kind.F))
+            started += 1
+    return play.timeline()
+
+
+class _Play:
+    """The clock of every rank and link."""
+
+    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+        self._schedule, self._durations = schedule, durations
+        self._spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+        # When the output of (kind, stage, microbatch) is where it is needed.
+        self._there: dict[tuple[Kind, int, int], float] = {}
+        self._ended: dict[tuple[Kind, int, int], float] = {}
+        self._link_free: dict[tuple[int, int], float] = {}
+
+    def arrival(self, rank: int, action: Action) -> float | None:
+        """Return when all that an action needs is there; None while something of it has not been computed."""
+        stage = self._schedule.stage(rank, action.chunk)
+        latest = 0.0
+        for kind, source in needs(self._schedule.stages, stage, action.kind):
+            known = self._ended if source == stage else self._there
+            at = known.get((kind, source, action.microbatch))
+            if at is None:
+                return None
+            latest = max(latest, at)
+        return latest
+
+    def start(self, rank: int, action: Action) -> float:
+        """Return when a rank can start an action whose needs have been computed."""
+        arrival = self.arrival(rank, action)
+        assert arrival is not None
+        return max(arrival, self._free(rank))
+
+    def run(self, rank: int, action: Action, arrival: float) -> None:
+        """Let a rank do an action as soon as it is free and `arrival` has come, and send what comes out of it."""
+        stage = self._schedule.stage(rank, action.chunk)
+        start = max(arrival, self._free(rank))
+        end = start + self._durations.of(action.kind, stage, self._schedule.splits_backward)
+        self._spans[rank].append(Span(action, start, end))
+        key = (action.kind, stage, action.microbatch)
+        self._ended[key] = end
+        to = stage + 1 if action.kind is Kind.F else stage - 1
+        if action.kind is not Kind.W and 0 <= to < self._schedule.stages:
+            self._there[key] = self._send(rank, min(stage, to), self._schedule.place(to)[0], end)
+
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(map(tuple, self._spans)))
+
+    def _free(self, rank: int) -> float:
+        return self._spans[rank][-1].end if self._spans[rank] else 0.0
+
+    def _send(self, rank: int, hop: int, to: int, now: float) -> float:
+        if rank == to:
+            return now
+        sent = max(now, self._link_free.get((rank, to), 0.0)) + self._durations.transfer[hop]
+        self._link_free[rank, to] = sent
+        return sent + (self._durations.latency[hop] if self._durations.latency else 0.0)
