@@ -33,7 +33,7 @@ Curve = dict[tuple[str, int], float]
 @dataclass(frozen=True)
 class Case:
     """A run. keys: how states are spread and travel. base: all other keys, which its reference shares. counted: whether
-    tensors that come into being are counted, which takes time."""
+    tensors that come into being are counted, which takes time. tensor, pipeline: degrees of those axes."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -41,6 +41,8 @@ class Case:
     node: int = 0
     accumulation: int = 1
     counted: bool = False
+    tensor: int = 1
+    pipeline: int = 1
 
     @property
     def reference(self) -> "Case":
@@ -54,12 +56,15 @@ class Case:
 
     def __str__(self) -> str:
         nodes = f" in nodes of {self.node}" if self.node else ""
-        return f"{self.world} ranks{nodes} x{self.accumulation}: {' '.join(self.keys + self.base) or 'as it is'}"
+        grid = f" as {self.tensor}x{self.pipeline}" if self.tensor * self.pipeline > 1 else ""
+        return f"{self.world} ranks{grid}{nodes} x{self.accumulation}: {' '.join(self.keys + self.base) or 'as it is'}"
 
     def job(self, recipe: Path) -> dict[str, Any]:
         """Return the case as the worker takes it."""
-        microbatch = BATCH // self.world // self.accumulation
-        overrides = [f"name={self.name}", f"train.microbatch={microbatch}", *self.base, *self.keys]
+        data = self.world // self.tensor // self.pipeline
+        grid = [f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}"]
+        microbatch = BATCH // data // self.accumulation
+        overrides = [f"name={self.name}", f"train.microbatch={microbatch}", *grid, *self.base, *self.keys]
         return {
             "recipe": str(recipe),
             "overrides": overrides,

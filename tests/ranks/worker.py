@@ -23,6 +23,7 @@ from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.compose import Run
 from llmtrain.recipe.prepare import prepared
@@ -45,7 +46,8 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["counted"]:
         notes |= {"on_lanes": [], "whole": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
-    loop.train(recipe, replace(ranks, tiers=facts.tiers), [])
+    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    loop.train(recipe, replace(ranks, tiers=facts.tiers, layout=layout), [])
     (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 

@@ -10,11 +10,10 @@ import logging
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tools.bench, however this file is started
 
@@ -193,7 +192,7 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     with compose(recipe, ranks, StopRequest()) as run:
         units = run.engine.units
         if way is not None:
-            run.engine.microbatch = apart(run.engine.microbatch, units, Reduction(setting, way))  # type: ignore[method-assign]
+            run.engine.backward = apart(run.engine.backward, units, Reduction(setting, way))  # type: ignore[method-assign]
         for step in range(STEPS):
             loss, norm, _ = forward_backward(run, step)
             found.append(loss)
@@ -202,15 +201,13 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     return found
 
 
-def apart(microbatch: Callable[..., Any], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., Any]:
-    """Return `microbatch`, which surrounds one, as one that keeps the microbatches' gradients apart and reduces them
-    after the last."""
+def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., None]:
+    """Return `backward`, one microbatch's backward pass, as one that keeps the microbatches' gradients apart and
+    reduces them after the last."""
     setting, kept = reduction.setting, {name: [] for name in units}  # type: dict[str, list[Tensor]]
 
-    @contextmanager
-    def kept_apart(first: bool, last: bool) -> Iterator[Any]:
-        with microbatch(True, last) as backward:
-            yield backward
+    def kept_apart(run: Callable[[], None], names: Sequence[str], first: bool, last: bool) -> None:
+        backward(run, names, True, last)
         for name, unit in units.items():
             kept[name].append(unit.gradient.clone())
             if last:

@@ -83,7 +83,7 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
         else init_device_mesh("cpu", (world,))
     )
     model = plain_model(run)
-    for block in model.blocks:
+    for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

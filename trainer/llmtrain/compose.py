@@ -5,36 +5,31 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from llmtrain_data.dataset import Samples, open_split
 
+from llmtrain.build import build
 from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
-from llmtrain.cluster.levels import Level, levels_of
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
-from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.model.tensors import UnitSpec
 from llmtrain.optim.scale import LossScale
+from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.recipe.resolve import as_data, shape, to_yaml
-from llmtrain.recipe.schema import EveryK, Recipe
+from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import degrees_of
-from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.hops import make_hops
-from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
-from llmtrain.sharding.weights import Count, WeightPolicy
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -62,6 +57,7 @@ class Run:
     config: GPTConfig
     model: GPT
     engine: Engine
+    executor: Executor
     train_data: Samples
     valid_data: Samples | None
     log: RunLogger
@@ -81,7 +77,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
     comm = CommMeter()
-    model, engine = build_model(recipe, config, ranks, comm.add)
+    model, engine, executor = build(recipe, config, ranks, comm.add)
     about = RunInfo(
         model=config,
         world=ranks.layout.world,
@@ -93,10 +89,11 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     with RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
-            recipe, ranks, folder, config, model, engine, train_data, valid_data, log, checkpoints, progress,
-            scale, stop,
+            recipe, ranks, folder, config, model, engine, executor, train_data, valid_data, log, checkpoints,
+            progress, scale, stop,
         )  # fmt: skip
         checkpoints.close()
+        executor.close()
         engine.close()
 
 
@@ -111,62 +108,12 @@ def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | No
     return training, open_split(recipe.data, "valid") if evaluated else None
 
 
-def build_model(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tuple[GPT, Engine]:
-    """Return the model of a resolved recipe and what holds its states. count: told of every collective. Collective."""
-    # On the meta device first; the units give it memory; compile comes last, as it traces what is there.
-    model = GPT(config, ranks.device, recompute=_recompute(recipe))
-    spread, levels = _spread(recipe, config, ranks)
-    place = ranks.layout.coordinate(ranks.rank, Axis.DATA)
-    exact = spread.weights.packing is None or spread.degrees.optimizer == spread.degrees.weights
-    units = [
-        build_unit(
-            spec,
-            model.unit(spec.name),
-            Cut.of(spec.numel, spread.degrees, levels, place),
-            ranks.device,
-            DTYPES[recipe.precision.compute],
-            recipe.seed,
-            exact,
-        )
-        for spec in model_units(config)
-    ]
-    engine = Engine(model, units, spread, {"head": "embedding"} if config.tie_embeddings else {}, count)
-    if recipe.train.compile:
-        for block in model.blocks:
-            block.compile()
-    return model, engine
-
-
-def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tuple[Level, ...]]:
-    degrees, quantize = degrees_of(recipe), recipe.quantize
-    levels = levels_of(degrees, ranks.tiers)
-    hops = make_hops(ranks.layout, degrees, levels, bool(recipe.zero.hierarchical), ranks.device)
-    weights = WeightPolicy(
-        packing=Packing(8, quantize.block) if quantize.weights == "int8" else None,
-        secondary=Packing(8, quantize.block) if quantize.secondary == "int8" else None,
-        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
-        together=max(_recompute(recipe), 2),
-    )
-    gradients = Packing(4, quantize.block) if quantize.gradients == "int4" else None
-    return Spread(degrees, hops, weights, gradients), levels
-
-
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise RunFailedError(f"{folder} cannot be written: {error.strerror}; check logging.dir") from error
-
-
-def _recompute(recipe: Recipe) -> int:
-    match recipe.activation_checkpointing:
-        case EveryK(every=every):
-            return every
-        case "full":
-            return 1
-        case _:
-            return 0
 
 
 def save(run: Run) -> None:
@@ -226,13 +173,18 @@ def _import_hf(run: Run, folder: Path) -> None:
 
 
 def _my_shards(run: Run) -> list[StateShard]:
-    """The ranks that hold the same optimizer shard share the writing of it."""
-    degrees = degrees_of(run.recipe)
+    """The data-parallel ranks that hold the same optimizer shard share the writing of it; what more ranks hold alike is
+    written by the first of them."""
+    degrees, layout, rank = degrees_of(run.recipe), run.ranks.layout, run.ranks.rank
     copies = degrees.ranks // degrees.optimizer
-    copy = run.ranks.layout.coordinate(run.ranks.rank, Axis.DATA) // degrees.optimizer
+    copy = layout.coordinate(rank, Axis.DATA) // degrees.optimizer
     shards = []
-    for unit in run.engine.units.values():
+    for name, unit in run.engine.units.items():
+        if name in run.engine.gradients.alike.second:
+            continue
         start, end = _real(unit.spec, unit.cut.optimizer)
+        if layout.coordinate(rank, Axis.TENSOR):
+            start, end = min(start, unit.spec.replicated), min(end, unit.spec.replicated)
         first, last = even_share(end - start, copies, copy)
         shards.append(_shard(unit, start + first, start + last))
     return shards

@@ -1,6 +1,6 @@
 """Trained models for looking at: evaluated and sampled from outside their run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -76,7 +76,11 @@ def evaluate_on(
     data = _data(trained, prefix)
     samples = open_split(data, split)
     count = min(count or len(samples), len(samples))
-    loss = mean_loss(trained.model, samples, count, microbatch, trained.ranks)
+
+    def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [trained.model(rows[:, :-1], rows[:, 1:]) for rows in batches]
+
+    loss = mean_loss(trained.model, losses_of, samples, count, microbatch, trained.ranks)
     return {
         "split": split,
         "loss": loss,

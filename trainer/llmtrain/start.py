@@ -10,7 +10,8 @@ from llmtrain_data.errors import DataError
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
@@ -62,7 +63,8 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts:
         die_with_launcher()
         decided = [f"{place.world} ranks, started by {place.by}", *decided]
     facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
-    ranks = connect(Layout({Axis.DATA: int(recipe.parallel.data)}), facts.tiers)
+    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    ranks = connect(layout, facts.tiers, cluster=facts.cluster)
     try:
         train(recipe, ranks, decided)
     except tuple(EXIT_CODES) as error:

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import time
+from collections.abc import Sequence
 from math import isfinite, sqrt
 
 import torch
@@ -46,8 +47,10 @@ def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
     recipe, started = run.recipe, time.perf_counter()
     if run.config.dropout:
-        # Seeded by the step, so that a resumed run draws what an uninterrupted one would.
-        torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank)
+        # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
+        # ranks, unless each has its own part of the sequence.
+        alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
+        torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike)
     loss, norm, stopping = forward_backward(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
@@ -75,21 +78,14 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
-    degree, place = ranks.layout.degrees[Axis.DATA], ranks.layout.coordinate(ranks.rank, Axis.DATA)
-    start, end = even_share(batch, degree, place)
+    start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
     rows = torch.from_numpy(run.train_data.batch(recipe.seed, step * batch + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)
-    total = torch.zeros((), device=ranks.device)
-    with run.engine.training_pass():
-        for first in range(0, len(rows), microbatch):
-            part = rows[first : first + microbatch]
-            with run.engine.microbatch(first == 0, first + microbatch == len(rows)) as backward:
-                loss = run.model(part[:, :-1], part[:, 1:]) * (microbatch / batch)
-                backward(loss * run.scale.value)
-            total += loss.detach()
+    share = microbatch / batch
+    losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
     # One small sum tells every rank the loss, the gradients' norm, and whether any of them was asked to stop.
-    square = run.engine.gradients.squared_norm()
-    loss_sum, stops, squares = ranks.sum_all([float(total), float(run.stop.asked), float(square)])
+    square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
+    loss_sum, stops, squares = ranks.sum_all([share * float(losses) * speaks, float(run.stop.asked), float(square)])
     return loss_sum, sqrt(squares), stops > 0
 
 
@@ -130,7 +126,12 @@ def evaluate(run: Run) -> None:
     if run.valid_data is not None:
         count = run.recipe.train.eval_batches * run.recipe.train.global_batch
         microbatch = int(run.recipe.train.microbatch)
-        loss = mean_loss(run.model, run.valid_data, count, microbatch, run.ranks, run.engine.forward_pass)
+
+        def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            losses = run.executor.evaluate(batches)
+            return losses if run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0 else []
+
+        loss = mean_loss(run.model, losses_of, run.valid_data, count, microbatch, run.ranks)
         run.log.evaluation(run.progress.step, "validation", loss)
 
 

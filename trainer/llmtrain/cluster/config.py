@@ -5,6 +5,7 @@ Quantities stay as they were written, with their units; `llmtrain.cluster.quanti
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, ClassVar, Literal
 
 from llmtrain.cluster.quantity import Unit, quantity
@@ -16,7 +17,8 @@ class ParallelConfig:
 
     tensor: ranks that share every layer's matrices. pipeline: stages that each hold some of the layers. data: replicas
     that each take a share of the batch (auto: as many as there are ranks for). sequence: whether the ranks of `tensor`
-    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2).
+    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2). order: which ranks are
+    neighbours, from the axis whose are furthest apart; the first keeps replicas inside a cluster (Holmes, section 3).
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -25,6 +27,7 @@ class ParallelConfig:
     pipeline: int = 1
     data: int | Literal["auto"] = "auto"
     sequence: bool = False
+    order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"
 
     def __post_init__(self) -> None:
         if self.data != "auto" and self.data < 1:
@@ -155,7 +158,8 @@ class NodeGroup:
     """Nodes on one network: one of the `clusters`. Its ranks are consecutive.
 
     nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the card of each node; nics:
-    the cards, where there are several.
+    the cards, where there are several. speed: of its ranks beside those of other clusters, such as 1.5 beside 1, for
+    the split of layers into stages; null: 1 where another cluster has one, else unknown.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -164,9 +168,12 @@ class NodeGroup:
     nodes: int | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()
+    speed: float | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "nodes")
+        if self.speed is not None and not (self.speed > 0 and isfinite(self.speed)):
+            raise ValueError(f"speed is {self.speed}; expected a number above 0, such as 1.5")
         if self.nic is not None and self.nics:
             raise ValueError("nics is given beside nic; expected one of them, so put all cards into nics")
         kinds = sorted({card.kind for card in self.cards})

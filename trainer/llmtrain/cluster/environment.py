@@ -26,7 +26,7 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """Return this process's place in a run that torchrun, srun or llmtrain started, or None if nobody did.
+    """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started, or None if nobody did.
 
     Raises BadInputError when the variables contradict themselves.
     """
@@ -35,7 +35,29 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
         return _launched(by, environment["RANK"], environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE"), {})
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(environment)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return _from_open_mpi(environment)
     return None
+
+
+def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
+    rank, world = environment["OMPI_COMM_WORLD_RANK"], environment["OMPI_COMM_WORLD_SIZE"]
+    here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", world)
+    if here != world and "MASTER_ADDR" not in environment:
+        raise BadInputError(
+            "mpirun started ranks on several machines, and nothing says where they meet; set MASTER_ADDR to the first "
+            "machine's name, as in mpirun -x MASTER_ADDR=node1"
+        )
+    # Runs that share a machine meet on different ports: each has an mpirun of its own, the ranks' parent.
+    port = 40000 + os.getppid() % 20000
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", "localhost"),
+        "MASTER_PORT": environment.get("MASTER_PORT", "29500" if here != world else str(port)),
+    }
+    return _launched("mpirun", rank, world, here, variables)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Launched:

@@ -18,7 +18,7 @@ class Axis(Enum):
 class Layout:
     """The mesh of ranks. The last axis varies fastest, so that neighbouring ranks are neighbours along it.
 
-    degrees: ranks along each axis, slowest axis first.
+    degrees: ranks along each axis, slowest axis first. An axis that is left out has one.
     """
 
     degrees: Mapping[Axis, int]
@@ -28,22 +28,28 @@ class Layout:
         """Number of ranks."""
         return prod(self.degrees.values())
 
+    def degree(self, axis: Axis) -> int:
+        """Number of ranks along `axis`."""
+        return self.degrees.get(axis, 1)
+
     def coordinate(self, rank: int, axis: Axis) -> int:
         """Place of `rank` along `axis`."""
-        return rank // self._stride(axis) % self.degrees[axis]
+        return rank // self._stride(axis) % self.degree(axis)
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Every group of ranks that differ only in their place along `axis`; each in order of that place."""
-        stride, degree = self._stride(axis), self.degrees[axis]
+        stride, degree = self._stride(axis), self.degree(axis)
         first = [rank for rank in range(self.world) if self.coordinate(rank, axis) == 0]
         return [[rank + place * stride for place in range(degree)] for rank in first]
 
     def group_of(self, rank: int, axis: Axis) -> list[int]:
         """The group along `axis` that `rank` is in."""
         first = rank - self.coordinate(rank, axis) * self._stride(axis)
-        return [first + place * self._stride(axis) for place in range(self.degrees[axis])]
+        return [first + place * self._stride(axis) for place in range(self.degree(axis))]
 
     def _stride(self, axis: Axis) -> int:
+        if axis not in self.degrees:
+            return 1
         axes = list(self.degrees)
         return prod(self.degrees[faster] for faster in axes[axes.index(axis) + 1 :])
 

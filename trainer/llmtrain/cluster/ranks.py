@@ -7,6 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llmtrain.cluster.cards import card_of
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.groups import gloo_over, group_options
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.tiers import Tier
 
@@ -18,7 +21,8 @@ class Ranks:
     """One rank's view of the run.
 
     store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
-    tiers: of links between all ranks, fastest first.
+    tiers: of links between all ranks, fastest first. cluster: whose network cards the process groups are made on; None
+    for the default of each machine.
     """
 
     rank: int
@@ -27,6 +31,7 @@ class Ranks:
     device: torch.device
     store: dist.Store | None = None
     tiers: tuple[Tier, ...] = ALONE
+    cluster: Cluster | None = None
 
     @property
     def is_main(self) -> bool:
@@ -51,10 +56,17 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def connect(layout: Layout, tiers: tuple[Tier, ...] = ALONE, timeout: timedelta = timedelta(minutes=10)) -> Ranks:
+def connect(
+    layout: Layout,
+    tiers: tuple[Tier, ...] = ALONE,
+    timeout: timedelta = timedelta(minutes=10),
+    cluster: Cluster | None = None,
+) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
-    gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group.
+    gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group. cluster: see Ranks;
+    the group of all ranks is on the network that joins them all. Raises BadInputError when this machine has no such
+    card.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_of(local_rank)
@@ -64,8 +76,20 @@ def connect(layout: Layout, tiers: tuple[Tier, ...] = ALONE, timeout: timedelta 
         return Ranks(0, 0, layout, device)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world, timeout=timeout)
-    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers)
+    card = card_of(cluster, [range(layout.world)], rank)
+    if backend == "nccl" and card is not None and card.interface is not None:
+        # Read once, for where ranks meet and for sockets: = stands for the whole name.
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
+    with gloo_over(card):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=layout.world,
+            timeout=timeout,
+            pg_options=group_options(backend, cluster, card),
+        )
+    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers, cluster)
 
 
 def disconnect(ranks: Ranks) -> None:

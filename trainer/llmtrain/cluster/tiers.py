@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 
 from llmtrain.cluster.config import Cluster, Nic, NodeGroup, NodeTier
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 
@@ -42,20 +44,30 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
         _check_machines(cluster, world, ranks_per_node)
         _check_nodes(cluster, world)
         cuts = _described(cluster, world)
-    found: list[Tier] = []
-    for cut in cuts:
-        # A node that the run does not fill has smaller tiers.
-        tier = replace(cut, ranks=min(cut.ranks, world))
-        if found and found[-1].ranks == tier.ranks:
-            faster = found.pop()
-            tier = replace(faster, name=tier.name, aliases=(*faster.aliases, faster.name))
-        elif found and tier.ranks % found[-1].ranks:
+    # A node that the run does not fill has smaller tiers.
+    found = _distinct([replace(cut, ranks=min(cut.ranks, world)) for cut in cuts])
+    for smaller, larger in pairwise(found):
+        if larger.ranks % smaller.ranks:
             raise BadInputError(
-                f"the cluster's tier {found[-1].name} has {found[-1].ranks} ranks, but the run has {world}; start it "
-                f"with a multiple of {found[-1].ranks}"
+                f"the cluster's tier {smaller.name} has {smaller.ranks} ranks, but the run has {world}; start it "
+                f"with a multiple of {smaller.ranks}"
             )
-        found.append(tier)
-    return tuple(found)
+    return found
+
+
+def axis_tiers(tiers: Sequence[Tier], layout: Layout, axis: Axis) -> tuple[Tier, ...]:
+    """Return the tiers as the ranks of one axis see them: `ranks` counts neighbours along it.
+
+    A tier has as many of them as divide the axis and lie in it wherever an aligned group of so many begins; one, where
+    neighbours along the axis are further apart than the tier is wide, or it nests with no group of them. Every name
+    stays known: tiers that become alike are one. Along the only axis of a layout they come back as they are.
+    """
+    first = layout.group_of(0, axis)
+    stride = first[1] - first[0] if len(first) > 1 else 1
+    # Aligned groups of n neighbours span n x stride ranks without a gap between the groups beside them, so all of them
+    # lie inside a tier just where its size is a multiple of that.
+    sizes = [gcd(len(first), tier.ranks // stride) if tier.ranks % stride == 0 else 1 for tier in tiers]
+    return _distinct([replace(tier, ranks=size) for tier, size in zip(tiers, sizes, strict=True)])
 
 
 def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
@@ -68,6 +80,18 @@ def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
             return tier.ranks
     names = [name for tier in tiers for name in (*tier.aliases, tier.name)]
     raise BadInputError(f"{name} is no tier of this cluster; expected one of {', '.join(names)}")
+
+
+def _distinct(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """Make tiers of as many ranks one, with the larger one's name and the faster one's figures; fastest first."""
+    found: list[Tier] = []
+    for tier in tiers:
+        if found and found[-1].ranks == tier.ranks:
+            faster = found.pop()
+            found.append(replace(faster, name=tier.name, aliases=(*faster.aliases, faster.name, *tier.aliases)))
+        else:
+            found.append(tier)
+    return tuple(found)
 
 
 def _check_machines(cluster: Cluster, world: int, ranks_per_node: int) -> None:

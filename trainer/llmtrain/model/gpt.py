@@ -18,24 +18,32 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.recompute = config, recompute
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        # By name, as a pipeline's rank keeps some of them only.
+        self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.layers)})
         self.head = Head(config)
         self.rotary = None if config.family == "gpt2" else rotary_tables(config, device)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits `[batch, sequence, vocab]`, or, given int64 targets like `tokens`, their mean loss (fp32)."""
-        x = self.embedding(tokens)
-        group = self.recompute if self.training and torch.is_grad_enabled() else 0
-        for first in range(0, len(self.blocks), group or len(self.blocks)):
-            last = first + (group or len(self.blocks))
-            x = checkpoint(self._run, x, first, last, use_reentrant=False) if group else self._run(x, first, last)
-        return self.head(x, self.embedding.tokens, targets)
+        return self.finish(self.run(self.embedding(tokens), 0, self.config.layers), targets)
 
-    def _run(self, x: Tensor, first: int, last: int) -> Tensor:
-        for block in self.blocks[first:last]:
-            x = block(x, self.rotary)
+    def run(self, x: Tensor, first: int, end: int) -> Tensor:
+        """Pass `[batch, sequence, hidden]` through the blocks from `first` up to `end`."""
+        group = self.recompute if self.training and torch.is_grad_enabled() else 0
+        for start in range(first, end, group or max(end - first, 1)):
+            stop = min(start + group, end) if group else end
+            x = checkpoint(self._run, x, start, stop, use_reentrant=False) if group else self._run(x, start, stop)
         return x
+
+    def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Return logits, or the mean loss of `targets`, of what the last block gave."""
+        return self.head(x, self.embedding.tokens if self.config.tie_embeddings else None, targets)
 
     def unit(self, name: str) -> nn.Module:
         """Return the module whose parameters the flat unit `name` holds."""
         return self.get_submodule(name)
+
+    def _run(self, x: Tensor, first: int, end: int) -> Tensor:
+        for index in range(first, end):
+            x = self.blocks[str(index)](x, self.rotary)
+        return x

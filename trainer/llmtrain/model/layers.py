@@ -146,9 +146,10 @@ class Head(nn.Module):
         self.norm = Norm(config)
         self.weight = None if config.tie_embeddings else empty_parameter(config.vocab, config.hidden)
 
-    def forward(self, x: Tensor, embedding: Tensor, targets: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor | None, targets: Tensor | None) -> Tensor:
         """Map `[batch, sequence, hidden]` to logits, or to the mean loss of `targets`. embedding: the tied matrix."""
         x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        assert weight is not None
         if targets is None:
             return F.linear(x, weight)
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())

@@ -55,7 +55,7 @@ def check_folders(recipe: Recipe) -> None:
 def check(recipe: Recipe, facts: Facts) -> None:
     """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
     config = shape(recipe)
-    _check_batch(recipe, facts.world)
+    _check_batch(recipe)
     _check_model(config, facts)
     if recipe.model.hf is not None and facts.hf is not None:
         _check_same_model(config, facts.hf)
@@ -82,12 +82,10 @@ def check(recipe: Recipe, facts: Facts) -> None:
         )
 
 
-def _check_batch(recipe: Recipe, world: int) -> None:
+def _check_batch(recipe: Recipe) -> None:
     data, microbatch = recipe.parallel.data, recipe.train.microbatch
     assert data != "auto"
     assert microbatch != "auto"
-    if data != world:
-        raise BadInputError(f"parallel.data is {data}, but the run has {world} ranks; set parallel.data=auto")
     share = replica_share(recipe, data)
     if share % microbatch:
         raise BadInputError(

@@ -8,14 +8,18 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.config import Cluster, ParallelConfig
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.quantity import quantity
-from llmtrain.cluster.tiers import Tier, tiers
+from llmtrain.cluster.tiers import Tier, axis_tiers, tiers
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import Family, GPTConfig, ModelConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.model.tensors import parameter_count
+from llmtrain.parallel.pipeline.config import PipelineConfig
+from llmtrain.parallel.pipeline.pieces import pieces_of, stages_of, units_of
+from llmtrain.parallel.pipeline.split import split_layers
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
 from llmtrain.recipe.zero import STATES_SHARE, resolve_zero
@@ -37,6 +41,7 @@ class Facts:
     world: number of ranks. ranks_per_node: those started on each machine, None for all of them. device: what they
     compute on. apex: whether NVIDIA's apex is installed. cluster: what the key `cluster` describes. tokenizer: size of
     the vocabulary of `data.tokenizer`, if that is given. hf: shape of the model in `model.hf`, if that is given.
+    speeds: of the pipeline's ranks, where they were measured.
     """
 
     world: int
@@ -46,6 +51,7 @@ class Facts:
     cluster: Cluster | None = None
     tokenizer: int | None = None
     hf: GPTConfig | None = None
+    speeds: tuple[float, ...] | None = None
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -59,7 +65,8 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
     Raises BadInputError where a choice is impossible.
     """
     config = _model_shape(recipe, facts)
-    data = facts.world if recipe.parallel.data == "auto" else recipe.parallel.data
+    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    data = layout.degree(Axis.DATA)
     train, backend, compute = recipe.train, recipe.optimizer.backend, recipe.precision.compute
     if train.microbatch == "auto":
         share = replica_share(recipe, data)
@@ -69,14 +76,16 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
     if compute == "auto":
         compute = "bf16" if facts.device == "cuda" else "fp32"
     precision, parallel = replace(recipe.precision, compute=compute), replace(recipe.parallel, data=data)
-    fits = _fits(facts.cluster, parameter_count(config), 4 if compute == "fp32" else 2)
-    zero, quantize = resolve_zero(recipe, data, facts.tiers, fits)
+    pipeline = _pipeline(recipe, config, facts, layout)
+    fits = _fits(facts.cluster, _largest_share(config, pipeline, parallel), 4 if compute == "fp32" else 2)
+    zero, quantize = resolve_zero(recipe, data, axis_tiers(facts.tiers, layout, Axis.DATA), fits)
     return replace(
         recipe,
         model=_model_section(recipe.model, config),
         train=train,
         precision=precision,
         parallel=parallel,
+        pipeline=pipeline,
         zero=zero,
         quantize=quantize,
         optimizer=replace(recipe.optimizer, backend=backend),
@@ -191,6 +200,27 @@ def _fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Calla
         return None
     room = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
     return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= room
+
+
+def _pipeline(recipe: Recipe, config: GPTConfig, facts: Facts, layout: Layout) -> PipelineConfig:
+    pipeline, ranks = recipe.pipeline, layout.degree(Axis.PIPELINE)
+    limit = ranks if pipeline.limit == "auto" else pipeline.limit
+    stages = stages_of(pipeline, ranks)
+    split = split_layers(config.layers, ranks, stages.chunks, stages.folded, pipeline.split if ranks > 1 else "uniform")
+    return replace(pipeline, limit=limit, split=split)
+
+
+def _largest_share(config: GPTConfig, pipeline: PipelineConfig, parallel: ParallelConfig) -> int:
+    """Return the parameters of the pipeline's and the tensor axis's rank that has most."""
+    assert not isinstance(pipeline.split, str)
+    schedule = stages_of(pipeline, parallel.pipeline)
+    return max(
+        sum(
+            unit.numel
+            for unit in units_of(config, pieces_of(config, schedule, pipeline.split, rank), 0, parallel.tensor)
+        )
+        for rank in range(parallel.pipeline)
+    )
 
 
 def _ffn(family: Family, hidden: int) -> int:

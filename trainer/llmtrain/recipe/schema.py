@@ -9,6 +9,7 @@ from llmtrain.checkpoint.config import CheckpointConfig
 from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.model.config import ModelConfig
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
+from llmtrain.parallel.pipeline.config import PipelineConfig
 from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
 from llmtrain.telemetry.config import LoggingConfig
 
@@ -75,6 +76,7 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,7 +1,7 @@
 """One engine for every way to spread model states: ZeRO 1-3, MiCS, ZeRO++ and ZeRO-topo are degrees of it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.gradients import Alike, GradientReducer, Received
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
@@ -17,12 +17,14 @@ from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
 
 @dataclass(frozen=True)
 class Spread:
-    """How model states are spread and how they travel. gradients: how those are packed, None for not at all."""
+    """How model states are spread and how they travel. gradients: how those are packed, None for not at all. alike:
+    what ranks beyond the data-parallel ones hold as well."""
 
     degrees: Degrees = field(default_factory=Degrees)
     hops: Hops = field(default_factory=Hops)
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: Packing | None = None
+    alike: Alike = field(default_factory=Alike)
 
 
 class Engine:
@@ -44,7 +46,7 @@ class Engine:
         self._hops = spread.hops
         self.weights = WeightKeeper(self.units, spread.degrees, spread.hops, spread.weights, count)
         self.gradients = GradientReducer(
-            self.units, spread.degrees, spread.hops, spread.gradients, count, self.weights.release
+            self.units, spread.degrees, spread.hops, spread.gradients, spread.alike, count, self.weights.release
         )
         self._cut = spread.degrees.weights > 1
         self._backward = False
@@ -57,30 +59,43 @@ class Engine:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Surround all microbatches of one optimizer step."""
+        """Surround all forward and backward passes of one optimizer step."""
         self.weights.start_pass("train")
-        yield
+        # A weight that autograd keeps is kept as a reference, and gathered anew when it is used.
+        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._cut else nullcontext()
+        with kept:
+            yield
+        self.gradients.finish()
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Surround a forward pass that no backward pass follows."""
+        """Surround forward passes that no backward pass follows."""
         self.weights.start_pass("forward")
         yield
 
-    @contextmanager
-    def microbatch(self, first: bool, last: bool) -> Iterator[Callable[[Tensor], None]]:
-        """Surround one microbatch's forward and backward passes; yields what runs the backward pass from a loss.
+    def backward(self, run: Callable[[], None], names: Collection[str], first: bool, last: bool) -> None:
+        """Do one microbatch's backward pass through the units `names`, which `run` makes.
 
         The step's `first` one replaces what the gradients held, the `last` one completes their sums.
         """
-        self.gradients.start_microbatch(first, last)
-        if self._cut:
-            # A weight that autograd keeps is kept as a reference, and gathered anew when it is used.
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield self._run_backward
-        else:
-            yield self._run_backward
-        self.gradients.finish_microbatch()
+        self.gradients.start(names, first, last)
+        self._run_backward(run, names)
+        self.gradients.check(names)
+
+    def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
+        """Do a backward pass whose gradients of weights are to wait; returns those that came out all the same."""
+        with self.gradients.held() as received:
+            self._run_backward(run, names)
+        return received
+
+    def backward_weights(
+        self, received: list[Received], run: Callable[[], None], names: Collection[str], first: bool, last: bool
+    ) -> None:
+        """Take in what `backward_inputs` returned, and what `run` computes of the microbatch's gradients of weights."""
+        self.gradients.start(names, first, last)
+        self.gradients.take_in(received)
+        run()
+        self.gradients.check(names)
 
     def update(self) -> None:
         """Bring all weights up to date with the masters. Collective."""
@@ -103,13 +118,13 @@ class Engine:
         rooms = (self.weights, self.gradients)
         return self._hops.nbytes + sum(room.arena.nbytes + room.flights.nbytes for room in rooms)
 
-    def _run_backward(self, loss: Tensor) -> None:
+    def _run_backward(self, run: Callable[[], None], names: Collection[str]) -> None:
         self._backward = True
         self.weights.start_backward(True)
-        loss.backward()
+        run()
         self._backward = False
         self.weights.start_backward(False)
-        for name in self.units:
+        for name in names:
             self.weights.release(name)
 
     def _before(self, needed: list[str]) -> Callable[..., None]:

@@ -7,10 +7,12 @@ optimizer shard is the sum gathered back among them.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
@@ -28,23 +30,48 @@ from llmtrain.sharding.weights import Count
 BUFFERS = 2
 
 
+Received = tuple[nn.Parameter, Tensor]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What ranks beyond the data-parallel ones hold alike.
+
+    copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
+    each has only its part of that suffix's gradients (sequence parallelism). tied: by unit, the ranks of two pipeline
+    stages that both compute with it. second: units of which an earlier stage has the first copy. idle: parameters of
+    those that compute nothing here.
+    """
+
+    copies: int = 1
+    partial: dist.ProcessGroup | None = None
+    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    second: frozenset[str] = frozenset()
+    idle: frozenset[nn.Parameter] = frozenset()
+
+
 @dataclass
 class _Filling:
-    """A unit's gradients as autograd hands them over: those still missing, and where each goes."""
+    """A unit's gradients of one microbatch as autograd hands them over: those still missing, and where each goes.
+
+    first, last: of the step's microbatches.
+    """
 
     missing: int
     views: list[Tensor]
     buffer: Tensor | None
+    first: bool
+    last: bool
 
 
 class GradientReducer:
     """Sums the gradients of units; `done` hears of each unit whose gradients of a microbatch are complete."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, packing: Packing | None, count: Count,
-        done: Callable[[str], None],
+        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, packing: Packing | None, alike: Alike,
+        count: Count, done: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._units, self._degrees, self._packing = units, degrees, packing
+        self._units, self._degrees, self._packing, self.alike = units, degrees, packing, alike
         self._count, self._done = count, done
         some = next(iter(units.values()))
         self._wire = some.weight.dtype
@@ -58,63 +85,106 @@ class GradientReducer:
         self._filling: dict[str, _Filling] = {}
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
-        self._first = self._last = True
+        self._held: list[Received] | None = None
         # Where gradients stay whole they are summed where they lie.
         self._views = {} if sizes else {name: unit.views(unit.gradient) for name, unit in units.items()}
-        for name, unit in units.items():
-            for place, parameter in enumerate(unit.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(name, place))
+        self._places = {
+            parameter: (name, place) for name, unit in units.items() for place, parameter in enumerate(unit.parameters)
+        }
+        for parameter in self._places:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    def start_microbatch(self, first: bool, last: bool) -> None:
-        """Begin a microbatch. The `first` one replaces earlier sums; the `last` one completes them over all ranks."""
-        self._first, self._last = first, last
-        self._filling.clear()
+    def start(self, names: Iterable[str], first: bool, last: bool) -> None:
+        """Begin a microbatch of the units `names`. The `first` one replaces earlier sums; the `last` one completes them
+        over all ranks."""
+        for name in names:
+            self._filling[name] = _Filling(len(self._units[name].parameters), [], None, first, last)
 
-    def finish_microbatch(self) -> None:
-        """Wait, after the last microbatch, until the sums are complete. Raises RuntimeError where any is not."""
-        missing = [unit for unit in self._units if unit not in self._filling or self._filling[unit].missing]
+    def check(self, names: Iterable[str]) -> None:
+        """Raise RuntimeError where a microbatch left out gradients of the units `names`."""
+        missing = [name for name in names if self._filling[name].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
-        if self._last:
-            while self._sent:
-                self._receive()
-            for ticket in self._completing:
-                ticket.wait()
-            self._completing.clear()
+
+    def finish(self) -> None:
+        """Wait, after the last microbatch, until the sums are complete."""
+        while self._sent:
+            self._receive()
+        for ticket in self._completing:
+            ticket.wait()
+        self._completing.clear()
+        if self._degrees.ranks == 1:
+            for unit in self._units.values():
+                self._sum_partial(unit, unit.gradient)
+        for name, group in self.alike.tied.items():
+            dist.all_reduce(self._units[name].owned_gradient, group=group)
+
+    @contextmanager
+    def held(self) -> Iterator[list[Received]]:
+        """Keep what autograd hands over inside for `take_in`."""
+        self._held = []
+        yield self._held
+        self._held = None
+
+    def take_in(self, received: Iterable[Received]) -> None:
+        """Take gradients of parameters."""
+        for parameter, gradient in received:
+            self._add(*self._places[parameter], gradient)
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.
 
-        The sum over all data-parallel ranks of what each returns is that of the whole model.
+        The sum over all ranks of what each returns is that of the whole model.
         """
-        norms = torch.stack([torch.linalg.vector_norm(unit.owned_gradient) for unit in self._units.values()])
-        return norms.double().square().sum() * (self._degrees.optimizer / self._degrees.ranks)
+        parts = [part for name, unit in self._units.items() for part in self._parts(name, unit)]
+        squares = torch.stack([torch.linalg.vector_norm(part) for part, _ in parts]).double().square()
+        shares = torch.tensor([share for _, share in parts], dtype=torch.float64, device=squares.device)
+        return (squares * shares).sum() * (self._degrees.optimizer / self._degrees.ranks)
 
-    def _hook(self, name: str, place: int) -> Callable[[nn.Parameter], None]:
-        def accumulated(parameter: nn.Parameter) -> None:
-            # Autograd hands over a gradient of the compute dtype; microbatches are summed in fp32.
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            filling = self._filling.get(name) or self._start(name)
-            if filling.buffer is None and not self._first:
-                filling.views[place].add_(gradient)
-            else:
-                filling.views[place].copy_(gradient)
-            filling.missing -= 1
-            if filling.missing == 0:
-                self._send(name, filling)
-                self._done(name)
+    def _parts(self, name: str, unit: ShardedUnit) -> list[tuple[Tensor, float]]:
+        """Return parts of the unit's gradients, each with the share of its square that counts here."""
+        if name in self.alike.second:
+            return []
+        if self.alike.copies == 1:
+            return [(unit.owned_gradient, 1.0)]
+        cut, replicated = unit.own(unit.spec.replicated), 1 / self.alike.copies
+        return [(unit.owned_gradient[:cut], 1.0), (unit.owned_gradient[cut:], replicated)]
 
-        return accumulated
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self._held is None:
+            self._add(*self._places[parameter], gradient)
+        else:
+            self._held.append((parameter, gradient))
 
-    def _start(self, name: str) -> _Filling:
+    def _add(self, name: str, place: int, gradient: Tensor) -> None:
+        # Autograd hands over a gradient of the compute dtype; microbatches are summed in fp32.
+        filling = self._filling[name]
+        if not filling.views:
+            self._open(name, filling)
+        if filling.buffer is None and not filling.first:
+            filling.views[place].add_(gradient)
+        else:
+            filling.views[place].copy_(gradient)
+        filling.missing -= 1
+        if filling.missing == 0:
+            self._send(name, filling)
+            self._done(name)
+
+    def _open(self, name: str, filling: _Filling) -> None:
         unit = self._units[name]
-        buffer = None if self._views else self._take(unit.cut.padded)
-        views = self._views[name] if buffer is None else unit.views(buffer)
-        if buffer is not None:
-            buffer[unit.spec.numel :].zero_()
-        filling = self._filling[name] = _Filling(len(unit.parameters), views, buffer)
-        return filling
+        if self._views:
+            filling.views = self._views[name]
+        else:
+            filling.buffer = self._take(unit.cut.padded)
+            filling.buffer[unit.spec.numel :].zero_()
+            filling.views = unit.views(filling.buffer)
+        for parameter, view in zip(unit.parameters, filling.views, strict=True):
+            if parameter in self.alike.idle:
+                filling.missing -= 1
+                if filling.first or filling.buffer is not None:
+                    view.zero_()
 
     def _take(self, size: int) -> Tensor:
         while (buffer := self.arena.take(size)) is None:
@@ -127,7 +197,7 @@ class GradientReducer:
         self.arena.give_back(buffer)
 
     def _send(self, name: str, filling: _Filling) -> None:
-        unit, first, last = self._units[name], self._first, self._last
+        unit, first, last = self._units[name], filling.first, filling.last
         buffer, filling.buffer, filling.views = filling.buffer, None, []
         if self._degrees.ranks == 1 or (buffer is None and not last):
             return
@@ -135,7 +205,10 @@ class GradientReducer:
 
         def stages(flight: Scratch) -> list[Stage]:
             found = self._first_stages(unit, buffer, first, flight) if buffer is not None else []
-            return [*found, *self._last_stages(unit, flight)] if last else found
+            found += self._last_stages(unit, flight) if last else []
+            whole = unit.gradient if buffer is None else buffer
+            found[0] = found[0].first(lambda: self._sum_partial(unit, whole))
+            return found
 
         tickets = self.flights.start(stages)
         if buffer is not None:
@@ -143,6 +216,12 @@ class GradientReducer:
             self._sent.append((tickets[0], buffer))
         if last:
             self._completing += tickets[-1:]
+
+    def _sum_partial(self, unit: ShardedUnit, whole: Tensor) -> None:
+        """Add up what each tensor-parallel rank has of the gradients of what they all hold."""
+        part = whole[unit.spec.replicated : unit.spec.numel]
+        if self.alike.partial is not None and len(part):
+            dist.all_reduce(part, group=self.alike.partial)
 
     def _first_stages(self, unit: ShardedUnit, buffer: Tensor, first: bool, flight: Scratch) -> list[Stage]:
         """Sum one microbatch's gradients over the ranks that its sum is cut over."""

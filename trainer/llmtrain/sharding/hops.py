@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.groups import make_groups
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level, shard_range
+from llmtrain.cluster.ranks import Ranks
 from llmtrain.sharding.lane import Lane, lane
 from llmtrain.sharding.scratch import Scratch
 
@@ -78,15 +79,16 @@ def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
     return tuple(hop for hop in hops if inner < hop.span <= outer)
 
 
-def make_hops(
-    layout: Layout, degrees: Degrees, levels: Sequence[Level], hierarchical: bool, device: torch.device
-) -> Hops:
+def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchical: bool) -> Hops:
     """Make the process groups that `degrees` need. Collective: every rank makes all of them in the same order."""
+    axes = ranks.layout.groups(Axis.DATA)
 
     def hop(level: Level, order: Sequence[int], name: str) -> Hop:
-        group = _group(layout, level.groups(layout.degrees[Axis.DATA]))
-        lanes = lane(device, f"{name} over {level.tier}")
-        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(device))
+        places = level.groups(ranks.layout.degrees[Axis.DATA])
+        groups = [[axis[place] for place in group] for axis in axes for group in places]
+        group = make_groups(ranks.cluster, groups, ranks.rank)
+        lanes = lane(ranks.device, f"{name} over {level.tier}")
+        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device))
 
     # What is only reduced over a level is gathered back over it, too: every level is for both.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
@@ -97,13 +99,3 @@ def make_hops(
     one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
     order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
     return Hops(weights, gradients, (hop(one, order, "gather"),))
-
-
-def _group(layout: Layout, places: list[list[int]]) -> dist.ProcessGroup:
-    """Make the groups with these places on every data axis, and return the one this rank is in."""
-    axes = layout.groups(Axis.DATA)
-    group, _ = dist.new_subgroups_by_enumeration(
-        [[axis[place] for place in group] for axis in axes for group in places]
-    )
-    assert group is not None
-    return group

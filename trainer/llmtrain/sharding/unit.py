@@ -75,8 +75,12 @@ class ShardedUnit:
     @property
     def decayed(self) -> int:
         """Length of the prefix of the optimizer states that weight decay applies to."""
+        return self.own(self.spec.decayed)
+
+    def own(self, place: int) -> int:
+        """Return how much of this rank's optimizer states lies before `place` of the unit."""
         start, end = self.cut.optimizer
-        return min(max(self.spec.decayed - start, 0), end - start)
+        return min(max(place - start, 0), end - start)
 
     def publish(self) -> None:
         """Bring `owned_weight` up to date with `master`."""

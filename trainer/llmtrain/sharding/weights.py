@@ -33,12 +33,14 @@ class Whole:
 @dataclass(frozen=True)
 class WeightPolicy:
     """How weights travel and rest. packing: of gathers; secondary: of the second copy. lookahead: units gathered ahead
-    of need, and uses within which a unit is kept. together: units that compute at one time."""
+    of need, and uses within which a unit is kept. together: units that compute at one time. held: whether a unit stays
+    whole until its weights are stepped."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     lookahead: int = 2
     together: int = 1
+    held: bool = False
 
     @property
     def buffers(self) -> int:
@@ -57,7 +59,8 @@ class WeightKeeper:
         some = next(iter(units.values())).weight
         self._cut = degrees.weights > 1
         sizes = [unit.cut.padded for unit in units.values()] if self._cut else []
-        self.arena = Arena(sizes, policy.buffers, some.dtype, some.device)
+        most = len(sizes) if policy.held else policy.buffers
+        self.arena = Arena(sizes, most, some.dtype, some.device)
         self.flights = Flights(some.device, len(hops.weights) + 1)
         self._orders: dict[str, UseOrder] = {}
         self._order = UseOrder()
@@ -106,7 +109,7 @@ class WeightKeeper:
         if whole is None or not whole.busy:
             return
         whole.busy = False
-        if name not in self._order.ahead(self._policy.lookahead):
+        if not self._policy.held and name not in self._order.ahead(self._policy.lookahead):
             self._drop(name)
 
     def owner_of(self, tensor: Tensor) -> str | None:

@@ -1,0 +1,188 @@
+"""From a resolved recipe to a model whose states lie where its layout says, and to what runs it."""
+
+from dataclasses import replace
+
+import torch
+
+from llmtrain.cluster.groups import join_group, make_groups
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import Level, levels_of
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.cluster.tiers import axis_tiers
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.parallel.pipeline.actions import Schedule
+from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.executor import Executor, channels
+from llmtrain.parallel.pipeline.mpi import MpiTransport
+from llmtrain.parallel.pipeline.pieces import Piece, pieces_of, units_of
+from llmtrain.parallel.pipeline.schedules import make_schedule
+from llmtrain.parallel.pipeline.stage import Stage, keep
+from llmtrain.parallel.pipeline.transport import TorchTransport, Transport
+from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.recipe.resolve import replica_share
+from llmtrain.recipe.schema import EveryK, Recipe
+from llmtrain.recipe.zero import degrees_of
+from llmtrain.sharding.collectives import Packing
+from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.gradients import Alike
+from llmtrain.sharding.hops import make_hops
+from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
+from llmtrain.sharding.weights import Count, WeightPolicy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tuple[GPT, Engine, Executor]:
+    """Return this rank's part of a resolved recipe's model, what holds its states, and what runs it. Collective.
+
+    count: told of every collective.
+    """
+    schedule, split = schedule_of(recipe), recipe.pipeline.split
+    assert not isinstance(split, str)
+    pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
+    deferred = Deferred() if schedule.splits_backward else None
+    # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
+    # memory to what is left; compile comes last, as it traces what is there.
+    model = GPT(config, ranks.device, recompute=_recompute(recipe))
+    keep(model, pieces)
+    _parallelize(model, recipe, ranks, deferred, count)
+    spread, levels = _spread(recipe, config, ranks)
+    units = _units(model, recipe, ranks, pieces, spread, levels)
+    spread = _with_alike(spread, recipe, ranks, pieces, units)
+    used = {"head": "embedding"} if config.tie_embeddings and pieces[-1].closes else {}
+    engine = Engine(model, units, spread, used, count)
+    if recipe.train.compile:
+        for block in model.blocks.values():
+            block.compile()
+    return model, engine, _executor(model, pieces, recipe, ranks, schedule, engine, deferred)
+
+
+def schedule_of(recipe: Recipe) -> Schedule:
+    """Return the schedule of a resolved recipe; one without actions where what has arrived says what is next."""
+    ranks, name, chunks = recipe.parallel.pipeline, recipe.pipeline.schedule, recipe.pipeline.chunks
+    microbatches = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
+    if ranks == 1:
+        return make_schedule("1f1b", 1, 1, microbatches)
+    if name == "message-driven":
+        return Schedule(ranks, 1, microbatches, ())
+    return make_schedule(name, ranks, chunks, microbatches)
+
+
+def _parallelize(model: GPT, recipe: Recipe, ranks: Ranks, deferred: Deferred | None, count: Count) -> None:
+    degree = ranks.layout.degree(Axis.TENSOR)
+    if degree == 1 and deferred is None:
+        return
+    tiers = axis_tiers(ranks.tiers, ranks.layout, Axis.TENSOR)
+    group = make_groups(ranks.cluster, ranks.layout.groups(Axis.TENSOR), ranks.rank) if degree > 1 else None
+    place = ranks.layout.coordinate(ranks.rank, Axis.TENSOR)
+    parallelize(model, place, degree, group, recipe.parallel.sequence, deferred, count, tiers[-1].name)
+
+
+def _units(
+    model: GPT, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...], spread: Spread, levels: tuple[Level, ...]
+) -> list[ShardedUnit]:
+    layout, rank = ranks.layout, ranks.rank
+    tensor, data = layout.coordinate(rank, Axis.TENSOR), layout.coordinate(rank, Axis.DATA)
+    exact = spread.weights.packing is None or spread.degrees.optimizer == spread.degrees.weights
+    return [
+        build_unit(
+            spec,
+            model.unit(spec.name),
+            Cut.of(spec.numel, spread.degrees, levels, data),
+            ranks.device,
+            DTYPES[recipe.precision.compute],
+            recipe.seed,
+            exact,
+        )
+        for spec in units_of(model.config, pieces, tensor, layout.degree(Axis.TENSOR))
+    ]
+
+
+def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tuple[Level, ...]]:
+    degrees, quantize = degrees_of(recipe), recipe.quantize
+    levels = levels_of(degrees, axis_tiers(ranks.tiers, ranks.layout, Axis.DATA))
+    hops = make_hops(ranks, degrees, levels, bool(recipe.zero.hierarchical))
+    weights = WeightPolicy(
+        packing=Packing(8, quantize.block) if quantize.weights == "int8" else None,
+        secondary=Packing(8, quantize.block) if quantize.secondary == "int8" else None,
+        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
+        together=max(_recompute(recipe), 2),
+        # What arrives first differs from replica to replica, and the order of gathers must not.
+        held=not schedule_of(recipe).actions,
+    )
+    gradients = Packing(4, quantize.block) if quantize.gradients == "int4" else None
+    return Spread(degrees, hops, weights, gradients), levels
+
+
+def _with_alike(
+    spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...], units: list[ShardedUnit]
+) -> Spread:
+    """Say which states ranks beyond the data-parallel ones hold as well. Collective."""
+    layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
+    partial = None
+    if recipe.parallel.sequence and copies > 1:
+        # Groups of their own, as these sums are made beside the layers'.
+        partial = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
+    schedule = schedule_of(recipe)
+    ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
+    tied, second, idle = {}, frozenset[str](), frozenset[torch.nn.Parameter]()
+    if pieces[0].tied and ends[0] != ends[1]:
+        pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
+        group = join_group(ranks.cluster, pairs, ranks.rank)
+        tied = {} if group is None else {"embedding": group}
+        if any(piece.closes for piece in pieces):
+            embedding = next(unit for unit in units if unit.spec.name == "embedding")
+            # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
+            second, idle = frozenset({"embedding"}), frozenset(embedding.parameters[1:])
+    return replace(spread, alike=Alike(copies, partial, tied, second, idle))
+
+
+def _executor(
+    model: GPT, pieces: tuple[Piece, ...], recipe: Recipe, ranks: Ranks, schedule: Schedule, engine: Engine,
+    deferred: Deferred | None,
+) -> Executor:  # fmt: skip
+    parts = ranks.layout.degree(Axis.TENSOR) if recipe.parallel.sequence else 1
+    return Executor(
+        [Stage(model, piece) for piece in pieces],
+        ranks.layout.coordinate(ranks.rank, Axis.PIPELINE),
+        schedule,
+        recipe.pipeline.limit if recipe.pipeline.limit != "auto" else schedule.ranks,
+        engine,
+        _transport(recipe, ranks, schedule),
+        lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
+        deferred,
+    )
+
+
+def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | None:
+    """Connect this rank to the stages before and behind its own. Collective."""
+    if schedule.ranks == 1:
+        return None
+    lines, dtype = ranks.layout.groups(Axis.PIPELINE), DTYPES[recipe.precision.compute]
+    own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), recipe.pipeline.transport == "mpi"
+    peers, groups = {}, {}
+    for channel in channels(schedule):
+        ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
+        # Every rank takes part in making every group, in the same order.
+        if not over_mpi:
+            groups[channel] = join_group(ranks.cluster, [[line[end] for end in ends] for line in lines], ranks.rank)
+        if ranks.rank in (own[ends[0]], own[ends[1]]):
+            peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
+    if over_mpi:
+        return MpiTransport(peers, schedule.stages, ranks.device, dtype)
+    return TorchTransport(
+        {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
+        ranks.device,
+        dtype,
+    )
+
+
+def _recompute(recipe: Recipe) -> int:
+    match recipe.activation_checkpointing:
+        case EveryK(every=every):
+            return every
+        case "full":
+            return 1
+        case _:
+            return 0

@@ -1,0 +1,81 @@
+"""Process groups, each on the network card that its ranks can use."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from llmtrain.cluster.cards import card_of, nccl_net
+from llmtrain.cluster.config import Cluster, Nic
+from llmtrain.errors import BadInputError
+
+# gloo reads it whenever it makes a group.
+_GLOO_CARD = "GLOO_SOCKET_IFNAME"
+
+
+def make_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    """Make process groups of these ranks, and return the one that `rank`, this one, is in. Collective over all ranks.
+
+    See `join_group`; here one has `rank`.
+    """
+    group = join_group(cluster, groups, rank)
+    if group is None:
+        raise ValueError(f"rank {rank} is in none of the groups {groups}")
+    return group
+
+
+def join_group(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Make process groups of these ranks, and return the one that `rank`, this one, is in, if any. Collective over all
+    ranks.
+
+    cluster: where the ranks are; None: every group takes the backend's own choice of a card. groups: those that are
+    used at the same time; none overlap. Every rank names all of them in the same order: groups that only their members
+    know are named after what each has made before, which ranks need not agree on. Raises BadInputError when this
+    machine has no such card.
+    """
+    card = card_of(cluster, groups, rank)
+    with gloo_over(card):
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(members) for members in groups], pg_options=group_options(dist.get_backend(), cluster, card)
+        )
+    return group
+
+
+@contextmanager
+def gloo_over(card: Nic | None) -> Iterator[None]:
+    """Have the groups that this process makes inside the block speak through `card`; None: as the environment says."""
+    if card is None or card.interface is None:
+        yield
+        return
+    here = [name for _, name in socket.if_nameindex()]
+    if card.interface not in here:
+        raise BadInputError(
+            f"the cluster's description has a card with the interface {card.interface}, but this machine has "
+            f"{', '.join(here)}; correct it, or leave it out for the machine's default"
+        )
+    before = os.environ.get(_GLOO_CARD)
+    os.environ[_GLOO_CARD] = card.interface
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_GLOO_CARD]
+        else:
+            os.environ[_GLOO_CARD] = before
+
+
+def group_options(backend: str, cluster: Cluster | None, card: Nic | None) -> Any:
+    """Return what torch's backend is to be told for a group that speaks through `card`, None for nothing.
+
+    NCCL takes a network for each communicator, but reads its socket interfaces once in a process; `connect` names them.
+    """
+    net = nccl_net(cluster, card)
+    if backend != "nccl" or net is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    # It is there; torch has left it out of its types.
+    options.config.net_name = net  # type: ignore[attr-defined]
+    return options

@@ -1,0 +1,215 @@
+"""Runs a pipeline's actions: each rank computes its pieces of the model and passes on what comes out."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.stage import Stage
+from llmtrain.parallel.pipeline.transport import Channel, Transport
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.gradients import Received
+
+# Shape of what a stage hands on for a microbatch of so many sequences and tokens of each.
+ShapeOf = Callable[[int, int], torch.Size]
+
+
+@dataclass
+class _Passed:
+    """What a forward pass leaves for its backward pass. weights: what that leaves for the weights' own."""
+
+    given: Tensor
+    result: Tensor
+    received: list[Received] = field(default_factory=list)
+    weights: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Step:
+    """The microbatches of one optimizer step, int64 `[sequences, tokens + 1]`. factor: on each one's mean loss in the
+    backward pass. backward: microbatches done, by chunk."""
+
+    rows: Sequence[Tensor]
+    factor: float
+    backward: list[int]
+    passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Executor:
+    """One rank's part of a pipeline, which may be the whole of it.
+
+    stages: this rank's, by chunk. limit: microbatches under way at once where the schedule has no actions of its own
+    and what has arrived says what is next.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], rank: int, schedule: Schedule, limit: int, engine: Engine,
+        transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None,
+    ) -> None:  # fmt: skip
+        self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
+        self._engine, self._transport, self._shape_of, self._deferred = engine, transport, shape_of, deferred
+        # Between two pieces on one rank.
+        self._handed: dict[Channel, deque[Tensor]] = {}
+
+    def train(self, rows: Sequence[Tensor], factor: float) -> Tensor:
+        """Pass microbatches forward and backward; return the sum of their mean losses, 0 but where the model ends.
+
+        Collective over the pipeline.
+        """
+        step = _Step(rows, factor, [0] * len(self._stages))
+        self._expect(rows, backward=True)
+        with self._engine.training_pass():
+            for action in self._schedule.actions[self._rank] if self._schedule.actions else self._as_it_comes(step):
+                self._act(action, step)
+            self._flush()
+        return sum(step.losses, torch.zeros((), device=rows[0].device))
+
+    @torch.no_grad()
+    def evaluate(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean losses of microbatches, where the model ends. Collective over the pipeline."""
+        found: list[Tensor] = []
+        # So many at a time as keep all stages busy, and no more than memory has room for.
+        together = 2 * self._schedule.stages
+        with self._engine.forward_pass():
+            for first in range(0, len(rows), together):
+                some = rows[first : first + together]
+                self._expect(some, backward=False)
+                for chunk in range(len(self._stages)):
+                    found += [loss for one in some if (loss := self._pass(chunk, one)[1]).ndim == 0]
+                self._flush()
+        return found
+
+    @property
+    def closes(self) -> bool:
+        """Whether the model ends on this rank."""
+        return any(stage.piece.closes for stage in self._stages)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _act(self, action: Action, step: _Step) -> None:
+        key = (action.chunk, action.microbatch)
+        match action.kind:
+            case Kind.F:
+                given, result = self._pass(action.chunk, step.rows[action.microbatch])
+                if result.ndim == 0:
+                    step.losses.append(result.detach())
+                step.passed[key] = _Passed(given, result)
+            case Kind.B if self._schedule.splits_backward:
+                self._backward_inputs(action.chunk, step.passed[key], step.factor)
+            case Kind.B:
+                passed = step.passed.pop(key)
+                self._engine.backward(
+                    lambda: self._backward(action.chunk, passed, step.factor), *self._turn(action.chunk, step)
+                )
+                self._hand_back(action.chunk, passed)
+            case Kind.W:
+                passed = step.passed.pop(key)
+                self._engine.backward_weights(passed.received, passed.weights, *self._turn(action.chunk, step))
+
+    def _turn(self, chunk: int, step: _Step) -> tuple[Sequence[str], bool, bool]:
+        """Return the chunk's units, and whether this is the step's first and its last backward pass through them."""
+        step.backward[chunk] += 1
+        done = step.backward[chunk]
+        return self._stages[chunk].piece.units, done == 1, done == len(step.rows)
+
+    def _pass(self, chunk: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Do a forward pass; return what came in and what came out."""
+        stage = self._stages[chunk]
+        if stage.piece.opens:
+            given = rows[:, :-1]
+        else:
+            given = self._receive(Channel(stage.piece.stage - 1, stage.piece.stage)).requires_grad_(
+                torch.is_grad_enabled()
+            )
+        result = stage.forward(given, rows[:, 1:] if stage.piece.closes else None)
+        if not stage.piece.closes:
+            self._send(Channel(stage.piece.stage, stage.piece.stage + 1), result.detach())
+        return given, result
+
+    def _backward(self, chunk: int, passed: _Passed, factor: float) -> None:
+        piece = self._stages[chunk].piece
+        if piece.closes:
+            (passed.result * factor).backward()
+        else:
+            passed.result.backward(self._receive(Channel(piece.stage + 1, piece.stage)))
+
+    def _backward_inputs(self, chunk: int, passed: _Passed, factor: float) -> None:
+        deferred = self._deferred
+        assert deferred is not None
+        with deferred.collecting() as left:
+            passed.received = self._engine.backward_inputs(
+                lambda: self._backward(chunk, passed, factor), self._stages[chunk].piece.units
+            )
+        self._hand_back(chunk, passed)
+        passed.weights = lambda: self._engine.gradients.take_in(left.results())
+
+    def _hand_back(self, chunk: int, passed: _Passed) -> None:
+        piece = self._stages[chunk].piece
+        if not piece.opens:
+            assert passed.given.grad is not None
+            self._send(Channel(piece.stage, piece.stage - 1), passed.given.grad)
+
+    def _as_it_comes(self, step: _Step) -> Iterator[Action]:
+        """Yield what to do next by what has arrived, backward passes first (AxoNN, Algorithm 2)."""
+        transport, piece, count = self._transport, self._stages[0].piece, len(step.rows)
+        below, above = Channel(piece.stage - 1, piece.stage), Channel(piece.stage + 1, piece.stage)
+        forward = backward = 0
+        while backward < count:
+            assert transport is not None or (piece.opens and piece.closes)
+            ready = forward > backward if piece.closes else transport is not None and transport.arrived(above)
+            if forward > backward and ready:
+                yield Action(backward, 0, Kind.B)
+                backward += 1
+                continue
+            more = forward < count
+            if more and (
+                forward - backward < self._limit if piece.opens else bool(transport and transport.arrived(below))
+            ):
+                yield Action(forward, 0, Kind.F)
+                forward += 1
+                continue
+            assert transport is not None
+            waiting = [above] if forward > backward and not piece.closes else []
+            transport.wait_any([*waiting, below] if more and not piece.opens else waiting)
+
+    def _expect(self, rows: Sequence[Tensor], backward: bool) -> None:
+        """Post what will come from other ranks."""
+        shapes = [self._shape_of(len(one), one.shape[1] - 1) for one in rows]
+        for stage in self._stages:
+            here, last = stage.piece.stage, self._schedule.stages - 1
+            sources = ([here - 1] if here else []) + ([here + 1] if backward and here < last else [])
+            for source in sources:
+                if self._transport is not None and self._schedule.place(source)[0] != self._rank:
+                    self._transport.expect(Channel(source, here), shapes)
+
+    def _receive(self, channel: Channel) -> Tensor:
+        if self._schedule.place(channel.source)[0] == self._rank:
+            return self._handed[channel].popleft()
+        assert self._transport is not None
+        return self._transport.receive(channel)
+
+    def _send(self, channel: Channel, values: Tensor) -> None:
+        if self._schedule.place(channel.target)[0] == self._rank:
+            self._handed.setdefault(channel, deque()).append(values)
+        else:
+            assert self._transport is not None
+            self._transport.send(channel, values)
+
+    def _flush(self) -> None:
+        if self._transport is not None:
+            self._transport.flush()
+
+
+def channels(schedule: Schedule) -> Iterable[Channel]:
+    """Yield every channel between stages on different ranks."""
+    for stage in range(schedule.stages - 1):
+        if schedule.place(stage)[0] != schedule.place(stage + 1)[0]:
+            yield from (Channel(stage, stage + 1), Channel(stage + 1, stage))

@@ -1,0 +1,32 @@
+"""A piece of the model as a pipeline's rank computes it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from llmtrain.model.gpt import GPT
+from llmtrain.parallel.pipeline.pieces import Piece
+
+
+def keep(model: GPT, pieces: Sequence[Piece]) -> None:
+    """Take out of `model`, which has no storage yet, all units but those of `pieces`."""
+    kept = {name for piece in pieces for name in piece.units}
+    for name in [name for name in model.blocks if f"blocks.{name}" not in kept]:
+        del model.blocks[name]
+    for name in ("embedding", "head"):
+        if name not in kept:
+            delattr(model, name)
+
+
+class Stage:
+    """One piece of a model, from what comes in to what goes out."""
+
+    def __init__(self, model: GPT, piece: Piece) -> None:
+        self.model, self.piece = model, piece
+
+    def forward(self, given: Tensor, targets: Tensor | None) -> Tensor:
+        """Map tokens (of the piece that opens the model) or activations to activations, or (of the one that closes it)
+        to the mean loss of `targets`."""
+        x = self.model.embedding(given) if self.piece.opens else given
+        x = self.model.run(x, self.piece.first, self.piece.end)
+        return self.model.finish(x, targets) if self.piece.closes else x

@@ -1,0 +1,140 @@
+"""What carries activations and their gradients from stage to stage."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Receives that are posted ahead of need on each channel, so that a message travels while its receiver computes.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Messages from one stage to the next or back, in the order in which both sides name them."""
+
+    source: int
+    target: int
+
+
+class Transport(Protocol):
+    """Carries tensors on channels between the ranks of a pipeline."""
+
+    def expect(self, channel: Channel, shapes: Iterable[torch.Size]) -> None:
+        """Say which messages come next on a channel; receives are posted ahead of need."""
+
+    def receive(self, channel: Channel) -> Tensor:
+        """Return the next message of a channel, waiting for it."""
+
+    def arrived(self, channel: Channel) -> bool:
+        """Return whether the next message of a channel is there."""
+
+    def wait_any(self, channels: Sequence[Channel]) -> None:
+        """Wait until the next message of any of `channels` is there."""
+
+    def send(self, channel: Channel, values: Tensor) -> None:
+        """Start to send a tensor, which must not change until `flush`."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent is on its way and its tensors are free."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+
+@dataclass
+class _Inbox:
+    """One channel's messages: still to be posted, and posted."""
+
+    shapes: deque[torch.Size] = field(default_factory=deque)
+    posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
+    watched: "Future[object] | None" = None
+
+
+class TorchTransport:
+    """torch.distributed's messages; every channel has a process group of two, so that none waits for another.
+
+    peers: by channel, its group and the other side's rank.
+    """
+
+    def __init__(
+        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._peers, self._device, self._dtype = peers, device, dtype
+        self._inboxes: dict[Channel, _Inbox] = {}
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+        # gloo tells that a message is there only to those who wait for it.
+        self._watchers = ThreadPoolExecutor(max(len(peers), 1), "pipeline") if device.type == "cpu" else None
+
+    def expect(self, channel: Channel, shapes: Iterable[torch.Size]) -> None:
+        """Say which messages come next on a channel."""
+        inbox = self._inboxes.setdefault(channel, _Inbox())
+        inbox.shapes.extend(shapes)
+        self._post(channel, inbox)
+
+    def receive(self, channel: Channel) -> Tensor:
+        """Return the next message of a channel, waiting for it."""
+        inbox = self._inboxes[channel]
+        values, work = inbox.posted.popleft()
+        if inbox.watched is not None:
+            inbox.watched.result()
+            inbox.watched = None
+        else:
+            work.wait()
+        self._post(channel, inbox)
+        return values
+
+    def arrived(self, channel: Channel) -> bool:
+        """Return whether the next message of a channel is there."""
+        inbox = self._inboxes.get(channel)
+        if inbox is None or not inbox.posted:
+            return False
+        if self._watchers is None:
+            return inbox.posted[0][1].is_completed()
+        return self._watch(inbox, self._watchers).done()
+
+    def wait_any(self, channels: Sequence[Channel]) -> None:
+        """Wait until the next message of any of `channels` is there."""
+        if self._watchers is None:
+            while not any(self.arrived(channel) for channel in channels):
+                pass
+            return
+        inboxes = [self._inboxes[channel] for channel in channels if channel in self._inboxes]
+        wait([self._watch(inbox, self._watchers) for inbox in inboxes if inbox.posted], return_when=FIRST_COMPLETED)
+
+    def send(self, channel: Channel, values: Tensor) -> None:
+        """Start to send a tensor."""
+        group, peer = self._peers[channel]
+        values = values.contiguous()
+        work = dist.isend(values, peer, group=group)
+        assert work is not None
+        self._sent.append((values, work))
+
+    def flush(self) -> None:
+        """Wait until all that was sent is on its way."""
+        for _, work in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._watchers is not None:
+            self._watchers.shutdown()
+
+    def _post(self, channel: Channel, inbox: _Inbox) -> None:
+        group, peer = self._peers[channel]
+        while inbox.shapes and len(inbox.posted) < AHEAD:
+            values = torch.empty(inbox.shapes.popleft(), dtype=self._dtype, device=self._device)
+            work = dist.irecv(values, peer, group=group)
+            assert work is not None
+            inbox.posted.append((values, work))
+
+    def _watch(self, inbox: _Inbox, watchers: ThreadPoolExecutor) -> "Future[object]":
+        if inbox.watched is None:
+            inbox.watched = watchers.submit(inbox.posted[0][1].wait)
+        return inbox.watched
