@@ -10,7 +10,7 @@ from llmtrain.parallel.pipeline.timeline import needs
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.2 and figure 3): 1F1B's order, and
+    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.1 and figure 3): 1F1B's order, and
     activations of at most p microbatches on each rank, as on the first rank of 1F1B.
 
     With m >= p microbatches a step takes 3m+p-1, of which p-1 is idle: a third of 1F1B's 3(p-1). With fewer, p-m more.
