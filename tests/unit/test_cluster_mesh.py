@@ -1,0 +1,191 @@
+"""Axes of a layout on a cluster, over all small meshes: tiers along an axis, stages' speeds, and what crosses."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from llmtrain.cluster.config import Cluster, ParallelConfig
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.mesh import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
+from llmtrain.cluster.tiers import Tier, axis_tiers, tier_ranks, tiers
+from llmtrain.errors import BadInputError
+
+ORDERS = (HOLMES, "data-pipeline-tensor")
+WORLDS = (1, 2, 4, 6, 8, 12, 16, 24)
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def meshes(world: int) -> Iterator[Layout]:
+    for tensor in divisors(world):
+        for pipeline in divisors(world // tensor):
+            for order in ORDERS:
+                yield Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline), world, order))
+
+
+def chains(world: int) -> Iterator[tuple[Tier, ...]]:
+    """All tiers of up to three sizes that nest."""
+    for small in divisors(world):
+        for middle in (each for each in divisors(world) if each % small == 0):
+            sizes = sorted({small, middle, world})
+            names = ["all", "node", "die"][: len(sizes)][::-1]
+            yield tuple(Tier(name, size, 1e9 / size) for name, size in zip(names, sizes, strict=True))
+
+
+def neighbours(layout: Layout, axis: Axis, size: int) -> int:
+    """The most neighbours, of a number that divides the axis, that share a tier of `size` ranks wherever they are."""
+    groups = layout.groups(axis)
+
+    def share(count: int) -> bool:
+        parts = [group[first : first + count] for group in groups for first in range(0, len(group), count)]
+        return all(part[0] // size == part[-1] // size for part in parts)
+
+    return max(count for count in divisors(layout.degrees[axis]) if share(count))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_tiers_along_an_axis(world: int) -> None:
+    for layout in meshes(world):
+        for links in chains(world):
+            for axis in Axis:
+                found = axis_tiers(links, layout, axis)
+                assert found[-1].ranks == layout.degrees[axis]
+                assert found[-1].name == "all"
+                assert all(low.ranks < high.ranks and high.ranks % low.ranks == 0 for low, high in pairwise(found))
+                for tier in links:
+                    assert tier_ranks(found, tier.name) == neighbours(layout, axis, tier.ranks)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_only_axis_sees_the_tiers_as_they_are(world: int) -> None:
+    for links in [*chains(world), tiers(None, world, 2), tiers(None, world, world)]:
+        assert axis_tiers(links, Layout({Axis.DATA: world}), Axis.DATA) == links
+        for order in ORDERS:
+            alone = Layout(layout_degrees(ParallelConfig(), world, order))
+            assert axis_tiers(links, alone, Axis.DATA) == links
+
+
+def test_tiers_that_become_alike() -> None:
+    frontier = load_cluster("frontier")
+    links = tiers(frontier, 64, 8)
+    inside = Layout(layout_degrees(ParallelConfig(tensor=2, pipeline=16), 64))
+    # Two dies share a card; neighbours along the data axis are on two cards of one node.
+    die, everything = axis_tiers(links, inside, Axis.DATA)
+    assert (die.name, die.ranks) == ("die", 1)
+    assert (everything.name, everything.ranks, everything.bandwidth) == ("all", 2, 50e9)
+    assert everything.aliases == ("node", "cluster")
+    across = Layout(layout_degrees(ParallelConfig(tensor=8, pipeline=2), 64))
+    found = axis_tiers(links, across, Axis.DATA)
+    assert [(tier.name, tier.ranks, tier.aliases) for tier in found] == [
+        ("node", 1, ("die",)),
+        ("all", 4, ("cluster",)),
+    ]
+    assert found[1].bandwidth == 100e9
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_degrees_in_an_order(order: str) -> None:
+    degrees = layout_degrees(ParallelConfig(tensor=2, pipeline=3), 24, order)
+    assert [axis.value for axis in degrees] == order.split("-")
+    assert degrees == {Axis.TENSOR: 2, Axis.PIPELINE: 3, Axis.DATA: 4}
+    assert layout_degrees(ParallelConfig(tensor=2, pipeline=3, data=4), 24, order) == degrees
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        (ParallelConfig(tensor=3), r"^parallel.tensor x parallel.pipeline is 3 x 1, but the run has 8 ranks; .* of 3,"),
+        (ParallelConfig(tensor=4, pipeline=4), "is 4 x 4, but the run has 8 ranks; start it with a multiple of 16"),
+        (ParallelConfig(tensor=2, data=2), "is 2 x 1 and parallel.data 2, but the run has 8"),
+    ],
+)
+def test_degrees_that_do_not_fit(parallel: ParallelConfig, sentence: str) -> None:
+    with pytest.raises(BadInputError, match=sentence):
+        layout_degrees(parallel, 8)
+
+
+def sites(*nodes: int, speeds: tuple[float | None, ...] = (), **extra: Any) -> Cluster:
+    """Clusters of so many nodes of 2 ranks."""
+    clusters = [
+        {"name": f"c{index}", "nodes": count, "speed": (speeds or (None,) * len(nodes))[index]}
+        for index, count in enumerate(nodes)
+    ]
+    return load_cluster({"node": {"ranks": 2}, "clusters": clusters, **extra})
+
+
+def mesh(world: int, tensor: int = 1, pipeline: int = 1, order: str = HOLMES) -> Layout:
+    return Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline), world, order))
+
+
+def test_clusters_of_ranks() -> None:
+    assert [cluster_of(sites(2, 1, 3), rank) for rank in range(12)] == [0] * 4 + [1] * 2 + [2] * 6
+    assert {cluster_of(load_cluster("p4d"), rank) for rank in range(64)} == {0}
+    assert {cluster_of(load_cluster({"node": {"ranks": 2}}), rank) for rank in range(8)} == {0}
+
+
+def test_speeds_of_stages() -> None:
+    assert stage_speeds(None, mesh(8, pipeline=2)) is None
+    assert stage_speeds(sites(2, 2), mesh(8, pipeline=2)) is None
+    unlike = sites(2, 2, speeds=(None, 0.5))
+    assert stage_speeds(unlike, mesh(8, pipeline=2)) == [1.0, 0.5]
+    assert stage_speeds(unlike, mesh(8, pipeline=4, tensor=2)) == [1.0, 1.0, 0.5, 0.5]
+    # Each stage has ranks of both clusters, and waits for the slower.
+    assert stage_speeds(unlike, mesh(8, pipeline=2, order="data-pipeline-tensor")) == [0.5, 0.5]
+    assert stage_speeds(sites(1, 1, 1, speeds=(1.5, 1.0, 3)), mesh(6, pipeline=3)) == [1.5, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, "fast"])
+def test_speeds_that_are_none(speed: Any) -> None:
+    with pytest.raises(BadInputError, match=rf"^clusters\[0\]\.speed is {speed}; expected .* number"):
+        sites(1, speeds=(speed,))
+
+
+BETWEEN = {"interface": "eth0", "bandwidth": "25Gbit/s"}
+
+
+def test_what_crosses_is_told_with_its_remedy() -> None:
+    two = sites(2, 2, between=BETWEEN)
+    (data,) = placement_advice(two, mesh(8))
+    assert data.startswith("data-parallel groups cross the clusters c0 and c1, so gradients go")
+    assert data.endswith("at 25Gbit/s; set parallel.pipeline to 2 to have each stage inside one cluster")
+    assert placement_advice(two, mesh(8, pipeline=2)) == []
+    assert placement_advice(two, mesh(8, pipeline=4, tensor=2)) == []
+    (order,) = placement_advice(two, mesh(8, pipeline=2, order="data-pipeline-tensor"))
+    assert "; set parallel.order to pipeline-data-tensor to have" in order
+    (both,) = placement_advice(sites(2, 1, between=BETWEEN), mesh(6, pipeline=2, order="data-pipeline-tensor"))
+    assert "; set parallel.pipeline to 3 and parallel.order to pipeline-data-tensor to have" in both
+    (three,) = placement_advice(sites(1, 1, 1, between=BETWEEN), mesh(6))
+    assert "clusters c0 and c1 and c2, " in three
+    tensor, _ = placement_advice(two, mesh(8, tensor=4))
+    assert tensor.startswith("parallel.tensor is 4 and a node has 2 ranks")
+    assert "set parallel.tensor to a divisor of 2 " in tensor
+
+
+def test_nothing_is_told_where_nothing_is_to_gain() -> None:
+    assert placement_advice(None, mesh(8, tensor=4)) == []
+    # On one network, so nothing says that it is slower between clusters.
+    assert placement_advice(sites(2, 2), mesh(8)) == []
+    assert placement_advice(load_cluster("p4d"), mesh(64, tensor=8)) == []
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (2, 1), (2, 4), (1, 1, 1), (2, 1, 3)])
+def test_remedies_work(nodes: tuple[int, ...]) -> None:
+    cluster, world = sites(*nodes, between=BETWEEN), 2 * sum(nodes)
+    for layout in meshes(world):
+        inside = all(
+            cluster_of(cluster, group[0]) == cluster_of(cluster, group[-1]) for group in layout.groups(Axis.DATA)
+        )
+        advice = [sentence for sentence in placement_advice(cluster, layout) if sentence.startswith("data")]
+        assert bool(advice) != inside
+        for sentence in advice:
+            words = sentence.split()
+            stages = int(words[words.index("parallel.pipeline") + 2]) if "parallel.pipeline" in words else None
+            order = HOLMES if "parallel.order" in words else "-".join(axis.value for axis in layout.degrees)
+            tensor, pipeline = layout.degrees[Axis.TENSOR], stages or layout.degrees[Axis.PIPELINE]
+            assert not [
+                each for each in placement_advice(cluster, mesh(world, tensor, pipeline, order)) if "data" in each[:4]
+            ]
