@@ -60,7 +60,7 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tupl
 
 def schedule_of(recipe: Recipe) -> Schedule:
     """Return the schedule of a resolved recipe; one without actions where what has arrived says what is next."""
-    ranks, name, chunks = recipe.parallel.pipeline, recipe.pipeline.schedule, recipe.pipeline.chunks
+    ranks, name, chunks = recipe.parallel.pipeline, recipe.pipeline.schedule, int(recipe.pipeline.chunks)
     microbatches = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
     if ranks == 1:
         return make_schedule("1f1b", 1, 1, microbatches)

@@ -11,6 +11,8 @@ from pathlib import Path
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
+from llmtrain.parallel.pipeline.schedules import schedule_problems
+from llmtrain.parallel.tensor.check import tensor_problems
 from llmtrain.recipe.resolve import Facts, replica_share, shape
 from llmtrain.recipe.schema import EveryK, Recipe
 
@@ -56,6 +58,7 @@ def check(recipe: Recipe, facts: Facts) -> None:
     """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
     config = shape(recipe)
     _check_batch(recipe)
+    _check_parallel(recipe, config)
     _check_model(config, facts)
     if recipe.model.hf is not None and facts.hf is not None:
         _check_same_model(config, facts.hf)
@@ -92,6 +95,16 @@ def _check_batch(recipe: Recipe) -> None:
             f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} ranks "
             f"takes of train.global_batch ({recipe.train.global_batch})"
         )
+
+
+def _check_parallel(recipe: Recipe, config: GPTConfig) -> None:
+    parallel, pipeline = recipe.parallel, recipe.pipeline
+    microbatches = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
+    problem = tensor_problems(config, parallel, recipe.data.sequence_length)
+    if problem is None and parallel.pipeline > 1:
+        problem = schedule_problems(pipeline.schedule, parallel.pipeline, int(pipeline.chunks), microbatches)
+    if problem is not None:
+        raise BadInputError(problem)
 
 
 def _check_model(config: GPTConfig, facts: Facts) -> None:

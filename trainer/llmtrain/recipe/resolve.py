@@ -19,7 +19,7 @@ from llmtrain.model.config import Family, GPTConfig, ModelConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.config import PipelineConfig
 from llmtrain.parallel.pipeline.pieces import pieces_of, stages_of, units_of
-from llmtrain.parallel.pipeline.split import split_layers
+from llmtrain.parallel.pipeline.split import split_layers, stage_costs
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
 from llmtrain.recipe.zero import STATES_SHARE, resolve_zero
@@ -116,13 +116,14 @@ def decisions(before: Recipe, after: Recipe) -> list[str]:
     degrees of model states where the recipe says anything of them."""
     old, new = dict(_flat(as_data(before))), dict(_flat(as_data(after)))
     lines, sizes, spread = [], [], []
+    silent = ("model", "cluster") if after.parallel.pipeline > 1 else ("model", "cluster", "pipeline")
     for key, value in new.items():
         section, _, rest = key.partition(".")
         if section in ("zero", "quantize"):
             spread += [f"{rest.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
         elif section == "model" and old.get(key) != value and value is not None:
             sizes.append(f"{rest}={_shown(value)}")
-        elif section not in ("model", "cluster") and old.get(key) != value:
+        elif section not in silent and old.get(key) != value:
             # A section may take the place of a word, as {every: k} does of auto.
             whole = key if key in old else key.rpartition(".")[0]
             value = value if key in old else {key.rpartition(".")[2]: value}
@@ -204,23 +205,24 @@ def _fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Calla
 
 def _pipeline(recipe: Recipe, config: GPTConfig, facts: Facts, layout: Layout) -> PipelineConfig:
     pipeline, ranks = recipe.pipeline, layout.degree(Axis.PIPELINE)
+    stages, costs = stages_of(pipeline, ranks), stage_costs(config, recipe.data.sequence_length)
+    if ranks == 1:
+        # A recipe for many stages is fine on one rank, which is all of them.
+        return replace(pipeline, chunks=1, limit=1, split=(config.layers,))
+    speeds = facts.speeds or stage_speeds(facts.cluster, layout)
+    split = split_layers(
+        config.layers, ranks, pipeline.split, costs, speeds, pipeline.alpha, stages.chunks, stages.folded
+    )
     limit = ranks if pipeline.limit == "auto" else pipeline.limit
-    stages = stages_of(pipeline, ranks)
-    split = split_layers(config.layers, ranks, stages.chunks, stages.folded, pipeline.split if ranks > 1 else "uniform")
-    return replace(pipeline, limit=limit, split=split)
+    return replace(pipeline, chunks=stages.chunks, limit=limit, split=split)
 
 
 def _largest_share(config: GPTConfig, pipeline: PipelineConfig, parallel: ParallelConfig) -> int:
-    """Return the parameters of the pipeline's and the tensor axis's rank that has most."""
+    """Return the parameters of the rank of the pipeline and the tensor axis that has most."""
     assert not isinstance(pipeline.split, str)
-    schedule = stages_of(pipeline, parallel.pipeline)
-    return max(
-        sum(
-            unit.numel
-            for unit in units_of(config, pieces_of(config, schedule, pipeline.split, rank), 0, parallel.tensor)
-        )
-        for rank in range(parallel.pipeline)
-    )
+    stages = stages_of(pipeline, parallel.pipeline)
+    held = [pieces_of(config, stages, pipeline.split, rank) for rank in range(parallel.pipeline)]
+    return max(sum(unit.numel for unit in units_of(config, pieces, 0, parallel.tensor)) for pieces in held)
 
 
 def _ffn(family: Family, hidden: int) -> int:

@@ -12,10 +12,10 @@ class PipelineConfig:
 
     schedule: gpipe (Huang et al. 2019), 1f1b and interleaved (Narayanan et al. 2021), zero-bubble and zero-bubble-v
     (ZB-H1 and ZB-V; Qi et al. 2024), or message-driven, which does what has arrived (AxoNN, Algorithm 2). chunks:
-    pieces of the model that each rank holds (interleaved and zero-bubble-v have 2 or more). split: layers of each
-    stage, in the order of the model; uniform: as many in each; balanced: so that the slowest is fastest, embedding and
-    head counted; auto: balanced by the speed of each stage's ranks, which the cluster file states or a short
-    measurement finds. alpha: how much faster a faster stage counts (Holmes, equation 2). transport: what carries
+    pieces of the model that each rank holds (auto: 2 with interleaved and zero-bubble-v, which need several; else 1).
+    split: layers of each stage, in the order of the model; uniform: as many in each; balanced: so that the slowest is
+    fastest, embedding and head counted; auto: balanced by the speed of each stage's ranks, which the cluster file
+    states. alpha: how much more than its share a faster stage gets (Holmes, equation 2). transport: what carries
     activations between stages: torch.distributed, or MPI. limit: microbatches that message-driven has under way; auto:
     as many as there are stages.
     """
@@ -23,15 +23,15 @@ class PipelineConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     schedule: ScheduleName = "1f1b"
-    chunks: int = 1
+    chunks: int | Literal["auto"] = "auto"
     split: Literal["uniform", "balanced", "auto"] | tuple[int, ...] = "auto"
     alpha: float = 1.0
     transport: Literal["torch", "mpi"] = "torch"
     limit: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.chunks < 1:
-            raise ValueError(f"chunks is {self.chunks}; it must be at least 1")
+        if self.chunks != "auto" and self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks}; it must be at least 1, or auto")
         if self.alpha <= 0:
             raise ValueError(f"alpha is {self.alpha}; it must be above 0")
         if self.limit != "auto" and self.limit < 1:

@@ -1,46 +1,56 @@
 """Gradients of weights that wait until the gradients of inputs have gone on (Qi et al. 2024, section 2)."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-Product = Callable[[], Tensor]
+# Begins what a product waits for, if anything, and returns what computes it.
+Begin = Callable[[], Callable[[], Tensor]]
+Left = deque[tuple[nn.Parameter, Begin]]
 
 
-@dataclass
-class Left:
-    """What one backward pass left to be computed: parameters, each with what computes its gradient."""
-
-    products: list[tuple[nn.Parameter, Product]] = field(default_factory=list)
-
-    def results(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its gradient, and forget what it took."""
-        while self.products:
-            parameter, product = self.products.pop(0)
-            yield parameter, product()
-
-
-@dataclass
 class Deferred:
     """Where layers leave the products that make gradients of weights, while a backward pass collects them."""
 
-    left: Left | None = None
-
-    @contextmanager
-    def collecting(self) -> Iterator[Left]:
-        """Collect what layers leave inside."""
-        self.left = Left()
-        yield self.left
-        self.left = None
+    def __init__(self) -> None:
+        self._left: Left | None = None
 
     @property
     def active(self) -> bool:
         """Whether products are to be left."""
-        return self.left is not None
+        return self._left is not None
 
-    def push(self, parameter: nn.Parameter, product: Product) -> None:
-        """Leave the product that makes the gradient of `parameter`."""
-        assert self.left is not None
-        self.left.products.append((parameter, product))
+    @contextmanager
+    def collecting(self) -> Iterator[Left]:
+        """Surround one microbatch's backward pass; yields what it leaves."""
+        self._left = deque()
+        try:
+            yield self._left
+        finally:
+            self._left = None
+
+    def push(self, parameter: nn.Parameter, begin: Begin) -> None:
+        """Leave the product that makes the gradient of `parameter`. begin: holds no weights, but their nn.Parameter."""
+        assert self._left is not None
+        self._left.append((parameter, begin))
+
+
+def gradients(left: Left) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with its gradient, in the compute dtype, and forget what that took.
+
+    What a product waits for begins to come before the product ahead of it is computed.
+    """
+    begun: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
+    with torch.no_grad():
+        while left or begun:
+            if left:
+                parameter, begin = left.popleft()
+                begun.append((parameter, begin()))
+                del begin
+            if len(begun) > 1 or not left:
+                parameter, product = begun.popleft()
+                yield parameter, product()
+                del product

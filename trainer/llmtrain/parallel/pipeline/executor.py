@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
-from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.deferred import Deferred, gradients
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from llmtrain.sharding.engine import Engine
@@ -149,7 +149,7 @@ class Executor:
                 lambda: self._backward(chunk, passed, factor), self._stages[chunk].piece.units
             )
         self._hand_back(chunk, passed)
-        passed.weights = lambda: self._engine.gradients.take_in(left.results())
+        passed.weights = lambda: self._engine.gradients.take_in(gradients(left))
 
     def _hand_back(self, chunk: int, passed: _Passed) -> None:
         piece = self._stages[chunk].piece
@@ -160,25 +160,20 @@ class Executor:
     def _as_it_comes(self, step: _Step) -> Iterator[Action]:
         """Yield what to do next by what has arrived, backward passes first (AxoNN, Algorithm 2)."""
         transport, piece, count = self._transport, self._stages[0].piece, len(step.rows)
+        assert transport is not None
         below, above = Channel(piece.stage - 1, piece.stage), Channel(piece.stage + 1, piece.stage)
         forward = backward = 0
         while backward < count:
-            assert transport is not None or (piece.opens and piece.closes)
-            ready = forward > backward if piece.closes else transport is not None and transport.arrived(above)
-            if forward > backward and ready:
+            # The last stage has its gradients from its own loss, the first one its tokens.
+            if forward > backward and (piece.closes or transport.arrived(above)):
                 yield Action(backward, 0, Kind.B)
                 backward += 1
-                continue
-            more = forward < count
-            if more and (
-                forward - backward < self._limit if piece.opens else bool(transport and transport.arrived(below))
-            ):
+            elif forward < count and (forward - backward < self._limit if piece.opens else transport.arrived(below)):
                 yield Action(forward, 0, Kind.F)
                 forward += 1
-                continue
-            assert transport is not None
-            waiting = [above] if forward > backward and not piece.closes else []
-            transport.wait_any([*waiting, below] if more and not piece.opens else waiting)
+            else:
+                awaited = [above] if forward > backward else []
+                transport.wait_any(awaited if piece.opens or forward == count else [*awaited, below])
 
     def _expect(self, rows: Sequence[Tensor], backward: bool) -> None:
         """Post what will come from other ranks."""

@@ -33,7 +33,9 @@ class Piece:
 
 def stages_of(pipeline: PipelineConfig, ranks: int) -> Schedule:
     """Return where the stages of a pipeline over `ranks` lie: a schedule whose actions are still open."""
-    return Schedule(ranks, pipeline.chunks if ranks > 1 else 1, 0, (), folded=pipeline.schedule == "zero-bubble-v")
+    several = pipeline.schedule in ("interleaved", "zero-bubble-v")
+    chunks = int(several) + 1 if pipeline.chunks == "auto" else pipeline.chunks
+    return Schedule(ranks, chunks if ranks > 1 else 1, 0, (), folded=pipeline.schedule == "zero-bubble-v")
 
 
 def pieces_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[Piece, ...]:

@@ -15,7 +15,7 @@ def keep(model: GPT, pieces: Sequence[Piece]) -> None:
         del model.blocks[name]
     for name in ("embedding", "head"):
         if name not in kept:
-            delattr(model, name)
+            setattr(model, name, None)
 
 
 class Stage:

@@ -1,0 +1,126 @@
+"""However the model itself is cut among ranks, what comes out is what a single process trains."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+from harness import Case, Result, Trainer, resumed, worst_difference
+from test_parity import check
+
+Trained = Callable[[Case], Result]
+MODELS = {
+    "llama": ("model.layers=8", "model.kv_heads=4"),
+    "gpt2": ("model.layers=8", "model.family=gpt2", "model.kv_heads=4"),
+    "neox": ("model.layers=8", "model.family=neox", "model.kv_heads=4"),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "message-driven")
+# Tensor, pipeline and data degrees, up to 8 ranks.
+GRIDS = [
+    (tensor, pipeline, data)
+    for tensor, pipeline, data in product((1, 2, 4), (1, 2, 4), (1, 2))
+    if 1 < tensor * pipeline * data <= 8
+]
+ZERO = {
+    ("zero.stage=1",): False,
+    ("zero.stage=2",): False,
+    ("zero.stage=3",): False,
+    ("zero.preset=mics",): False,
+    ("zero.preset=zero++",): True,
+}
+
+
+def grid(
+    tensor: int,
+    pipeline: int,
+    data: int,
+    *keys: str,
+    family: str = "llama",
+    schedule: str = "1f1b",
+    sequence: bool = False,
+) -> Case:
+    """Return a case of so many ranks along each axis; keys: further ones."""
+    keys = (f"parallel.sequence={str(sequence).lower()}", f"pipeline.schedule={schedule}", *keys)
+    world = tensor * pipeline * data
+    return Case(world, keys, MODELS[family], accumulation=4, tensor=tensor, pipeline=pipeline)
+
+
+def every() -> Iterator[Case]:
+    """Yield every grid with every schedule, family, and with and without sequence parallelism."""
+    for tensor, pipeline, data in GRIDS:
+        schedules = SCHEDULES if pipeline > 1 else ("1f1b",)
+        for schedule, family, sequence in product(schedules, MODELS, (False, True)):
+            if tensor > 1 or not sequence:
+                yield grid(tensor, pipeline, data, family=family, schedule=schedule, sequence=sequence)
+
+
+def every_zero() -> Iterator[tuple[Case, bool]]:
+    """Yield ways to spread model states inside of grids, and whether they quantize."""
+    for (tensor, pipeline, data), (keys, quantized) in product(GRIDS, ZERO.items()):
+        for schedule in SCHEDULES if pipeline > 1 else ("1f1b",):
+            if data > 1 and tensor * pipeline > 1:
+                yield grid(tensor, pipeline, data, *keys, schedule=schedule, sequence=tensor > 1), quantized
+
+
+SPLITS = [
+    grid(1, 2, 2, "pipeline.split=[5,3]"),
+    grid(1, 4, 1, "pipeline.split=[2,1,1,4]"),
+    grid(1, 4, 2, "pipeline.split=[2,1,1,4]", "zero.stage=3", schedule="zero-bubble"),
+    grid(1, 2, 1, "pipeline.split=[2,1,1,4]", schedule="zero-bubble-v"),
+    grid(2, 2, 1, "pipeline.split=[2,1,1,4]", schedule="interleaved", sequence=True),
+    Case(2, ("pipeline.split=[3,1]",), ("model.layers=4",), accumulation=4, pipeline=2),
+]
+COVERING = [
+    grid(1, 2, 1, schedule="gpipe", family="neox"),
+    grid(1, 4, 2, schedule="interleaved", family="gpt2"),
+    grid(1, 2, 2, schedule="message-driven"),
+    grid(2, 2, 2, schedule="zero-bubble", family="gpt2", sequence=True),
+    grid(2, 2, 2, "zero.stage=3", schedule="1f1b", family="neox"),
+    grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
+    grid(2, 4, 1, schedule="zero-bubble-v", family="neox", sequence=True),
+    grid(4, 1, 2, "zero.preset=mics", family="llama", sequence=True),
+    grid(4, 2, 1, schedule="interleaved", family="gpt2"),
+    grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True),
+    grid(4, 1, 1, family="neox"),
+    grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
+    *SPLITS[:4],
+]
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_grids(case: Case, trained: Trained) -> None:
+    check(trained, case, False)
+
+
+@pytest.mark.parametrize("case", [grid(2, 2, 2, "zero.preset=zero++", sequence=True)], ids=str)
+def test_quantized(case: Case, trained: Trained) -> None:
+    check(trained, case, True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", [*every(), *SPLITS], ids=str)
+def test_every_grid(case: Case, trained: Trained) -> None:
+    check(trained, case, False)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("case", "quantized"), every_zero(), ids=str)
+def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> None:
+    check(trained, case, quantized)
+
+
+WHOLE = grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble")
+OTHERS = [grid(1, 4, 2, "zero.stage=3"), grid(4, 1, 1), Case(1, (), MODELS["llama"], accumulation=4)]
+
+
+@pytest.mark.parametrize(("source", "target"), [pair for o in OTHERS for pair in ((WHOLE, o), (o, WHOLE))], ids=str)
+def test_goes_on_at_another_grid(source: Case, target: Case, trainer: Trainer) -> None:
+    trainer.train([WHOLE, *OTHERS])
+    case = resumed(target, trainer.result(source), 10)
+    trainer.train([case])
+    ours, whole = trainer.result(case), trainer.result(target.reference)
+    rest = {key: loss for key, loss in whole.curve.items() if key[1] > 10}
+    assert len(rest) == 11
+    assert worst_difference(ours.curve, rest)[0] < 1e-5
+    assert worst_difference(ours.states(), whole.states())[0] < 1e-5
