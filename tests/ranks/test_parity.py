@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+import torch
 from harness import STEPS, Case, Result, worst_difference
 from strategies import COVERING, some
 
@@ -17,8 +18,14 @@ def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> 
     difference, where = worst_difference(ours.curve, theirs.curve)
     assert difference < (0.01 if quantized else rtol), f"loss at {where} differs by {difference:.2e}"
     if not quantized:
-        difference, where = worst_difference(ours.states(), theirs.states())
+        difference, where = worst_difference(settled(ours), settled(theirs))
         assert difference < rtol, f"{where} differs by {difference:.2e}"
+
+
+def settled(result: Result) -> dict[str, torch.Tensor]:
+    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but rounding,
+    which AdamW makes as large as any other."""
+    return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
 
 
 @pytest.mark.parametrize(("case", "quantized"), COVERING, ids=str)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees
-from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.tiers import Tier, axis_tiers, tiers
 from llmtrain.errors import BadInputError

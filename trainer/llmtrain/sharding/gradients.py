@@ -152,7 +152,9 @@ class GradientReducer:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:
+            # A layer has put it off.
+            return
         if self._held is None:
             self._add(*self._places[parameter], gradient)
         else:
