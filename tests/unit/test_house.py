@@ -129,7 +129,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "transformers", "datasets", "pydantic", "omegaconf", "wandb"} & loaded
 
 
-@pytest.mark.parametrize("verb", ["run", "eval", "generate", "report", "doctor", "recipes", "data", "ckpt"])
+@pytest.mark.parametrize("verb", ["run", "eval", "generate", "report", "doctor", "recipes", "data", "pipeline", "ckpt"])
 def test_verbs_parse_without_torch(verb: str) -> None:
     """A verb's module holds its parsing alone, so that its --help is as quick."""
     heavy = {module.split(".")[0] for module in top_level_imports(ROOT / f"trainer/llmtrain/cli/{verb}.py")}

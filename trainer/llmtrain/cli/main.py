@@ -27,6 +27,7 @@ VERBS = {
 GROUPS = {
     "recipes": "List and show recipes, their schema and the models known by name.",
     "data": "Prepare corpora, train tokenizers, look at prepared data.",
+    "pipeline": "Show how the stages of a recipe's pipeline work together.",
     "ckpt": "List, inspect, verify and convert checkpoints.",
 }
 

@@ -1,0 +1,43 @@
+"""`llmtrain pipeline`: how the stages of a pipeline work together."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Show how the stages of a recipe's pipeline work together.")
+
+
+@app.callback()
+def pipeline() -> None:
+    """Show how the stages of a recipe's pipeline work together."""
+
+
+@app.command()
+def show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=4.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the run; default: one replica, or as parallel.data says.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Draw the timeline of a step, with its split, waiting and memory. Stages take as long as their FLOPs say."""
+    from rich.console import Console
+
+    from llmtrain.parallel.pipeline.draw import print_view
+    from llmtrain.parallel.pipeline.show import show_recipe
+
+    view = show_recipe(recipe, overrides or [], ranks)
+    if png is not None:
+        from llmtrain.parallel.pipeline.figure import timeline_figure
+
+        png.write_bytes(timeline_figure(view))
+    if as_json:
+        typer.echo(json.dumps(view.as_data()))
+    else:
+        print_view(view, Console())

@@ -1,0 +1,78 @@
+"""A pipeline's timeline as text, for a terminal or a file."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from llmtrain.parallel.pipeline.actions import Kind
+from llmtrain.parallel.pipeline.show import PipelineView
+from llmtrain.parallel.pipeline.timeline import Span
+
+# Okabe and Ito's colours, lighter for the second piece of a rank and every other one after it.
+COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W: ("#009E73", "#7FCDB8")}
+# Long timelines are shown by their beginning and their end.
+_FIRST_BANDS, _LAST_BANDS = 5, 2
+
+
+def print_view(view: PipelineView, console: Console) -> None:
+    """Print the timeline, one line for each rank, going on below where the console is not wide enough; then what there
+    is to say of it."""
+    for line in timeline_lines(view, console.width):
+        console.print(line, no_wrap=True, overflow="crop", highlight=False)
+    for sentence in summary(view):
+        console.print(sentence, highlight=False)
+
+
+def summary(view: PipelineView) -> list[str]:
+    """Return what there is to say of a pipeline, in lines."""
+    schedule, timeline = view.schedule, view.timeline
+    pieces = f", each with {schedule.chunks} pieces of the model" if schedule.chunks > 1 else ""
+    activations = "microbatches" + (f" of one of {schedule.chunks} pieces" if schedule.chunks > 1 else "")
+    lines = [
+        f"schedule     {view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches",
+        f"split        {' '.join(map(str, view.split))} layers, in the order of the model",
+        f"bubble       {timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work",
+        f"activations  {' '.join(map(str, view.live))} by rank, in {activations}; the schedule's bound is "
+        f"{' '.join(map(str, view.bound))}",
+        f"step         {timeline.makespan:.4g} forward passes of one layer, {view.slowdown:.3f} times as long as if no "
+        "rank waited",
+    ]
+    return lines if view.warning is None else [*lines, f"warning      {view.warning}"]
+
+
+def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
+    """Yield the timeline in lines of at most `width` columns: blocks of one line for each rank, in turn of time.
+
+    The shortest action is as wide as its name needs; time is to scale.
+    """
+    names = [f"rank {rank} " for rank in range(view.schedule.ranks)]
+    room = max(width - len(names[-1]), 20)
+    spans = [span for rank in view.timeline.ranks for span in rank if span.end > span.start]
+    widest = max(len(str(span.action)) for span in spans) + 1
+    scale = widest / min(span.end - span.start for span in spans)
+    rows = [_row(rank, scale) for rank in view.timeline.ranks]
+    starts = list(range(0, max(map(len, rows)), room))
+    left_out = starts[_FIRST_BANDS:-_LAST_BANDS]
+    for start in starts:
+        if start in left_out:
+            if start == left_out[0]:
+                yield Text(f"... from {start / scale:.4g} to {(left_out[-1] + room) / scale:.4g} ...\n", "dim")
+            continue
+        for name, row in zip(names, rows, strict=True):
+            line = Text(name.ljust(len(names[-1])), "bold")
+            yield line.append_text(row[start : start + room])
+        if len(starts) > 1:
+            yield Text("")
+
+
+def _row(spans: Sequence[Span], scale: float) -> Text:
+    row = Text()
+    for span in spans:
+        start, end = round(span.start * scale), round(span.end * scale)
+        row.append(" " * (start - len(row)))
+        name = str(span.action) if len(str(span.action)) <= end - start else ""
+        color = COLORS[span.action.kind][span.action.chunk % 2]
+        row.append(name.ljust(end - start, "─"), Style(color="white", bgcolor=color))
+    return row

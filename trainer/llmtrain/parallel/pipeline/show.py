@@ -1,0 +1,163 @@
+"""What a pipeline will do, before it does: its timeline, its waiting, its memory. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain_data.tokenizer import tokenizer_size
+
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import layout_degrees, stage_speeds
+from llmtrain.errors import BadInputError
+from llmtrain.parallel.pipeline.actions import Schedule
+from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.parallel.pipeline.pieces import stages_of
+from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
+from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
+from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.parallel.pipeline.validate import peak_live
+from llmtrain.recipe.check import check_given
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, replica_share, resolve, shape
+from llmtrain.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class PipelineView:
+    """A pipeline and its timeline.
+
+    split: layers of each stage. bound: the most activations that each rank may come to hold, as `live_bound` counts.
+    warning: what is wrong with it, though it works.
+    """
+
+    name: ScheduleName
+    schedule: Schedule
+    split: tuple[int, ...]
+    timeline: Timeline
+    bound: tuple[int, ...]
+    warning: str | None = None
+
+    @property
+    def live(self) -> list[int]:
+        """The most activations that each rank holds at once, in microbatches of one piece of the model."""
+        return peak_live(self.schedule)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long a step takes as on ranks that share the work evenly and never wait."""
+        return 1 + self.timeline.bubble_over_ideal
+
+    def as_data(self) -> dict[str, Any]:
+        """Return all of it as plain data, for JSON."""
+        stages = [(stage, *self.schedule.place(stage), layers) for stage, layers in enumerate(self.split)]
+        return {
+            "schedule": self.name,
+            "ranks": self.schedule.ranks,
+            "chunks": self.schedule.chunks,
+            "microbatches": self.schedule.microbatches,
+            "stages": [dict(zip(("stage", "rank", "chunk", "layers"), stage, strict=True)) for stage in stages],
+            "bubble": self.timeline.bubble,
+            "bubble_over_ideal": self.timeline.bubble_over_ideal,
+            "slowdown": self.slowdown,
+            "step_time": self.timeline.makespan,
+            "peak_live": self.live,
+            "live_bound": list(self.bound),
+            "warning": self.warning,
+            "actions": [
+                [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
+                for spans in self.timeline.ranks
+            ],
+        }
+
+
+def show(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    name: ScheduleName,
+    split: Sequence[int],
+    durations: Durations,
+    limit: int | None = None,
+) -> PipelineView:
+    """Return the view of a pipeline. split: layers of each stage. limit: microbatches that message-driven has under way
+    (None: as many as ranks). Raises BadInputError for a schedule that cannot be.
+    """
+    problem = schedule_problems(name, ranks, chunks, microbatches)
+    if problem is not None:
+        raise BadInputError(problem)
+    if name == "message-driven":
+        timeline = simulate_message_driven(ranks, microbatches, limit or ranks, durations)
+        schedule = Schedule(ranks, 1, microbatches, timeline.actions)
+    else:
+        schedule = make_schedule(name, ranks, chunks, microbatches)
+        timeline = simulate(schedule, durations)
+    bound = live_bound(name, ranks, chunks, microbatches, limit)
+    warning = schedule_warning(name, ranks, chunks, microbatches)
+    return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
+
+
+def relative_durations(
+    split: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None, stages: Schedule
+) -> Durations:
+    """Return the durations of stages by their FLOPs and the speeds of their ranks (None: all 1), in forward passes of
+    one layer at speed 1. A forward pass, the backward pass of the inputs and that of the weights have as many FLOPs
+    each; messages take no time.
+    """
+    speed = [1.0 if speeds is None else speeds[stages.place(stage)[0]] for stage in range(stages.stages)]
+    times = [work / costs.layer / speed for work, speed in zip(costs.of(split), speed, strict=True)]
+    return Durations(times, times, times, [0.0] * (stages.stages - 1))
+
+
+def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PipelineView:
+    """Return the view of a recipe's pipeline, by FLOPs and the speeds that the cluster states.
+
+    The data need not be there. ranks: of the run; None for one replica, or as many as `parallel.data` says. Raises
+    BadInputError.
+    """
+    recipe = load_recipe(name_or_path, overrides, complete=False)
+    check_given(recipe)
+    parallel = recipe.parallel
+    if parallel.pipeline == 1:
+        raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
+    world = ranks or parallel.pipeline * parallel.tensor * (1 if parallel.data == "auto" else parallel.data)
+    facts = _facts(recipe, world)
+    layout = Layout(layout_degrees(parallel, world, parallel.order))
+    resolved = resolve(recipe, facts)
+    pipeline, train = resolved.pipeline, resolved.train
+    share, microbatch = replica_share(resolved, int(resolved.parallel.data)), int(train.microbatch)
+    if share % microbatch:
+        raise BadInputError(
+            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that a pipeline takes of "
+            f"train.global_batch ({train.global_batch})"
+        )
+    assert not isinstance(pipeline.split, str)
+    stages = stages_of(pipeline, parallel.pipeline)
+    costs = stage_costs(shape(resolved), resolved.data.sequence_length)
+    return show(
+        parallel.pipeline,
+        stages.chunks,
+        share // microbatch,
+        pipeline.schedule,
+        pipeline.split,
+        relative_durations(pipeline.split, costs, stage_speeds(facts.cluster, layout), stages),
+        None if pipeline.limit == "auto" else pipeline.limit,
+    )
+
+
+def _facts(recipe: Recipe, world: int) -> Facts:
+    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    cluster = recipe.cluster
+    if not isinstance(cluster, Cluster):
+        cluster = None if cluster == "auto" else load_cluster(cluster)
+    return Facts(
+        world=world,
+        device="cpu",
+        ranks_per_node=world if cluster is None else cluster.node.ranks,
+        cluster=cluster,
+        tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
+        hf=None if folder is None else read_hf_config(Path(folder)),
+    )
