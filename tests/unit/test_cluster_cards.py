@@ -1,5 +1,6 @@
 """The network card that a process group speaks through, from where its ranks are."""
 
+import os
 from itertools import product
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 from llmtrain.cluster.cards import card_of, nccl_net
 from llmtrain.cluster.config import Cluster, Nic, ParallelConfig
 from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.groups import gloo_over
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import clusters_of, layout_degrees, nodes_of
+from llmtrain.errors import BadInputError
 
 ETHERNET = {"kind": "ethernet", "interface": "eth0"}
 
@@ -105,3 +108,20 @@ def test_networks_of_nccl() -> None:
     assert nccl_net(frontier, card_of(frontier, [[0, 8]], 0)) is None
     assert nccl_net(None, None) is None
     assert nccl_net(sites("ethernet"), Nic()) is None
+
+
+def test_a_card_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    with (
+        pytest.raises(BadInputError, match=r"the interface ib7, but this machine has .*lo"),
+        gloo_over(Nic(interface="ib7")),
+    ):
+        pass
+    with gloo_over(Nic(interface="lo")):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    with gloo_over(None), gloo_over(Nic()):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with gloo_over(Nic(interface="lo")):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ

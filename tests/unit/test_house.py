@@ -37,6 +37,9 @@ WITHOUT_TORCH = (
     "llmtrain.model.presets",
     "llmtrain.model.tensors",
     "llmtrain.cluster.layout",
+    "llmtrain.cluster.cards",
+    "llmtrain.cluster.show",
+    "llmtrain.cluster.source",
     "llmtrain.doctor",
     "llmtrain_data.config",
 )
@@ -129,7 +132,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "transformers", "datasets", "pydantic", "omegaconf", "wandb"} & loaded
 
 
-@pytest.mark.parametrize("verb", ["run", "eval", "generate", "report", "doctor", "recipes", "data", "pipeline", "ckpt"])
+@pytest.mark.parametrize(
+    "verb", ["run", "eval", "generate", "report", "doctor", "recipes", "data", "cluster", "pipeline", "ckpt"]
+)
 def test_verbs_parse_without_torch(verb: str) -> None:
     """A verb's module holds its parsing alone, so that its --help is as quick."""
     heavy = {module.split(".")[0] for module in top_level_imports(ROOT / f"trainer/llmtrain/cli/{verb}.py")}

@@ -1,0 +1,96 @@
+"""`llmtrain cluster show`: what it takes, and what it says of tiers, cards and groups."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmtrain.cli.main import main
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["cluster", "show", *words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def described(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(capsys, *words, "--json"))
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["cluster", "show", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_holmes_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    found = described(capsys, "two-sites", "parallel.pipeline=2", "parallel.tensor=8")
+    assert (found["ranks"], found["ranks_per_node"], found["advice"]) == (32, 8, [])
+    assert [(each["name"], each["ranks"][0], each["ranks"][-1]) for each in found["clusters"]] == [
+        ("ib", 0, 15),
+        ("roce", 16, 31),
+    ]
+    axes = {
+        axis: {(each["lies"], (each["card"] or {}).get("interface")) for each in shown["groups"]}
+        for axis, shown in found["axes"].items()
+    }
+    assert axes == {
+        "pipeline": {("across ib, roce", "eth0")},
+        "data": {("inside ib", "ib0"), ("inside roce", "eth1")},
+        "tensor": {("inside a node", None)},
+    }
+    assert found["axes"]["data"]["groups"][8]["ranks"] == [16, 24]
+    assert [tier["ranks"] for tier in found["axes"]["data"]["tiers"]] == [1, 2]
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "two-sites", "parallel.pipeline=2", "parallel.tensor=4")
+    assert "32 ranks on two-sites, 8 on each node" in text
+    for cells in (
+        ("node", "8", "300 GB/s", "-"),
+        ("roce", "2", "16-31"),
+        ("tensor", "4", "8", "inside a node", "-", "0-3"),
+    ):
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+        assert any(row[: len(cells)] == list(cells) for row in rows), cells
+    assert "set parallel.pipeline to 2" in shown(capsys, "two-sites")
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = described(capsys, "quickstart", "cluster=frontier", "parallel.tensor=2", "--ranks", "64")
+    assert {each["lies"] for each in found["axes"]["tensor"]["groups"]} == {"inside a die"}
+    assert [(tier["name"], tier["ranks"]) for tier in found["axes"]["data"]["tiers"]] == [
+        ("die", 1),
+        ("node", 4),
+        ("all", 32),
+    ]
+    assert described(capsys, "gpt2-124m", "parallel.tensor=2", "parallel.data=2")["ranks"] == 4
+    own = tmp_path / "own.yaml"
+    own.write_text("node: {ranks: 2}\nclusters: [{name: a, nodes: 1, speed: 2}, {name: b, nodes: 1}]\n")
+    found = described(capsys, str(own), "parallel.pipeline=2")
+    assert (found["name"], found["ranks"], found["stage_speeds"]) == ("own", 4, [2.0, 1.0])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: quickstart\ncluster: {own}\nparallel: {{pipeline: 2}}\n")
+    assert described(capsys, str(recipe))["stage_speeds"] == [2.0, 1.0]
+    assert "stages: 2, 1" in shown(capsys, str(recipe))
+
+
+def test_without_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+    found = described(capsys, "--ranks", "4")
+    assert (found["name"], found["clusters"], found["tiers"][0]["ranks"]) == (None, [], 4)
+    assert {each["lies"] for each in found["axes"]["data"]["groups"]} == {"on one machine"}
+    assert "4 ranks on one machine" in shown(capsys, "--ranks", "4")
+
+
+def test_ranks_that_fill_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert described(capsys, "p4d")["ranks"] == 8
+    assert described(capsys, "p4d", "parallel.tensor=8", "parallel.pipeline=2")["ranks"] == 16
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no description of a cluster p4; did you mean p4d?" in refused(capsys, "p4")
+    assert "no recipe quickstar; did you mean quickstart?" in refused(capsys, "quickstar")
+    assert "parallel.tensr is not a recipe key" in refused(capsys, "p4d", "parallel.tensr=2")
+    assert "'tensor' is not an override" in refused(capsys, "p4d", "tensor")
+    assert "is 3 x 1, but the run has 16 ranks" in refused(capsys, "p4d", "parallel.tensor=3", "--ranks", "16")
+    assert "start it with 32" in refused(capsys, "two-sites", "--ranks", "16")

@@ -1,0 +1,40 @@
+"""`llmtrain cluster`: what a cluster is like, and where a run's groups lie on it."""
+
+import json
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Show a cluster, and where a run's groups of ranks lie on it.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `show` a word of its own."""
+
+
+@app.command()
+def show(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE_OR_CLUSTER]", help="A recipe or a cluster's description: its file or name."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=2.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: all that are described.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
+) -> None:
+    """Show tiers of links, clusters and cards, and which ranks form which groups, where, and through which card."""
+    from rich.console import Console
+
+    from llmtrain.cluster.show import describe, tables
+    from llmtrain.cluster.source import run_on
+
+    found = describe(*run_on(source, overrides or [], ranks))
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for part in tables(found):
+        console.print(part)

@@ -1,0 +1,80 @@
+"""From the words of a command line to a cluster and a layout of ranks on it. No torch in here."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from math import lcm
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from llmtrain.cluster.config import Cluster, ParallelConfig
+from llmtrain.cluster.description import load_cluster, shipped_clusters
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.tiers import Tier, tiers
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.shipped import shipped_names
+
+
+def run_on(
+    source: str | None, overrides: Sequence[str], ranks: int | None
+) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
+    """Return the cluster that a recipe or a description names, its tiers, and the layout of a run's ranks on it.
+
+    source: a recipe's or a description's name or file; None for a recipe that says nothing. ranks: of the run; None for
+    all that are described. Raises BadInputError.
+    """
+    recipe = _recipe(source, overrides)
+    cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
+    if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
+        cluster = load_cluster(recipe.cluster)
+    world = ranks or _described(cluster, recipe.parallel)
+    per_node = cluster.node.ranks if cluster else world
+    return cluster, tiers(cluster, world, per_node), Layout(layout_degrees(recipe.parallel, world))
+
+
+def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
+    if source is not None and not _is_description(source):
+        return load_recipe(source, overrides, complete=False)
+    for override in overrides:
+        if "=" not in override:
+            raise BadInputError(f"{override!r} is not an override; expected key=value, such as parallel.pipeline=2")
+    try:
+        given = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise BadInputError(f"the overrides cannot be read: {' '.join(str(error).split())}") from error
+    assert isinstance(given, dict)
+    # What a recipe cannot be without, and says nothing of where ranks are.
+    rest = {"name": "none", "model": {}, "data": {"path": "none"}, "cluster": source or "auto"}
+    return parse_recipe({**rest, **{str(key): value for key, value in given.items()}})
+
+
+def _is_description(source: str) -> bool:
+    """Whether a name or a file is a cluster's description; a recipe has no key `node`."""
+    if source in shipped_names():
+        return False
+    path = Path(source)
+    if not path.is_file():
+        # A name that is neither is told what it was most likely meant to be.
+        near = get_close_matches(path.stem, [*shipped_names(), *shipped_clusters()], n=1)
+        return bool(near) and near[0] in shipped_clusters()
+    try:
+        content = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError):
+        return False
+    return "node" in content
+
+
+def _described(cluster: Cluster | None, parallel: ParallelConfig) -> int:
+    """Return how many ranks there are where nobody says it: all that are described, or as few as fill nodes."""
+    wanted = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
+    if cluster is None:
+        return wanted
+    nodes = [group.nodes for group in cluster.clusters]
+    if not nodes or None in nodes:
+        return lcm(wanted, cluster.node.ranks)
+    return sum(count or 0 for count in nodes) * cluster.node.ranks
