@@ -19,6 +19,7 @@ from llmtrain.parallel.pipeline.pieces import Piece, pieces_of, units_of
 from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import TorchTransport, Transport
+from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.recipe.resolve import replica_share
 from llmtrain.recipe.schema import EveryK, Recipe
@@ -46,7 +47,7 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tupl
     # memory to what is left; compile comes last, as it traces what is there.
     model = GPT(config, ranks.device, recompute=_recompute(recipe))
     keep(model, pieces)
-    _parallelize(model, recipe, ranks, deferred, count)
+    parallelize(model, _mesh(recipe, ranks, count), deferred)
     spread, levels = _spread(recipe, config, ranks)
     units = _units(model, recipe, ranks, pieces, spread, levels)
     spread = _with_alike(spread, recipe, ranks, pieces, units)
@@ -69,14 +70,16 @@ def schedule_of(recipe: Recipe) -> Schedule:
     return make_schedule(name, ranks, chunks, microbatches)
 
 
-def _parallelize(model: GPT, recipe: Recipe, ranks: Ranks, deferred: Deferred | None, count: Count) -> None:
-    degree = ranks.layout.degree(Axis.TENSOR)
-    if degree == 1 and deferred is None:
-        return
-    tiers = axis_tiers(ranks.tiers, ranks.layout, Axis.TENSOR)
-    group = make_groups(ranks.cluster, ranks.layout.groups(Axis.TENSOR), ranks.rank) if degree > 1 else None
-    place = ranks.layout.coordinate(ranks.rank, Axis.TENSOR)
-    parallelize(model, place, degree, group, recipe.parallel.sequence, deferred, count, tiers[-1].name)
+def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
+    """Connect the ranks that share this one's layers. Collective."""
+    layout = ranks.layout
+    degree = layout.degree(Axis.TENSOR)
+    if degree == 1:
+        return TensorMesh()
+    group = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
+    tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
+    place = layout.coordinate(ranks.rank, Axis.TENSOR)
+    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count)
 
 
 def _units(

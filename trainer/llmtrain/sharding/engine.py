@@ -1,6 +1,6 @@
 """One engine for every way to spread model states: ZeRO 1-3, MiCS, ZeRO++ and ZeRO-topo are degrees of it."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -89,12 +89,14 @@ class Engine:
         return received
 
     def backward_weights(
-        self, received: list[Received], run: Callable[[], None], names: Collection[str], first: bool, last: bool
+        self, received: list[Received], products: Iterable[Received], names: Collection[str], first: bool, last: bool
     ) -> None:
-        """Take in what `backward_inputs` returned, and what `run` computes of the microbatch's gradients of weights."""
+        """Take in what `backward_inputs` returned, and the `products` that are the other gradients of that microbatch.
+
+        products: computed as they are taken, all of a unit one after another.
+        """
         self.gradients.start(names, first, last)
-        self.gradients.take_in(received)
-        run()
+        self.gradients.take_in(received, products)
         self.gradients.check(names)
 
     def update(self) -> None:

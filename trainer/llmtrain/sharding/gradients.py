@@ -126,10 +126,21 @@ class GradientReducer:
         yield self._held
         self._held = None
 
-    def take_in(self, received: Iterable[Received]) -> None:
-        """Take gradients of parameters."""
+    def take_in(self, received: Iterable[Received], products: Iterable[Received]) -> None:
+        """Take gradients of parameters: those that are there, and those that come one by one, unit by unit."""
+        there: dict[str, list[tuple[int, Tensor]]] = {}
         for parameter, gradient in received:
-            self._add(*self._places[parameter], gradient)
+            name, place = self._places[parameter]
+            there.setdefault(name, []).append((place, gradient))
+        for parameter, gradient in products:
+            name, place = self._places[parameter]
+            # One unit after another: only few have a buffer at a time.
+            for early in there.pop(name, []):
+                self._add(name, *early)
+            self._add(name, place, gradient)
+        for name, early_ones in there.items():
+            for early in early_ones:
+                self._add(name, *early)
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.

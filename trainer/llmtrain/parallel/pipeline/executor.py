@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
-from llmtrain.parallel.pipeline.deferred import Deferred, gradients
+from llmtrain.parallel.pipeline.deferred import Deferred, Left, gradients
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from llmtrain.sharding.engine import Engine
@@ -20,12 +20,12 @@ ShapeOf = Callable[[int, int], torch.Size]
 
 @dataclass
 class _Passed:
-    """What a forward pass leaves for its backward pass. weights: what that leaves for the weights' own."""
+    """What a forward pass leaves for its backward pass. received, left: what that leaves for the weights' own."""
 
     given: Tensor
     result: Tensor
     received: list[Received] = field(default_factory=list)
-    weights: Callable[[], None] = lambda: None
+    left: Left = field(default_factory=deque)
 
 
 @dataclass
@@ -112,7 +112,8 @@ class Executor:
                 self._hand_back(action.chunk, passed)
             case Kind.W:
                 passed = step.passed.pop(key)
-                self._engine.backward_weights(passed.received, passed.weights, *self._turn(action.chunk, step))
+                turn = self._turn(action.chunk, step)
+                self._engine.backward_weights(passed.received, gradients(passed.left), *turn)
 
     def _turn(self, chunk: int, step: _Step) -> tuple[Sequence[str], bool, bool]:
         """Return the chunk's units, and whether this is the step's first and its last backward pass through them."""
@@ -144,12 +145,11 @@ class Executor:
     def _backward_inputs(self, chunk: int, passed: _Passed, factor: float) -> None:
         deferred = self._deferred
         assert deferred is not None
-        with deferred.collecting() as left:
+        with deferred.collecting() as passed.left:
             passed.received = self._engine.backward_inputs(
                 lambda: self._backward(chunk, passed, factor), self._stages[chunk].piece.units
             )
         self._hand_back(chunk, passed)
-        passed.weights = lambda: self._engine.gradients.take_in(gradients(left))
 
     def _hand_back(self, chunk: int, passed: _Passed) -> None:
         piece = self._stages[chunk].piece
