@@ -24,8 +24,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x: `[tokens, hidden]`; weight: `[vocab, hidden]`, same dtype; targets: int64 `[tokens]`.
     """
-    rows = max(LEAST_ROWS, CHUNK_ELEMENTS.get(x.device.type, 1 << 24) // weight.shape[0])
+    rows = chunk_rows(x.device.type, weight.shape[0])
     return _LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+def chunk_rows(device: str, vocab: int) -> int:
+    """Return how many rows of logits are made at a time on a type of device."""
+    return max(LEAST_ROWS, CHUNK_ELEMENTS.get(device, 1 << 24) // vocab)
 
 
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -48,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is None or grad_weight is None:
                 continue
             torch.mm(logits, weight, out=grad_x[first : first + rows])
-            _add_product(grad_weight, logits, part, first == 0)
+            add_product(grad_weight, logits, part, first == 0)
         ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
         return total / x.shape[0]
 
@@ -91,8 +96,11 @@ def _plain_losses(logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
     return losses
 
 
-def _add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
-    # total [vocab, hidden] += grad.T [vocab, rows] @ x [rows, hidden]; fp32 sums over the chunks.
+def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
+    """Add `grad.T @ x` to `total`, fp32 `[vocab, hidden]`, or replace it at the `first` of the chunks that are summed.
+
+    grad: `[rows, vocab]`; x: `[rows, hidden]`.
+    """
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), x, beta=0.0 if first else 1.0)
     elif first:

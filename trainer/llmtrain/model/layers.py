@@ -81,10 +81,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map `[batch, sequence, hidden]` to the same shape."""
-        batch, sequence, _ = x.shape
-        qkv = self.qkv(x).view(batch, sequence, -1, self.head_dim)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         mixed = joint_attention(qkv, self.heads, rotary, self.dropout if self.training else 0.0)
-        return self.out(mixed.reshape(batch, sequence, -1))
+        return self.out(mixed.flatten(2))
 
 
 class MLP(nn.Module):

@@ -1,0 +1,121 @@
+"""Output projection and cross-entropy over a vocabulary that tensor-parallel ranks share, a few rows at a time.
+
+A rank makes the logits of its own tokens alone, for a chunk of rows; of them the ranks tell each other three numbers a
+row. As in `llmtrain_kernels.cross_entropy`, gradients are made in the forward pass while a chunk's logits are at hand.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from llmtrain_kernels.cross_entropy import add_product, chunk_rows
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llmtrain.cluster.layout import even_share
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.layers import Head, empty_parameter
+from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
+
+
+class VocabParallelHead(Head):
+    """Final norm and this rank's share of the rows of the output matrix."""
+
+    def __init__(self, config: GPTConfig, mesh: TensorMesh) -> None:
+        super().__init__(config)
+        self.mesh, self.vocab = mesh, config.vocab
+        start, end = even_share(config.vocab, mesh.degree, mesh.place)
+        self.weight = None if config.tie_embeddings else empty_parameter(end - start, config.hidden)
+
+    def forward(self, x: Tensor, embedding: Tensor, targets: Tensor | None) -> Tensor:
+        """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the logits of all, or to the mean loss
+        of all tokens' `targets`, int64 `[batch, sequence]`: the same on every rank. embedding: the tied matrix's share.
+        """
+        x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        if targets is None:
+            return _all_logits(x, weight, self.mesh, self.vocab)
+        return parallel_cross_entropy(x, weight, targets, self.mesh, self.vocab)
+
+
+def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
+    """Return the mean cross-entropy (fp32 scalar) of the logits `x @ weight.T` over all ranks' rows of the weight.
+
+    x: `[batch, sequence or this rank's share of it, hidden]`; weight: this rank's `even_share` of `[vocab, hidden]`, of
+    the same dtype; targets: int64 `[batch, sequence]`. Collective.
+    """
+    # All ranks take the same steps, whoever has a row more.
+    rows = chunk_rows(x.device.type, -(-vocab // mesh.degree))
+    start, _ = even_share(vocab, mesh.degree, mesh.place)
+    return _ParallelCrossEntropy.apply(x, weight, targets, mesh, start, rows, torch.is_grad_enabled())
+
+
+@torch.no_grad()
+def _all_logits(x: Tensor, weight: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
+    """Return logits `[batch, sequence, vocab]` of all tokens. For sampling: no gradient passes through."""
+    logits = mesh.by_sequence(F.linear(mesh.gather(x).wait(), weight))
+    shares = [even_share(vocab, mesh.degree, place) for place in range(mesh.degree)]
+    most = max(end - start for start, end in shares)
+    # Vocabulary first, and as much of it from every rank.
+    padded = F.pad(logits, (0, most - logits.shape[-1])).movedim(-1, 0)
+    parts = mesh.all_gather(padded).wait().chunk(mesh.degree)
+    return torch.cat([part[: end - start] for part, (start, end) in zip(parts, shares, strict=True)]).movedim(0, -1)
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, mesh: TensorMesh, start: int, rows: int, wanted: bool
+    ) -> Tensor:
+        own, shares = x.flatten(0, 1), mesh.degree if mesh.sharded else 1
+        # Each chunk is as many of every rank's tokens.
+        wished, step = mesh.by_rank(targets).reshape(shares, -1) - start, max(1, rows // shares)
+        grad_x = torch.empty_like(own) if wanted else None
+        grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        # One buffer for all chunks: fresh memory of this size is mapped anew each time on a CPU.
+        all_logits = x.new_empty(min(step, len(own)) * shares, weight.shape[0])
+        arriving, leaving = mesh.gather(own[:step]), Pending(lambda: own[:0])
+        for first in range(0, len(own), step):
+            part, last = arriving.wait(), first + step
+            # The next chunk arrives, and the gradient of the one before leaves, while this one is computed.
+            arriving = mesh.gather(own[last : last + step]) if last < len(own) else arriving
+            logits = torch.mm(part, weight.t(), out=all_logits[: len(part)])
+            total += _losses(logits, wished[:, first:last].flatten(), mesh, wanted).sum()
+            if grad_x is None or grad_weight is None:
+                continue
+            grad_x[max(0, first - step) : first] = leaving.wait()
+            leaving = mesh.reduce(logits @ weight)
+            add_product(grad_weight, logits, part, first == 0)
+        if grad_x is not None:
+            grad_x[(len(own) - 1) // step * step :] = leaving.wait()
+            grad_x = grad_x.view_as(x)
+        ctx.gradients, ctx.tokens = (grad_x, grad_weight), wished.numel()
+        return total / wished.numel()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
+        # Scaled where they lie, so they serve once: a second backward through the same graph fails.
+        ctx.gradients = None
+        return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype), None, None, None, None, None
+
+
+def _losses(logits: Tensor, wished: Tensor, mesh: TensorMesh, wanted: bool) -> Tensor:
+    """Return each row's cross-entropy over all ranks' logits, fp32; where wanted, the logits become its gradient.
+
+    wished: place of each row's target, counted from this rank's first token.
+    """
+    held = (wished >= 0) & (wished < logits.shape[1])
+    place = wished.masked_fill(~held, 0).unsqueeze(1)
+    top = logits.amax(1, keepdim=True).float()
+    shares = (logits - top).exp_()
+    picked = logits.gather(1, place).squeeze(1).float().masked_fill_(~held, 0.0)
+    own = torch.stack((top.squeeze(1), shares.sum(1), picked))
+    tops, sums, targets = mesh.all_gather(own.unsqueeze(0)).wait().unbind(1)
+    highest = tops.amax(0)
+    normalizer = (sums * (tops - highest).exp_()).sum(0)
+    if wanted:
+        shares.mul_(((own[0] - highest).exp_() / normalizer).unsqueeze(1))
+        logits.copy_(shares.scatter_add_(1, place, -held.unsqueeze(1).float()))
+    return highest + normalizer.log() - targets.sum(0)

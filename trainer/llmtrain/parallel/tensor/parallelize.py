@@ -1,0 +1,41 @@
+"""Makes a plain model this rank's share of a tensor-parallel one."""
+
+from llmtrain.model.gpt import GPT
+from llmtrain.model.layers import MLP, Block
+from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.tensor.cross_entropy import VocabParallelHead
+from llmtrain.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+
+def parallelize(model: GPT, mesh: TensorMesh, defer: Deferred | None = None) -> None:
+    """Replace, in place, the parts of a model on the meta device that tensor parallelism cuts.
+
+    Parameters keep their names and take the shapes of `UnitSpec.slice(mesh.place, mesh.degree)`. What is left whole has
+    the same gradient on every rank, or, with `mesh.sequence`, a part of it, to be summed over the ranks. defer: takes
+    the backward passes of the blocks' products; the same for one rank alone.
+    """
+    if mesh.degree == 1 and defer is None:
+        return
+    config = model.config
+    # The ends first: what they hold is cut along the vocabulary.
+    if mesh.degree > 1 and model.embedding is not None:
+        model.embedding = VocabParallelEmbedding(config, mesh)
+    if mesh.degree > 1 and model.head is not None:
+        model.head = VocabParallelHead(config, mesh)
+    # Then each block's products; norms and residual sums take whatever tokens come.
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention = ParallelAttention(config, mesh, defer)
+        _parallelize_mlp(block.mlp, config.hidden, mesh, defer)
+
+
+def _parallelize_mlp(mlp: MLP, hidden: int, mesh: TensorMesh, defer: Deferred | None) -> None:
+    (width, _), (ffn, _), bias = mlp.up.weight.shape, mlp.down.weight.shape, mlp.up.bias is not None
+    mlp.up = ColumnParallelLinear(hidden, width, bias, mesh, defer)  # type: ignore[assignment]
+    mlp.down = RowParallelLinear(ffn, hidden, bias, mesh, defer)  # type: ignore[assignment]
