@@ -23,8 +23,8 @@ def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> 
 
 
 def settled(result: Result) -> dict[str, torch.Tensor]:
-    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but rounding,
-    which AdamW makes as large as any other."""
+    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but
+    rounding, which AdamW makes as large as any other."""
     return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
 
 

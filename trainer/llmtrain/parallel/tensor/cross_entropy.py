@@ -27,11 +27,12 @@ class VocabParallelHead(Head):
         start, end = even_share(config.vocab, mesh.degree, mesh.place)
         self.weight = None if config.tie_embeddings else empty_parameter(end - start, config.hidden)
 
-    def forward(self, x: Tensor, embedding: Tensor, targets: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor | None, targets: Tensor | None) -> Tensor:
         """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the logits of all, or to the mean loss
         of all tokens' `targets`, int64 `[batch, sequence]`: the same on every rank. embedding: the tied matrix's share.
         """
         x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        assert weight is not None
         if targets is None:
             return _all_logits(x, weight, self.mesh, self.vocab)
         return parallel_cross_entropy(x, weight, targets, self.mesh, self.vocab)

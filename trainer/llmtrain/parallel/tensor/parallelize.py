@@ -29,7 +29,7 @@ def parallelize(model: GPT, mesh: TensorMesh, defer: Deferred | None = None) -> 
     if mesh.degree > 1 and model.head is not None:
         model.head = VocabParallelHead(config, mesh)
     # Then each block's products; norms and residual sums take whatever tokens come.
-    for block in model.blocks:
+    for block in model.blocks.values():
         assert isinstance(block, Block)
         block.attention = ParallelAttention(config, mesh, defer)
         _parallelize_mlp(block.mlp, config.hidden, mesh, defer)
