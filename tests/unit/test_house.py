@@ -40,6 +40,7 @@ WITHOUT_TORCH = (
     "llmtrain.cluster.cards",
     "llmtrain.cluster.show",
     "llmtrain.cluster.source",
+    "llmtrain.parallel.pipeline.show",
     "llmtrain.doctor",
     "llmtrain_data.config",
 )

@@ -1,6 +1,7 @@
 """A pipeline's timeline as text, for a terminal or a file."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median_low
 
 from rich.console import Console
 from rich.style import Style
@@ -10,7 +11,7 @@ from llmtrain.parallel.pipeline.actions import Kind
 from llmtrain.parallel.pipeline.show import PipelineView
 from llmtrain.parallel.pipeline.timeline import Span
 
-# Okabe and Ito's colours, lighter for the second piece of a rank and every other one after it.
+# Okabe and Ito's colours, lighter for a rank's chunk 1 and every other one after it.
 COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W: ("#009E73", "#7FCDB8")}
 # Long timelines are shown by their beginning and their end.
 _FIRST_BANDS, _LAST_BANDS = 5, 2
@@ -45,13 +46,13 @@ def summary(view: PipelineView) -> list[str]:
 def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
     """Yield the timeline in lines of at most `width` columns: blocks of one line for each rank, in turn of time.
 
-    The shortest action is as wide as its name needs; time is to scale.
+    Time is to scale: an action of median length is as wide as a name needs, and shorter ones may go without theirs.
     """
     names = [f"rank {rank} " for rank in range(view.schedule.ranks)]
     room = max(width - len(names[-1]), 20)
     spans = [span for rank in view.timeline.ranks for span in rank if span.end > span.start]
     widest = max(len(str(span.action)) for span in spans) + 1
-    scale = widest / min(span.end - span.start for span in spans)
+    scale = widest / median_low(span.end - span.start for span in spans)
     rows = [_row(rank, scale) for rank in view.timeline.ranks]
     starts = list(range(0, max(map(len, rows)), room))
     left_out = starts[_FIRST_BANDS:-_LAST_BANDS]

@@ -8,7 +8,6 @@ from typing import Any
 from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
@@ -150,9 +149,11 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
 
 def _facts(recipe: Recipe, world: int) -> Facts:
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
-    cluster = recipe.cluster
-    if not isinstance(cluster, Cluster):
-        cluster = None if cluster == "auto" else load_cluster(cluster)
+    given = recipe.cluster
+    if isinstance(given, str):
+        cluster = None if given == "auto" else load_cluster(given)
+    else:
+        cluster = given
     return Facts(
         world=world,
         device="cpu",
