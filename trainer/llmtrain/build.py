@@ -8,7 +8,7 @@ from llmtrain.cluster.groups import join_group, make_groups
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Level, levels_of
 from llmtrain.cluster.ranks import Ranks
-from llmtrain.cluster.tiers import axis_tiers
+from llmtrain.cluster.tiers import axis_tiers, tier_between
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.actions import Schedule
@@ -18,7 +18,7 @@ from llmtrain.parallel.pipeline.mpi import MpiTransport
 from llmtrain.parallel.pipeline.pieces import Piece, pieces_of, units_of
 from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.stage import Stage, keep
-from llmtrain.parallel.pipeline.transport import TorchTransport, Transport
+from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.recipe.resolve import replica_share
@@ -28,6 +28,7 @@ from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, Spread
 from llmtrain.sharding.gradients import Alike
 from llmtrain.sharding.hops import make_hops
+from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
 from llmtrain.sharding.weights import Count, WeightPolicy
 
@@ -56,7 +57,7 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tupl
     if recipe.train.compile:
         for block in model.blocks.values():
             block.compile()
-    return model, engine, _executor(model, pieces, recipe, ranks, schedule, engine, deferred)
+    return model, engine, _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count)
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
@@ -143,9 +144,16 @@ def _with_alike(
 
 def _executor(
     model: GPT, pieces: tuple[Piece, ...], recipe: Recipe, ranks: Ranks, schedule: Schedule, engine: Engine,
-    deferred: Deferred | None,
+    deferred: Deferred | None, count: Count,
 ) -> Executor:  # fmt: skip
     parts = ranks.layout.degree(Axis.TENSOR) if recipe.parallel.sequence else 1
+    line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
+
+    def count_sent(channel: Channel, nbytes: int) -> None:
+        target = line[schedule.place(channel.target)[0]]
+        tier = tier_between(ranks.tiers, ranks.rank, target)
+        count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
+
     return Executor(
         [Stage(model, piece) for piece in pieces],
         ranks.layout.coordinate(ranks.rank, Axis.PIPELINE),
@@ -155,6 +163,7 @@ def _executor(
         _transport(recipe, ranks, schedule),
         lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
         deferred,
+        count_sent,
     )
 
 

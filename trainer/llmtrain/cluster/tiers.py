@@ -70,6 +70,11 @@ def axis_tiers(tiers: Sequence[Tier], layout: Layout, axis: Axis) -> tuple[Tier,
     return _distinct([replace(tier, ranks=size) for tier, size in zip(tiers, sizes, strict=True)])
 
 
+def tier_between(tiers: Sequence[Tier], one: int, other: int) -> str:
+    """Return the name of the fastest tier that has both ranks in one of its groups."""
+    return next(tier.name for tier in tiers if one // tier.ranks == other // tier.ranks)
+
+
 def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
     """Return how many ranks the tier called `name` has, also where it is as large as another.
 

@@ -17,6 +17,9 @@ from llmtrain.sharding.gradients import Received
 # Shape of what a stage hands on for a microbatch of so many sequences and tokens of each.
 ShapeOf = Callable[[int, int], torch.Size]
 
+# Told of every message's channel and bytes.
+CountSent = Callable[[Channel, int], None]
+
 
 @dataclass
 class _Passed:
@@ -44,15 +47,16 @@ class Executor:
     """One rank's part of a pipeline, which may be the whole of it.
 
     stages: this rank's, by chunk. limit: microbatches under way at once where the schedule has no actions of its own
-    and what has arrived says what is next.
+    and what has arrived says what is next. count: told of every message sent.
     """
 
     def __init__(
         self, stages: Sequence[Stage], rank: int, schedule: Schedule, limit: int, engine: Engine,
-        transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None,
+        transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None, count: CountSent,
     ) -> None:  # fmt: skip
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
-        self._engine, self._transport, self._shape_of, self._deferred = engine, transport, shape_of, deferred
+        self._engine, self._transport, self._shape_of = engine, transport, shape_of
+        self._deferred, self._count = deferred, count
         # Between two pieces on one rank.
         self._handed: dict[Channel, deque[Tensor]] = {}
 
@@ -196,6 +200,7 @@ class Executor:
             self._handed.setdefault(channel, deque()).append(values)
         else:
             assert self._transport is not None
+            self._count(channel, values.nbytes)
             self._transport.send(channel, values)
 
     def _flush(self) -> None:
