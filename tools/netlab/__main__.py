@@ -7,6 +7,7 @@ python -m tools.netlab --cluster two-sites --nodes 1 --ranks-per-node 2 --slower
 import argparse
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -45,7 +46,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--intra", metavar="RATE", help="of all that a node's ranks tell each other (default: unshaped)"
     )
-    parser.add_argument("--slower", type=float, default=1.0, metavar="N", help="divide the description's rates by N")
+    parser.add_argument("--latency", metavar="TIME", help="of a message between nodes, such as 5ms (default: none)")
+    parser.add_argument(
+        "--slow",
+        metavar="NODE=SPEED",
+        action="append",
+        default=[],
+        help="let a node's ranks run only that share of the time, such as 1=0.5; may be given for several",
+    )
+    parser.add_argument("--slower", type=float, default=1.0, metavar="N", help="links N times slower than described")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="kill the run after so long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument("--clean", action="store_true", help="remove what labs left behind that were killed, and end")
@@ -59,12 +68,28 @@ def _parse() -> argparse.Namespace:
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
+    spec = _described(arguments)
+    speeds = dict(_speed(text) for text in arguments.slow)
+    return replace(spec, speeds={**spec.speeds, **speeds})
+
+
+def _speed(text: str) -> tuple[int, float]:
+    node, _, speed = text.partition("=")
+    try:
+        return int(node), float(speed)
+    except ValueError:
+        raise BadInputError(f"--slow is {text}; expected a node's number and a share of the time, as 1=0.5") from None
+
+
+def _described(arguments: argparse.Namespace) -> Spec:
     if arguments.cluster is None:
         if arguments.slower != 1.0:
             raise BadInputError("--slower divides the rates of --cluster, which is not given; give --inter the rate")
-        return plain(arguments.nodes or 2, arguments.ranks_per_node or 1, arguments.inter, arguments.intra)
-    if arguments.inter is not None:
-        raise BadInputError("--inter and --cluster both say how fast the cards are; leave one out")
+        nodes, ranks = arguments.nodes or 2, arguments.ranks_per_node or 1
+        return plain(nodes, ranks, arguments.inter, arguments.intra, arguments.latency)
+    for key in ("inter", "latency"):
+        if getattr(arguments, key) is not None:
+            raise BadInputError(f"--{key} and --cluster both say how fast the cards are; leave one out")
     cluster = load_cluster(arguments.cluster)
     return of_cluster(cluster, arguments.nodes, arguments.ranks_per_node, arguments.slower, arguments.intra)
 

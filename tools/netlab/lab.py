@@ -102,7 +102,9 @@ class Lab:
         before = self._traffic()
         # A port that was just used may be refused for a while.
         self._port += 1
-        self._ranks = Ranks([self._rank(rank, command, env or {}) for rank in range(self.spec.world)], echo)
+        local, world = self.spec.ranks_per_node, self.spec.world
+        speeds = {rank: self.spec.speeds[rank // local] for rank in range(world) if rank // local in self.spec.speeds}
+        self._ranks = Ranks([self._rank(rank, command, env or {}) for rank in range(world)], echo, speeds)
         try:
             returncode, seconds = self._ranks.wait(timeout)
         finally:

@@ -15,6 +15,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 from llmtrain.errors import RunFailedError
 
@@ -72,13 +74,18 @@ def build(spec: Spec, lab: str) -> None:
     for index, _ in enumerate(spec.networks):
         _run("ip", "-n", hub, "link", "add", f"br{index}", "mtu", str(MTU), "type", "bridge", "mcast_snooping", "0")
         _up(hub, f"br{index}")
+    held = []
     for node, cards in enumerate(spec.nodes):
         _add_namespace(node_name(lab, node))
         _up(node_name(lab, node), "lo")
         if spec.intra is not None:
             _shape(node_name(lab, node), "lo", spec.intra)
         for card in cards:
-            _plug(spec, lab, node, card)
+            port = _plug(spec, lab, node, card)
+            if card.latency or card.jitter:
+                held.append(f"{port},{port}d,{card.latency},{card.jitter}")
+    if held:
+        _delay(hub, held)
 
 
 def namespaces(prefix: str) -> list[str]:
@@ -119,17 +126,36 @@ def _add_namespace(name: str) -> None:
     _run("ip", "netns", "exec", name, "sh", "-ec", "; ".join(writes))
 
 
-def _plug(spec: Spec, lab: str, node: int, card: Card) -> None:
+def _plug(spec: Spec, lab: str, node: int, card: Card) -> str:
+    """Plug a card into the bridge of its network, and return the port's name; if it is delayed, with a gap between."""
     hub, name, network = f"{lab}-hub", node_name(lab, node), spec.networks.index(card.network)
     port = f"n{node}-{network}"
     ends = (port, "mtu", str(MTU), "type", "veth", "peer", "name", card.interface, "mtu", str(MTU), "netns", name)
     _run("ip", "-n", hub, "link", "add", *ends)
-    _run("ip", "-n", hub, "link", "set", port, "master", f"br{network}")
+    plug = port
+    if card.latency or card.jitter:
+        plug = f"{port}b"
+        _run("ip", "-n", hub, "link", "add", f"{port}d", "mtu", str(MTU), "type", "veth", "peer", plug, "mtu", str(MTU))
+        _up(hub, f"{port}d")
+        _up(hub, plug)
+    _run("ip", "-n", hub, "link", "set", plug, "master", f"br{network}")
     _run("ip", "-n", name, "address", "add", f"{address(spec, node, card.network)}/16", "dev", card.interface)
     for namespace, interface in ((hub, port), (name, card.interface)):
         if card.rate is not None:
             _shape(namespace, interface, card.rate)
         _up(namespace, interface)
+    return port
+
+
+def _delay(hub: str, links: list[str]) -> None:
+    """Start what bridges the gaps; it ends with the namespace."""
+    inside = ["ip", "netns", "exec", hub, "setpriv", "--pdeathsig", "KILL", "--"]
+    program = [sys.executable, str(Path(__file__).with_name("delay.py")), *links]
+    # It is waited for by nobody: `remove` kills it, and it is gone when this process is.
+    started = subprocess.Popen([*inside, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert started.stdout is not None
+    if (said := started.stdout.readline().strip()) != "ready":
+        raise RunFailedError(f"links cannot be delayed here: {said}")
 
 
 def _up(namespace: str, interface: str) -> None:

@@ -7,23 +7,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from threading import Thread
+from threading import Event, Thread
 
 TIMED_OUT = 124
 # Seconds in which the others may end by themselves once one rank has failed, before SIGTERM.
 SETTLE = 5.0
 # Seconds between SIGTERM and SIGKILL, and between a signal that was passed on and SIGKILL.
 GRACE, PASSED_ON_GRACE = 10.0, 60.0
+# Seconds in which a slowed rank stops once: short beside a microbatch's compute.
+PERIOD = 0.02
 
 
 class Ranks:
     """The processes of one run, each the leader of a group of its own.
 
     commands: what each rank runs, and its environment. echo: write each line to stdout as it comes, rank in front.
-    output: the lines of each rank, stdout and stderr as they came.
+    speeds: by rank, the share of the time that it runs. output: the lines of each rank, stdout and stderr as they came.
     """
 
-    def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], echo: bool) -> None:
+    def __init__(
+        self,
+        commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+        echo: bool,
+        speeds: Mapping[int, float] | None = None,
+    ) -> None:
         self.output: list[list[str]] = [[] for _ in commands]
         self._echo = echo
         self._due: list[tuple[float, int]] = []
@@ -38,6 +45,10 @@ class Ranks:
         self._listeners = [Thread(target=self._listen, args=(rank,), daemon=True) for rank in range(len(commands))]
         for listener in self._listeners:
             listener.start()
+        self._over = Event()
+        self._brakes = [Thread(target=self._brake, args=item, daemon=True) for item in (speeds or {}).items()]
+        for brake in self._brakes:
+            brake.start()
 
     def wait(self, timeout: float | None) -> tuple[int, float]:
         """Return (exit code, seconds) once all have ended: 0, or the code of the rank that failed first.
@@ -62,6 +73,10 @@ class Ranks:
                     self._signal(entry[1])
                 time.sleep(0.02)
         finally:
+            # Before the ranks are waited for, after which their numbers may be another's.
+            self._over.set()
+            for brake in self._brakes:
+                brake.join()
             self._signal(signal.SIGKILL)
             for process, listener in zip(self._processes, self._listeners, strict=True):
                 process.wait()
@@ -75,9 +90,17 @@ class Ranks:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            # Nobody else gets the group's number, as its leader is waited for only when all is over.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+            _signal_group(process.pid, number)
+
+    def _brake(self, rank: int, speed: float) -> None:
+        """Let a rank run for a share of each period only. A clock that is not reset keeps the share exact."""
+        group, begin = self._processes[rank].pid, self._started
+        while not self._over.is_set():
+            begin += PERIOD * (1 + max(0, (time.monotonic() - begin) // PERIOD))
+            self._over.wait(begin - time.monotonic())
+            _signal_group(group, signal.SIGSTOP)
+            self._over.wait(begin + PERIOD * (1 - speed) - time.monotonic())
+            _signal_group(group, signal.SIGCONT)
 
     def _listen(self, rank: int) -> None:
         stream = self._processes[rank].stdout
@@ -87,6 +110,12 @@ class Ranks:
             if self._echo:
                 sys.stdout.write(f"[{rank}] {line.rstrip()}\n")
                 sys.stdout.flush()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    # Nobody else gets the group's number, as its leader is waited for only when all is over.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
 
 
 def _exit_code(pid: int) -> int | None:

@@ -1,11 +1,15 @@
 """What to emulate: nodes, their network cards, and the networks that these are plugged into. Pure data."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from llmtrain.cluster.config import Cluster, Nic, NodeGroup
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
+
+# Seconds. Messages on the machine itself take some 0.1 ms, so less cannot be told from none.
+SHORTEST = 0.0005
 
 # What Linux takes as an interface's name.
 _INTERFACE = re.compile(r"[^\s/:.][^\s/:]{0,14}")
@@ -15,27 +19,38 @@ _INTERFACE = re.compile(r"[^\s/:.][^\s/:]{0,14}")
 class Card:
     """A network card of one node. network: those on one of the same name reach each other, and no others.
 
-    rate: bytes per second in each direction; None: as fast as the machine copies.
+    rate: bytes per second in each direction; None: as fast as the machine copies. latency: seconds that what the card
+    sends is on its way, and up to jitter more, in order.
     """
 
     interface: str
     network: str
     rate: float | None = None
+    latency: float = 0.0
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)
 class Spec:
     """An emulated cluster. nodes: the cards of each. intra: bytes per second of all that the ranks of one node send to
-    each other; None: as fast as the machine copies.
+    each other; None: as fast as the machine copies. speeds: by node, the share of the time that its ranks run; 1 where
+    it is not named.
     """
 
     ranks_per_node: int
     nodes: tuple[tuple[Card, ...], ...]
     intra: float | None = None
+    speeds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or not self.nodes:
             raise BadInputError(f"{len(self.nodes)} nodes of {self.ranks_per_node} ranks; expected at least 1 of each")
+        for node, speed in self.speeds.items():
+            if not (0 <= node < len(self.nodes) and 0 < speed <= 1):
+                raise BadInputError(
+                    f"node {node} at speed {speed:g}; expected one of the nodes 0 to {len(self.nodes) - 1}, and a "
+                    "share of the time above 0, up to 1"
+                )
         for cards in self.nodes:
             names = [card.interface for card in cards]
             for name in names:
@@ -63,9 +78,13 @@ class Spec:
         return "between" if "between" in common else common[0]
 
 
-def plain(nodes: int, ranks_per_node: int, inter: str | None = None, intra: str | None = None) -> Spec:
-    """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. Raises BadInputError."""
-    card = Card("eth0", "net0", _rate("inter", inter))
+def plain(
+    nodes: int, ranks_per_node: int, inter: str | None = None, intra: str | None = None, latency: str | None = None
+) -> Spec:
+    """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. latency: of a message between
+    nodes, such as 5ms. Raises BadInputError.
+    """
+    card = Card("eth0", "net0", _rate("inter", inter), _time("latency", latency))
     return Spec(ranks_per_node, ((card,),) * nodes, _rate("intra", intra))
 
 
@@ -79,14 +98,17 @@ def of_cluster(
     """Return a described cluster, or one of its form: fewer nodes in each of the clusters, fewer ranks, slower links.
 
     Each card of a node is on a network of its own, shared with the cards in the same place of the cluster's other
-    nodes; where there is no `between`, also with those of the other clusters. Latencies are not emulated.
+    nodes; where there is no `between`, also with those of the other clusters. slower: what rates are divided by, and
+    latencies multiplied; those below SHORTEST are left out. Clusters' speeds are shares of the fastest one's.
     Raises BadInputError.
     """
     if slower <= 0:
         raise BadInputError(f"slower is {slower}; expected a number above 0, as links are that many times slower")
     groups = cluster.clusters or (NodeGroup(name="net"),)
     between = cluster.between if len(groups) > 1 else None
+    fastest = max(group.speed or 1.0 for group in groups)
     all_nodes: list[tuple[Card, ...]] = []
+    speeds: dict[int, float] = {}
     for group in groups:
         count = nodes or group.nodes
         if count is None:
@@ -95,17 +117,26 @@ def of_cluster(
         cards = [_card(nic, f"eth{place}", f"{network}{place}", slower) for place, nic in enumerate(group.cards)]
         if between is not None:
             cards.append(_card(between, f"eth{len(cards)}", "between", slower))
+        if (speed := (group.speed or 1.0) / fastest) < 1:
+            speeds.update(dict.fromkeys(range(len(all_nodes), len(all_nodes) + count), speed))
         all_nodes += [tuple(cards or [Card("eth0", "net0")])] * count
-    return Spec(ranks_per_node or cluster.node.ranks, tuple(all_nodes), _rate("intra", intra))
+    return Spec(ranks_per_node or cluster.node.ranks, tuple(all_nodes), _rate("intra", intra), speeds)
 
 
 def _card(nic: Nic, interface: str, network: str, slower: float) -> Card:
-    rate = _rate("bandwidth", nic.bandwidth)
-    return Card(nic.interface or interface, network, rate and rate / slower)
+    rate, latency = _rate("bandwidth", nic.bandwidth), _time("latency", nic.latency) * slower
+    return Card(nic.interface or interface, network, rate and rate / slower, latency if latency >= SHORTEST else 0.0)
 
 
 def _rate(key: str, text: str | None) -> float | None:
     try:
         return None if text is None else quantity(text, "byte/s")
+    except ValueError as error:
+        raise BadInputError(f"{key} is {text!r}; {error}") from None
+
+
+def _time(key: str, text: str | None) -> float:
+    try:
+        return 0.0 if text is None else quantity(text, "s")
     except ValueError as error:
         raise BadInputError(f"{key} is {text!r}; {error}") from None

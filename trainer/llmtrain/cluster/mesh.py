@@ -76,8 +76,8 @@ def placement_advice(cluster: Cluster | None, layout: Layout) -> list[str]:
 
 
 def _tensor_advice(cluster: Cluster, layout: Layout) -> str | None:
-    tensor, ranks = layout.degrees.get(Axis.TENSOR, 1), cluster.node.ranks
-    if all(len(nodes_of(cluster, group)) == 1 for group in _groups(layout, Axis.TENSOR)):
+    tensor, ranks = layout.degree(Axis.TENSOR), cluster.node.ranks
+    if all(len(nodes_of(cluster, group)) == 1 for group in layout.groups(Axis.TENSOR)):
         return None
     return (
         f"parallel.tensor is {tensor} and a node has {ranks} ranks, so every layer's sums cross between nodes; set "
@@ -87,7 +87,7 @@ def _tensor_advice(cluster: Cluster, layout: Layout) -> str | None:
 
 def _data_advice(cluster: Cluster, layout: Layout) -> str | None:
     """Say so where gradients cross between clusters that a network of its own joins."""
-    crossed = next((names for group in _groups(layout, Axis.DATA) if (names := _names(cluster, group))), None)
+    crossed = next((names for group in layout.groups(Axis.DATA) if (names := _names(cluster, group))), None)
     if cluster.between is None or crossed is None:
         return None
     rate = f" at {cluster.between.bandwidth}" if cluster.between.bandwidth else ""
@@ -98,7 +98,7 @@ def _data_advice(cluster: Cluster, layout: Layout) -> str | None:
 
 
 def _remedy(cluster: Cluster, layout: Layout) -> str:
-    axes, tensor = (Axis.PIPELINE, Axis.DATA, Axis.TENSOR), layout.degrees.get(Axis.TENSOR, 1)
+    axes, tensor = (Axis.PIPELINE, Axis.DATA, Axis.TENSOR), layout.degree(Axis.TENSOR)
     blocks = layout.world // tensor
 
     def inside(pipeline: int) -> bool:
@@ -107,7 +107,7 @@ def _remedy(cluster: Cluster, layout: Layout) -> str:
 
     # As many stages as there are blocks leave nothing to cross.
     pipeline = next(stages for stages in range(1, blocks + 1) if blocks % stages == 0 and inside(stages))
-    keys = [f"parallel.pipeline to {pipeline}"] if pipeline != layout.degrees.get(Axis.PIPELINE, 1) else []
+    keys = [f"parallel.pipeline to {pipeline}"] if pipeline != layout.degree(Axis.PIPELINE) else []
     if list(layout.degrees) != [axis for axis in axes if axis in layout.degrees]:
         keys.append(f"parallel.order to {HOLMES}")
     return f"set {' and '.join(keys)} to have each stage inside one cluster"
@@ -117,7 +117,3 @@ def _names(cluster: Cluster, ranks: Iterable[int]) -> list[str]:
     """Return the names of the clusters that `ranks` cross, none where they are all in one."""
     crossed = clusters_of(cluster, ranks)
     return [cluster.clusters[index].name for index in crossed] if len(crossed) > 1 else []
-
-
-def _groups(layout: Layout, axis: Axis) -> list[list[int]]:
-    return layout.groups(axis) if axis in layout.degrees else []

@@ -65,9 +65,11 @@ def connect(
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
     gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group. cluster: see Ranks;
-    the group of all ranks is on the network that joins them all. Raises BadInputError when this machine has no such
-    card.
+    the group of all ranks is on the network that joins them all. Where one machine has all ranks (LOCAL_WORLD_SIZE),
+    whatever nodes it plays, no card is asked for. Raises BadInputError when this machine has no such card.
     """
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
+        cluster = None
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_of(local_rank)
     if device.type == "cuda":

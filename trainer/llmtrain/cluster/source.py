@@ -34,7 +34,11 @@ def run_on(
         cluster = load_cluster(recipe.cluster)
     world = ranks or _described(cluster, recipe.parallel)
     per_node = cluster.node.ranks if cluster else world
-    return cluster, tiers(cluster, world, per_node), Layout(layout_degrees(recipe.parallel, world))
+    return (
+        cluster,
+        tiers(cluster, world, per_node),
+        Layout(layout_degrees(recipe.parallel, world, recipe.parallel.order)),
+    )
 
 
 def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
