@@ -5,6 +5,7 @@ is a line with the exit codes of its ranks. What a rank prints goes to `folder/r
 engine goes to `rank-R.json` in the run's folder.
 """
 
+import gc
 import json
 import os
 import signal
@@ -89,6 +90,8 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
     ranks = connect(Layout({Axis.DATA: job["world"]}))
     for case in job["cases"]:
         run_case(case, ranks)
+        # A run's parts know each other; the threads of its process groups end with them.
+        gc.collect()
     disconnect(ranks)
 
 

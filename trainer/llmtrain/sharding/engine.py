@@ -107,6 +107,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what is on its way, and leave the process groups."""
         self.weights.settle()
+        self.gradients.close()
         self._hops.close()
 
     @property

@@ -91,8 +91,8 @@ class GradientReducer:
         self._places = {
             parameter: (name, place) for name, unit in units.items() for place, parameter in enumerate(unit.parameters)
         }
-        for parameter in self._places:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        # Python's collector does not see through what autograd holds, so hooks are taken off at the end.
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._places]
 
     def start(self, names: Iterable[str], first: bool, last: bool) -> None:
         """Begin a microbatch of the units `names`. The `first` one replaces earlier sums; the `last` one completes them
@@ -141,6 +141,11 @@ class GradientReducer:
         for name, early_ones in there.items():
             for early in early_ones:
                 self._add(name, *early)
+
+    def close(self) -> None:
+        """Leave the parameters alone."""
+        for hook in self._hooks:
+            hook.remove()
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.
