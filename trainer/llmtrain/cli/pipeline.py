@@ -21,7 +21,7 @@ def show(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=4.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the run; default: one replica, or as parallel.data says.")
+        int | None, typer.Option(min=1, help="Ranks of the run; default: all that are described, or one replica.")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,

@@ -8,9 +8,10 @@ from typing import Any
 from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
+from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.actions import Schedule
 from llmtrain.parallel.pipeline.config import ScheduleName
@@ -114,17 +115,17 @@ def relative_durations(
 def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PipelineView:
     """Return the view of a recipe's pipeline, by FLOPs and the speeds that the cluster states.
 
-    The data need not be there. ranks: of the run; None for one replica, or as many as `parallel.data` says. Raises
-    BadInputError.
+    The data need not be there. ranks: of the run; None for as many as the cluster has, or, where nothing says how many,
+    as one replica needs. Raises BadInputError.
     """
     recipe = load_recipe(name_or_path, overrides, complete=False)
     check_given(recipe)
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
-    world = ranks or parallel.pipeline * parallel.tensor * (1 if parallel.data == "auto" else parallel.data)
-    facts = _facts(recipe, world)
-    layout = Layout(layout_degrees(parallel, world, parallel.order))
+    cluster, _, layout = run_on(name_or_path, overrides, ranks)
+    layout = Layout(layout_degrees(parallel, layout.world, parallel.order))
+    facts = _facts(recipe, cluster, layout.world)
     resolved = resolve(recipe, facts)
     pipeline, train = resolved.pipeline, resolved.train
     share, microbatch = replica_share(resolved, int(resolved.parallel.data)), int(train.microbatch)
@@ -142,22 +143,17 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
         share // microbatch,
         pipeline.schedule,
         pipeline.split,
-        relative_durations(pipeline.split, costs, stage_speeds(facts.cluster, layout), stages),
+        relative_durations(pipeline.split, costs, stage_speeds(cluster, layout), stages),
         None if pipeline.limit == "auto" else pipeline.limit,
     )
 
 
-def _facts(recipe: Recipe, world: int) -> Facts:
+def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
-    given = recipe.cluster
-    if isinstance(given, str):
-        cluster = None if given == "auto" else load_cluster(given)
-    else:
-        cluster = given
     return Facts(
         world=world,
         device="cpu",
-        ranks_per_node=world if cluster is None else cluster.node.ranks,
+        ranks_per_node=None if cluster is None else cluster.node.ranks,
         cluster=cluster,
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
         hf=None if folder is None else read_hf_config(Path(folder)),
