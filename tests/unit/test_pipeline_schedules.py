@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
@@ -33,17 +35,34 @@ def makespan(name: ScheduleName, p: int, v: int, m: int) -> int:
     return 3 * (m + p - 1)
 
 
+def check(name: ScheduleName, p: int, chunks: int, m: int) -> None:
+    schedule = make_schedule(name, p, chunks, m)
+    validate(schedule)
+    live, bound = peak_live(schedule), live_bound(name, p, chunks, m)
+    assert all(found <= most for found, most in zip(live, bound, strict=True))
+    timeline = simulate(schedule, Durations.even(p * chunks))
+    assert timeline.makespan == makespan(name, p, chunks, m)
+    assert timeline.busy == [3 * chunks * m] * p
+    assert timeline.actions == schedule.actions
+
+
+@pytest.mark.parametrize(("name", "chunks"), FIXED)
+def test_small_and_round_sizes(name: ScheduleName, chunks: int) -> None:
+    for p, m in product(range(1, 9), (*range(1, 10), 16, 17, 32)):
+        check(name, p, chunks, m)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FIXED), st.integers(1, 8), st.integers(1, 32))
+def test_any_size(kind: tuple[ScheduleName, int], p: int, m: int) -> None:
+    check(kind[0], p, kind[1], m)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "chunks"), FIXED)
 def test_every_size(name: ScheduleName, chunks: int) -> None:
     for p, m in product(range(1, 9), range(1, 33)):
-        schedule = make_schedule(name, p, chunks, m)
-        validate(schedule)
-        live, bound = peak_live(schedule), live_bound(name, p, chunks, m)
-        assert all(found <= most for found, most in zip(live, bound, strict=True)), (p, m)
-        timeline = simulate(schedule, Durations.even(p * chunks))
-        assert timeline.makespan == makespan(name, p, chunks, m), (p, m)
-        assert timeline.busy == [3 * chunks * m] * p
-        assert timeline.actions == schedule.actions
+        check(name, p, chunks, m)
 
 
 @pytest.mark.parametrize(("name", "chunks"), FIXED)
