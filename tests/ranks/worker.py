@@ -47,7 +47,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["counted"]:
         notes |= {"on_lanes": [], "whole": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
-    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    layout = Layout(layout_degrees(recipe.parallel, facts.world))
     loop.train(recipe, replace(ranks, tiers=facts.tiers, layout=layout), [])
     (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 

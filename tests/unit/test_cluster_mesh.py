@@ -24,7 +24,7 @@ def meshes(world: int) -> Iterator[Layout]:
     for tensor in divisors(world):
         for pipeline in divisors(world // tensor):
             for order in ORDERS:
-                yield Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline), world, order))
+                yield Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline, order=order), world))
 
 
 def chains(world: int) -> Iterator[tuple[Tier, ...]]:
@@ -65,7 +65,7 @@ def test_the_only_axis_sees_the_tiers_as_they_are(world: int) -> None:
     for links in [*chains(world), tiers(None, world, 2), tiers(None, world, world)]:
         assert axis_tiers(links, Layout({Axis.DATA: world}), Axis.DATA) == links
         for order in ORDERS:
-            alone = Layout(layout_degrees(ParallelConfig(), world, order))
+            alone = Layout(layout_degrees(ParallelConfig(order=order), world))
             assert axis_tiers(links, alone, Axis.DATA) == links
 
 
@@ -89,18 +89,21 @@ def test_tiers_that_become_alike() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_degrees_in_an_order(order: str) -> None:
-    degrees = layout_degrees(ParallelConfig(tensor=2, pipeline=3), 24, order)
+    degrees = layout_degrees(ParallelConfig(tensor=2, pipeline=3, order=order), 24)
     assert [axis.value for axis in degrees] == order.split("-")
     assert degrees == {Axis.TENSOR: 2, Axis.PIPELINE: 3, Axis.DATA: 4}
-    assert layout_degrees(ParallelConfig(tensor=2, pipeline=3, data=4), 24, order) == degrees
+    assert layout_degrees(ParallelConfig(tensor=2, pipeline=3, data=4, order=order), 24) == degrees
 
 
 @pytest.mark.parametrize(
     ("parallel", "sentence"),
     [
-        (ParallelConfig(tensor=3), r"^parallel.tensor x parallel.pipeline is 3 x 1, but the run has 8 ranks; .* of 3,"),
-        (ParallelConfig(tensor=4, pipeline=4), "is 4 x 4, but the run has 8 ranks; start it with a multiple of 16"),
-        (ParallelConfig(tensor=2, data=2), "is 2 x 1 and parallel.data 2, but the run has 8"),
+        (ParallelConfig(tensor=3), r"^parallel\.tensor \(3\) times .* is 3, but the run has 8 ranks; .* of 3$"),
+        (ParallelConfig(tensor=4, pipeline=4), r"\(4\) is 16, but the run has 8 ranks; start it with a multiple of 16"),
+        (
+            ParallelConfig(tensor=2, data=2),
+            r"is 2, times parallel\.tensor \(2\) .* run has 8 ranks; set parallel\.data=auto",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit(parallel: ParallelConfig, sentence: str) -> None:
@@ -118,7 +121,7 @@ def sites(*nodes: int, speeds: tuple[float | None, ...] = (), **extra: Any) -> C
 
 
 def mesh(world: int, tensor: int = 1, pipeline: int = 1, order: str = HOLMES) -> Layout:
-    return Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline), world, order))
+    return Layout(layout_degrees(ParallelConfig(tensor=tensor, pipeline=pipeline, order=order), world))
 
 
 def test_clusters_of_ranks() -> None:

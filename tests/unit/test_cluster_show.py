@@ -92,5 +92,5 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no recipe quickstar; did you mean quickstart?" in refused(capsys, "quickstar")
     assert "parallel.tensr is not a recipe key" in refused(capsys, "p4d", "parallel.tensr=2")
     assert "'tensor' is not an override" in refused(capsys, "p4d", "tensor")
-    assert "is 3 x 1, but the run has 16 ranks" in refused(capsys, "p4d", "parallel.tensor=3", "--ranks", "16")
+    assert "is 3, but the run has 16 ranks" in refused(capsys, "p4d", "parallel.tensor=3", "--ranks", "16")
     assert "start it with 32" in refused(capsys, "two-sites", "--ranks", "16")

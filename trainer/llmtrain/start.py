@@ -13,6 +13,7 @@ from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
+from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
 from llmtrain.recipe.resolve import Facts, decisions, to_yaml
@@ -63,7 +64,8 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts:
         die_with_launcher()
         decided = [f"{place.world} ranks, started by {place.by}", *decided]
     facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
-    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    layout = Layout(layout_degrees(recipe.parallel, facts.world))
+    decided = [*decided, *advice(recipe, facts.cluster, layout)]
     ranks = connect(layout, facts.tiers, cluster=facts.cluster)
     try:
         train(recipe, ranks, decided)

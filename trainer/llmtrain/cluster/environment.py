@@ -54,6 +54,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
         "RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_RANK": environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        "LOCAL_WORLD_SIZE": here,
         "MASTER_ADDR": environment.get("MASTER_ADDR", "localhost"),
         "MASTER_PORT": environment.get("MASTER_PORT", "29500" if here != world else str(port)),
     }
@@ -73,6 +74,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
     }
     # As in `4(x2),3`: tasks on each node.
     per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    variables |= {"LOCAL_WORLD_SIZE": per_node[0]} if per_node else {}
     return _launched("srun", rank, world, per_node and per_node[0], variables)
 
 

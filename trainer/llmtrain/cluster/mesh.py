@@ -16,22 +16,22 @@ from llmtrain.errors import BadInputError
 HOLMES = "pipeline-data-tensor"
 
 
-def layout_degrees(parallel: ParallelConfig, world: int, order: str = HOLMES) -> dict[Axis, int]:
-    """Return how many of `world` ranks are along each axis, the slowest axis first, as `order` names them.
+def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
+    """Return how many of `world` ranks are along each axis, the slowest axis first, as `parallel.order` names them.
 
     Raises BadInputError when world is not tensor x pipeline x data.
     """
     model = parallel.tensor * parallel.pipeline
     data = world // model if parallel.data == "auto" else parallel.data
     if data < 1 or model * data != world:
-        degrees = f"parallel.tensor x parallel.pipeline is {parallel.tensor} x {parallel.pipeline}"
+        parts = f"parallel.tensor ({parallel.tensor}) times parallel.pipeline ({parallel.pipeline})"
+        said = f"{parts} is {model}"
         if parallel.data != "auto":
-            degrees = f"{degrees} and parallel.data {parallel.data}"
-        raise BadInputError(
-            f"{degrees}, but the run has {world} ranks; start it with a multiple of {model}, and set parallel.data=auto"
-        )
+            said = f"parallel.data is {data}" + (f", times {parts}" if model > 1 else "")
+        needed = f"start it with a multiple of {model}" if parallel.data == "auto" else "set parallel.data=auto"
+        raise BadInputError(f"{said}, but the run has {world} rank{'s' if world > 1 else ''}; {needed}")
     degree = {Axis.TENSOR: parallel.tensor, Axis.PIPELINE: parallel.pipeline, Axis.DATA: data}
-    return {Axis(name): degree[Axis(name)] for name in order.split("-")}
+    return {Axis(name): degree[Axis(name)] for name in parallel.order.split("-")}
 
 
 def node_of(cluster: Cluster, rank: int) -> int:

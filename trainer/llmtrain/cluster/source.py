@@ -37,7 +37,7 @@ def run_on(
     return (
         cluster,
         tiers(cluster, world, per_node),
-        Layout(layout_degrees(recipe.parallel, world, recipe.parallel.order)),
+        Layout(layout_degrees(recipe.parallel, world)),
     )
 
 

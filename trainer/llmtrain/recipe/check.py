@@ -8,10 +8,13 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.parallel.pipeline.schedules import schedule_problems
+from llmtrain.parallel.pipeline.schedules import schedule_problems, schedule_warning
 from llmtrain.parallel.tensor.check import tensor_problems
 from llmtrain.recipe.resolve import Facts, replica_share, shape
 from llmtrain.recipe.schema import EveryK, Recipe
@@ -83,6 +86,17 @@ def check(recipe: Recipe, facts: Facts) -> None:
         raise BadInputError(
             f"activation_checkpointing.every is {every.every}; expected at most model.layers ({config.layers})"
         )
+
+
+def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]:
+    """Return what a resolved recipe may do, but is likely not meant to: a sentence each."""
+    parallel, pipeline = recipe.parallel, recipe.pipeline
+    found = placement_advice(cluster, layout)
+    if parallel.pipeline > 1:
+        count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
+        warning = schedule_warning(pipeline.schedule, parallel.pipeline, int(pipeline.chunks), count)
+        found += [] if warning is None else [warning]
+    return found
 
 
 def _check_batch(recipe: Recipe) -> None:

@@ -65,7 +65,7 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
     Raises BadInputError where a choice is impossible.
     """
     config = _model_shape(recipe, facts)
-    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    layout = Layout(layout_degrees(recipe.parallel, facts.world))
     data = layout.degree(Axis.DATA)
     train, backend, compute = recipe.train, recipe.optimizer.backend, recipe.precision.compute
     if train.microbatch == "auto":

@@ -124,7 +124,7 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
     if parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
     cluster, _, layout = run_on(name_or_path, overrides, ranks)
-    layout = Layout(layout_degrees(parallel, layout.world, parallel.order))
+    layout = Layout(layout_degrees(parallel, layout.world))
     facts = _facts(recipe, cluster, layout.world)
     resolved = resolve(recipe, facts)
     pipeline, train = resolved.pipeline, resolved.train
