@@ -105,7 +105,7 @@ def test_every_grid(case: Case, trained: Trained) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("case", "quantized"), every_zero(), ids=str)
+@pytest.mark.parametrize(("case", "quantized"), list(every_zero()), ids=str)
 def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 

@@ -1,0 +1,41 @@
+"""Messages between stages that go over MPI carry what torch's do."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+import pytest
+from harness import Case, Trainer
+from test_grid import SCHEDULES, grid
+from test_parity import check
+
+MPI = "pipeline.transport=mpi"
+FEW = [
+    grid(1, 4, 1, MPI, schedule="message-driven"),
+    grid(2, 2, 1, MPI, schedule="zero-bubble-v", sequence=True, family="gpt2"),
+]
+EVERY = [
+    *(grid(1, 4, 1, MPI, schedule=schedule) for schedule in SCHEDULES),
+    *(grid(1, 2, 2, MPI, "zero.stage=3", schedule=schedule, family="neox") for schedule in SCHEDULES),
+]
+
+
+@pytest.mark.skipif(which("mpirun") is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py")
+@pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.soak)], ids=["few", "every"])
+@pytest.mark.timeout(900)
+def test_messages_over_mpi(cases: list[Case], trainer: Trainer) -> None:
+    """All in one test: starting ranks is what takes the time."""
+    job = {"cases": [case.job(trainer.recipe) for case in cases]}
+    ranks = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable]
+    started = subprocess.run(
+        [*ranks, str(Path(__file__).with_name("mpi_rank.py")), json.dumps(job)],
+        capture_output=True, text=True, timeout=880, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr[-3000:]
+    trainer.train([case.reference for case in cases])
+    for case in cases:
+        check(lambda wanted: trainer.result(wanted), case, False)
