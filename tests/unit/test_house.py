@@ -37,6 +37,7 @@ WITHOUT_TORCH = (
     "llmtrain.model.presets",
     "llmtrain.model.tensors",
     "llmtrain.cluster.layout",
+    "llmtrain.parallel.tensor.check",
     "llmtrain.cluster.cards",
     "llmtrain.cluster.show",
     "llmtrain.cluster.source",

@@ -1,0 +1,50 @@
+"""Bytes of activations that tensor-parallel ranks keep for the backward pass, measured and by formula."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from llmtrain.model.config import GPTConfig
+from torch import Tensor
+
+
+def kept_bytes(forward: Callable[[], object], others: Sequence[Tensor]) -> int:
+    """Return the bytes of memory that autograd keeps of a forward pass; memory shared with `others` is left out."""
+    skipped = {tensor.untyped_storage().data_ptr() for tensor in others}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in skipped:
+            # Held, so that no later tensor takes its place.
+            kept[place] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def block_bytes(config: GPTConfig, batch: int, sequence: int, degree: int, sharded: bool) -> float:
+    """Return the bytes that a rank keeps of one block in fp32, without dropout or recomputation.
+
+    With b sequences of s tokens, hidden size h, MLP width f, a query and k key/value heads of width d, and t ranks:
+
+    - before each column-parallel product, its input, and before that the norm's: 4 b s h elements, 3 where both norms
+      have the same input (neox). Each rank has all of them, or, with sequence parallelism, 1/t: only a shard is kept,
+      and gathered again in the backward pass;
+    - inside attention Q, K and V, b s (a + 2 k) d, and what comes out of it, b s h, which the next product keeps as
+      well; inside the MLP its width before and after the nonlinearity, 2 b s f, or 3 b s f with a gate: 1/t always;
+    - in fp32, whatever the rest is in: each norm's statistics, two a token for LayerNorm and one for RMSNorm, shared
+      out like tokens; and attention's normalizers, b s a, 1/t.
+
+    Korthikanti et al. 2022 count the same (equations 2 and 4, without the attention core that flash attention does not
+    keep): of their 10 s b h bytes that only sequence parallelism divides, 8 are the 4 b s h elements in 16 bits and 2
+    are dropout's masks; of the 24 s b h / t, 6 are Q, K and V, 2 attention's output and 16 the MLP's with f = 4 h.
+    """
+    tokens, gated = batch * sequence, config.activation == "swiglu"
+    everywhere = tokens * config.hidden * (3 if config.family == "neox" else 4)
+    everywhere += tokens * 2 * (1 if config.family == "llama" else 2)
+    attention = tokens * ((config.heads + 2 * config.kv_heads) * config.head_dim + config.hidden + config.heads)
+    inside = attention + tokens * config.ffn * (3 if gated else 2)
+    return 4 * (everywhere / (degree if sharded else 1) + inside / degree)

@@ -1,0 +1,251 @@
+"""Tensor-parallel ranks for tests: `tensor_ranks.py WORLD FOLDER` forks ranks that train small models beside the plain
+one, and writes what each found to `FOLDER/rank-R.json`: {figure: number or list}, named after what was done.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from llmtrain.cluster.levels import Degrees
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.deferred import gradients as put_off
+from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.sharding.traffic import Traffic
+from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
+from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
+from tensor_memory import kept_bytes
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Built:
+    """A model with its units; `mesh` cuts it."""
+
+    model: GPT
+    units: list[ShardedUnit]
+    mesh: TensorMesh
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return every canonical tensor's gradient, those of tensors left whole summed as a reducer would."""
+        found = {}
+        for unit in self.units:
+            flat = torch.cat([parameter.grad.flatten() for parameter in unit.parameters if parameter.grad is not None])
+            assert len(flat) == unit.spec.numel
+            if self.mesh.sharded:
+                dist.all_reduce(flat[unit.spec.replicated :])
+            found |= named(unit.spec, flat)
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what this rank holds of every canonical tensor."""
+        return {name: held for unit in self.units for name, held in named(unit.spec, unit.weight).items()}
+
+    def put_gradients(self) -> None:
+        """Give the parameters gradients that are complete on every rank."""
+        if self.mesh.sharded:
+            for unit in self.units:
+                names = {tensor.parameter for tensor in unit.spec.tensors if not tensor.split}
+                for name in names:
+                    dist.all_reduce(self.model.unit(unit.spec.name).get_parameter(name).grad)
+
+
+def named(spec: UnitSpec, flat: Tensor) -> dict[str, Tensor]:
+    """Cut a unit's flat buffer into its canonical tensors."""
+    ends = zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False)
+    return {tensor.name: flat[start:end] for tensor, start, end in ends}
+
+
+def build(
+    config: GPTConfig, mesh: TensorMesh, dtype: torch.dtype, recompute: int = 0, defer: Deferred | None = None
+) -> Built:
+    """Build a rank's share of the model, or the plain model."""
+    model = GPT(config, CPU, recompute)
+    parallelize(model, mesh, defer)
+    units = []
+    for whole in model_units(config):
+        spec = whole.slice(mesh.place, mesh.degree)
+        cut = Cut.of(spec.numel, Degrees(), (), 0)
+        units.append(build_unit(spec, model.unit(spec.name), cut, CPU, dtype, seed=1))
+    return Built(model, units, mesh)
+
+
+def optimizer_of(built: Built, adam: bool) -> torch.optim.Optimizer:
+    parameters = [parameter for unit in built.units for parameter in unit.parameters]
+    if adam:
+        return torch.optim.AdamW(parameters, lr=5e-3)
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def train(built: Built, adam: bool) -> list[float]:
+    """Train some steps and return their losses."""
+    optimizer, losses = optimizer_of(built, adam), []
+    for step in range(STEPS):
+        x, y = tokens(built.model.config, step)
+        loss = built.model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        built.put_gradients()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def difference(ours: Built, theirs: Built, what: str, together: bool = False) -> float:
+    """Return the largest relative difference, in the norm, of a tensor's gradient or weight from the plain model's, or
+    that of all of them together."""
+    mine, whole, differences, sizes = getattr(ours, what)(), getattr(theirs, what)(), [], []
+    for tensor in (tensor for unit in ours.units for tensor in unit.spec.tensors):
+        expected = whole[tensor.name][tensor.held[0] : tensor.held[1]]
+        differences.append((mine[tensor.name] - expected).norm())
+        # Keys' biases move all scores of a query alike: their gradients are zero but for rounding.
+        sizes.append(
+            expected.norm() if ".k.bias" not in tensor.name else whole[tensor.name.replace(".k.", ".q.")].norm()
+        )
+    if together:
+        return float(torch.stack(differences).norm() / torch.stack(sizes).norm())
+    return float((torch.stack(differences) / torch.stack(sizes)).max())
+
+
+def parity(name: str, mesh: TensorMesh, figures: Figures) -> None:
+    """One forward and backward pass, then steps of two optimizers, against the plain model."""
+    config = config_of(name)
+    x, y = tokens(config, 0)
+    plain = build(config, TensorMesh(), torch.float32)
+    plain.model(x, y).backward()
+    for variant, (recompute, deferring) in VARIANTS.items():
+        defer = Deferred() if deferring else None
+        ours = build(config, mesh, torch.float32, recompute, defer)
+        loss = ours.model(x, y)
+        if defer is None:
+            loss.backward()
+        else:
+            with defer.collecting() as left:
+                loss.backward()
+            figures["put off"] = sum(parameter.grad is None for parameter in ours.model.parameters())
+            for parameter, gradient in put_off(left):
+                parameter.grad = gradient
+        figures[f"gradients {variant}"] = difference(ours, plain, "gradients")
+    with torch.no_grad():
+        expected = plain.model(x)
+        figures["logits"] = float((ours.model(x) - expected).norm() / expected.norm())
+    for optimizer in ("sgd", "adamw"):
+        plain, ours = (build(config, each, torch.float32) for each in (TensorMesh(), mesh))
+        figures[f"falls {optimizer}"] = (losses := train(plain, optimizer == "adamw"))[0] - losses[-1]
+        pairs = zip(train(ours, optimizer == "adamw"), losses, strict=True)
+        figures[f"losses {optimizer}"] = max(abs(a / b - 1) for a, b in pairs)
+        # AdamW divides each gradient by its own size, and moves a weight as far for one that is zero but for rounding.
+        figures[f"weights {optimizer}"] = difference(ours, plain, "weights", together=optimizer == "adamw")
+
+
+def half_precision(mesh: TensorMesh, figures: Figures) -> None:
+    """Losses in bf16."""
+    config = config_of("llama")
+    plain, ours = (build(config, each, torch.bfloat16) for each in (TensorMesh(), mesh))
+    pairs = zip(train(ours, False), train(plain, False), strict=True)
+    figures["bf16 losses"] = max(abs(a / b - 1) for a, b in pairs)
+
+
+def dropout(mesh: TensorMesh, figures: Figures) -> None:
+    """What ranks drop: `residual` where they share tokens, and in their heads."""
+    config = replace(config_of("gpt2"), dropout=0.3)
+    ours = build(config, mesh, torch.float32, recompute=1)
+    x, y = tokens(config, 0)
+    attention, seen = ours.model.blocks["0"].attention, []
+    # Values that are all alike: what comes out shows what was dropped, and nothing else.
+    attention.qkv.weight.data.zero_()
+    attention.qkv.bias.data.fill_(1.0)
+    attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().clone()))
+    torch.manual_seed(7 + (mesh.place if mesh.sharded else 0))
+    embedded = ours.model.embedding(x)
+    ours.model(x, y).backward()
+    figures["recomputed alike"] = float((seen[0] - seen[1]).abs().max())
+    figures["in heads"] = seen[0].flatten()[:64].tolist()
+    figures["residual"] = (embedded == 0).flatten()[:64].int().tolist()
+    figures["whole"] = [float(parameter.grad.sum()) for parameter in ours.model.head.norm.parameters()]
+
+
+def memory(mesh: TensorMesh, figures: Figures) -> None:
+    """Bytes that a forward pass keeps for the backward pass, at two depths."""
+    for name in CASES[mesh.degree]:
+        for layers in (1, 3):
+            config = replace(config_of(name), layers=layers)
+            ours = build(config, mesh, torch.float32)
+            x, y = tokens(config, 0)
+            held = [unit.weight for unit in ours.units]
+            tables = [*(ours.model.rotary or ()), x]
+            figures[f"kept {name} {layers}"] = kept_bytes(lambda m=ours.model, a=x, b=y: m(a, b), [*held, *tables])
+
+
+def traffic(mesh: TensorMesh, figures: Figures) -> None:
+    """Bytes that the meter was told of in one forward and backward pass of a model with one layer."""
+    calls: list[Traffic] = []
+    config = replace(config_of("gpt2"), layers=1)
+    ours = build(config, replace(mesh, count=calls.extend, tier="node"), torch.float32)
+    calls.clear()
+    ours.model(*tokens(config, 0)).backward()
+    assert {(call.purpose, call.tier) for call in calls} == {("tensor", "node")}
+    large = [call for call in calls if call.size >= 4 * BATCH * SEQUENCE * config.hidden]
+    figures["calls"] = [f"{call.op} {call.size} {call.sent}" for call in large]
+
+
+def rank_main(world: int, rank: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
+    found: dict[str, Figures] = {}
+
+    def noted(name: str, work: Callable[[Figures], None]) -> None:
+        work(found.setdefault(name, {}))
+
+    for sequence in (False, True):
+        mesh = TensorMesh(rank, world, dist.group.WORLD, sequence)
+        kind = "sequence" if sequence else "tensor"
+        for name in CASES[world]:
+            noted(f"{name} {kind}", partial(parity, name, mesh))
+        for work in (memory, traffic, *((half_precision, dropout) if world == 2 else ())):
+            noted(f"{work.__name__} {kind}", partial(work, mesh))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """End a forked process at the end, whatever happens."""
+    try:
+        yield
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def main(world: int, folder: Path) -> int:
+    """Fork the ranks and return 0 if all have ended well."""
+    pids = []
+    for rank in range(world):
+        pids.append(os.fork())
+        if not pids[-1]:
+            with ending():
+                rank_main(world, rank, folder)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

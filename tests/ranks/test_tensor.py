@@ -1,0 +1,95 @@
+"""Tensor-parallel ranks compute what one process does: each case against the plain model, at 2 and at 4 ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
+from tensor_memory import block_bytes
+
+KINDS, EACH = ("tensor", "sequence"), [(world, name) for world, names in CASES.items() for name in names]
+# Rank by rank: what was done, and what was found.
+Found = Callable[[int], list[dict[str, Figures]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    @cache
+    def run(world: int) -> list[dict[str, Figures]]:
+        folder = tmp_path_factory.mktemp(f"tensor-{world}")
+        command = [sys.executable, str(Path(__file__).with_name("tensor_ranks.py")), str(world), str(folder)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world", "name"), EACH)
+def test_parity(world: int, name: str, kind: str, found: Found) -> None:
+    """Logits, gradients, and losses and weights of several steps, in fp32; 61 tokens are shared unevenly."""
+    for rank in found(world):
+        figures = rank[f"{name} {kind}"]
+        for variant in VARIANTS:
+            assert figures[f"gradients {variant}"] < 1e-5
+        assert figures["logits"] < 1e-5
+        for optimizer in ("sgd", "adamw"):
+            assert figures[f"falls {optimizer}"] > 0.3
+            assert figures[f"losses {optimizer}"] < 1e-5
+            assert figures[f"weights {optimizer}"] < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES[2])
+def test_products_of_weights_are_put_off(name: str, found: Found) -> None:
+    """No gradient of what a block multiplies with, and adds to what it shares out, comes with the backward pass."""
+    config = config_of(name)
+    a_block = 4 if config.family == "llama" else 6
+    assert {rank[f"{name} tensor"]["put off"] for rank in found(2)} == {config.layers * a_block}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision(kind: str, found: Found) -> None:
+    assert all(rank[f"half_precision {kind}"]["bf16 losses"] < 0.01 for rank in found(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout(kind: str, found: Found) -> None:
+    """Ranks that hold the same tokens drop the same of them; each drops what it will in its own heads."""
+    first, second = (rank[f"dropout {kind}"] for rank in found(2))
+    assert first["recomputed alike"] == second["recomputed alike"] == 0.0
+    assert first["in heads"] != second["in heads"]
+    assert (first["residual"] == second["residual"]) == (kind == "tensor")
+    assert (first["whole"] == second["whole"]) == (kind == "tensor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world", "name"), EACH)
+def test_kept_activations(world: int, name: str, kind: str, found: Found) -> None:
+    """The last rank keeps of a block what the formula says, to the byte."""
+    figures = found(world)[-1][f"memory {kind}"]
+    measured = (figures[f"kept {name} 3"] - figures[f"kept {name} 1"]) / 2
+    assert measured == block_bytes(config_of(name), BATCH, SEQUENCE, world, kind == "sequence")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", CASES)
+def test_traffic(world: int, kind: str, found: Found) -> None:
+    """One all-reduce, or as much of all-gather and reduce-scatter, for each end of a product, the vocabulary's too."""
+    size = 4 * BATCH * SEQUENCE * config_of("gpt2").hidden
+    part = size // world * (world - 1)
+    if kind == "tensor":
+        # Embedding, attention and MLP forward; MLP, attention and the head's product backward.
+        expected = [f"all_reduce {size} {2 * part}"] * 6
+    else:
+        # Forward 3 of each; backward one more gather for the inputs of each column-parallel product, kept sharded.
+        expected = [f"all_gather {size} {part}"] * 8 + [f"reduce_scatter {size} {part}"] * 6
+    for rank in found(world):
+        assert sorted(rank[f"traffic {kind}"]["calls"]) == expected

@@ -1,0 +1,221 @@
+"""Parallel layers in one process: when collectives begin, what is kept, and what is put off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from llmtrain.cluster.levels import Degrees
+from llmtrain.model.gpt import GPT
+from llmtrain.model.presets import PRESETS
+from llmtrain.model.tensors import model_units
+from llmtrain.parallel.pipeline.deferred import Deferred, gradients
+from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
+from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.sharding.unit import Cut, build_unit
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+RANKS, BATCH, SEQUENCE, INPUTS, OUTPUTS = 2, 3, 8, 10, 14
+
+
+@dataclass(frozen=True)
+class Told(TensorMesh):
+    """Ranks that are all like this one; `events` tells what they do when."""
+
+    events: list[str] = field(default_factory=list)
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        return self._begun("all-reduce", lambda: x.mul_(self.degree))
+
+    def all_gather(self, x: Tensor) -> Pending:
+        return self._begun("all-gather", lambda: torch.cat([x] * self.degree))
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        return self._begun("reduce-scatter", lambda: x.chunk(self.degree)[0] * self.degree)
+
+    def _begun(self, op: str, result: Callable[[], Tensor]) -> Pending:
+        self.events.append(op)
+
+        def finish() -> Tensor:
+            self.events.append(f"{op} done")
+            return result()
+
+        return Pending(finish)
+
+
+class Products(TorchDispatchMode):
+    """Adds each matrix product to `events`, by the shape of its result."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function._schema.name in ("aten::mm", "aten::addmm"):
+            self.events.append(f"product {'x'.join(map(str, result.shape))}")
+        return result
+
+
+def layer_of(kind: type[nn.Module], mesh: TensorMesh, defer: Deferred | None = None, ordered: bool = True) -> nn.Module:
+    layer = kind(INPUTS, OUTPUTS, True, mesh, defer, ordered)  # type: ignore[call-arg]
+    torch.manual_seed(0)
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(torch.randn(parameter.shape)))
+    return layer
+
+
+def inputs_of(kind: type[nn.Module], mesh: TensorMesh) -> Tensor:
+    shared = mesh.degree if mesh.sharded else 1
+    if kind is ColumnParallelLinear:
+        return torch.randn(BATCH, SEQUENCE // shared, INPUTS, requires_grad=True)
+    return torch.randn(BATCH, SEQUENCE, INPUTS // mesh.degree, requires_grad=True)
+
+
+def backward_events(kind: type[nn.Module], mesh: Told) -> list[str]:
+    y = layer_of(kind, mesh)(inputs_of(kind, mesh))
+    mesh.events.clear()
+    with Products(mesh.events):
+        y.backward(torch.ones_like(y))
+    return mesh.events
+
+
+ROWS = BATCH * SEQUENCE
+TO_X, TO_WEIGHT = f"product {ROWS}x{INPUTS}", f"product {OUTPUTS // RANKS}x{INPUTS}"
+
+
+def test_input_gradients_are_summed_while_weights_get_theirs() -> None:
+    events = backward_events(ColumnParallelLinear, Told(0, RANKS))
+    assert events == [TO_X, "all-reduce", TO_WEIGHT, "all-reduce done"]
+
+
+def test_shards_arrive_and_leave_beside_products() -> None:
+    events = backward_events(ColumnParallelLinear, Told(0, RANKS, sequence=True))
+    expected = ["all-gather", TO_X, "reduce-scatter", "all-gather done", TO_WEIGHT, "reduce-scatter done"]
+    assert events == expected
+
+
+def test_row_parallel_gathers_once() -> None:
+    first, *rest = backward_events(RowParallelLinear, Told(0, RANKS, sequence=True))
+    assert first == "all-gather"
+    assert rest == ["all-gather done", f"product {ROWS}x{INPUTS // RANKS}", f"product {INPUTS // RANKS}x{OUTPUTS}"]
+    assert not [event for event in backward_events(RowParallelLinear, Told(0, RANKS)) if "all" in event]
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_put_off(kind: type[nn.Module], sequence: bool) -> None:
+    """Products of weights come later, microbatch by microbatch; whoever does not collect them gets them at once."""
+    mesh, defer = Told(0, RANKS, sequence=sequence), Deferred()
+    now, later = layer_of(kind, mesh), layer_of(kind, mesh, defer)
+    expected, found = [], []
+    for x in [inputs_of(kind, mesh) for _ in range(2)]:
+        to_x, *rest = torch.autograd.grad(now(x).square().sum(), [x, *now.parameters()])
+        expected.append(dict(zip(now._parameters, rest, strict=True)))
+        with defer.collecting() as left:
+            later(x).square().sum().backward()
+        found.append(left)
+        torch.testing.assert_close(x.grad, to_x)
+    assert later.weight.grad is None
+    for left, wanted in zip(found, expected, strict=True):
+        mesh.events.clear()
+        for parameter, gradient in gradients(left):
+            name = next(name for name, one in later.named_parameters() if one is parameter)
+            torch.testing.assert_close(gradient, wanted[name])
+        assert mesh.events == (["all-gather", "all-gather done"] if sequence else [])
+        assert not left
+    later(inputs_of(kind, mesh)).square().sum().backward()
+    assert later.weight.grad is not None
+
+
+def test_what_a_product_waits_for_comes_ahead() -> None:
+    mesh, defer = Told(0, RANKS, sequence=True), Deferred()
+    up, down = layer_of(ColumnParallelLinear, mesh, defer, False), layer_of(RowParallelLinear, mesh, defer, False)
+    x = inputs_of(ColumnParallelLinear, mesh)
+    with defer.collecting() as left:
+        down(up(x)[..., : INPUTS // RANKS]).sum().backward()
+    mesh.events.clear()
+    with Products(mesh.events):
+        assert len([*gradients(left)]) == 3
+    first, second = f"product {INPUTS // RANKS}x{OUTPUTS}", f"product {OUTPUTS // RANKS}x{INPUTS}"
+    assert mesh.events == ["all-gather", "all-gather", "all-gather done", first, "all-gather done", second]
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
+    """Whoever takes a parameter's memory away after the forward pass, and puts it back when it is unpacked, may."""
+    mesh, x = Told(0, RANKS), inputs_of(kind, Told(0, RANKS))
+    layer = layer_of(kind, mesh)
+    weight = layer.weight.data
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
+
+    def pack(tensor: Tensor) -> Tensor | str:
+        return "weight" if tensor.data_ptr() == weight.data_ptr() else tensor
+
+    kept = weight.clone()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: kept if isinstance(saved, str) else saved):
+        loss = layer(x).square().sum()
+    weight.fill_(torch.nan)
+    for ours, theirs in zip(torch.autograd.grad(loss, [x, layer.weight]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_last_product_is_not_recomputed() -> None:
+    """Recomputation ends once it has what the backward pass keeps, which the row-parallel product is no part of."""
+    mesh = Told(0, RANKS)
+    layer, x = layer_of(RowParallelLinear, mesh), inputs_of(RowParallelLinear, mesh)
+    loss = checkpoint(lambda x: layer(x.tanh()), x, use_reentrant=False).square().sum()
+    mesh.events.clear()
+    with Products(mesh.events):
+        loss.backward()
+    assert mesh.events == [f"product {ROWS}x{INPUTS // RANKS}", f"product {INPUTS // RANKS}x{OUTPUTS}"]
+
+
+def test_ranks_in_order() -> None:
+    mesh = TensorMesh(degree=4, sequence=True)
+    x = torch.arange(2 * 8 * 3).view(2, 8, 3)
+    shards = x.chunk(4, dim=1)
+    torch.testing.assert_close(mesh.by_rank(x), torch.cat(shards))
+    torch.testing.assert_close(mesh.by_sequence(torch.cat(shards)), x)
+    assert mesh.by_rank(x[:1]).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["gpt2-1m", "llama-1m", "neox-1m"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_shapes_are_those_of_the_slices(name: str, place: int) -> None:
+    """Parameters keep their names and take the part that the flat units hold, on the meta device."""
+    plain, ours = (GPT(PRESETS[name], torch.device("cpu")) for _ in range(2))
+    parallelize(ours, TensorMesh(place, 2))
+    assert [key for key, _ in ours.named_parameters()] == [key for key, _ in plain.named_parameters()]
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    for unit in model_units(PRESETS[name]):
+        module, held = ours.unit(unit.name), unit.slice(place, 2)
+        assert sum(parameter.numel() for parameter in module.parameters()) == held.numel
+
+
+@pytest.mark.parametrize("name", ["gpt2-1m", "llama-1m"])
+def test_one_rank_can_put_off(name: str) -> None:
+    """Without tensor parallelism the same layers compute the same, and put off what they are told to."""
+    config, found = PRESETS[name], []
+    tokens = torch.randint(0, config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    for defer in (None, Deferred()):
+        model = GPT(config, torch.device("cpu"))
+        parallelize(model, TensorMesh(), defer)
+        make = partial(build_unit, device=torch.device("cpu"), dtype=torch.float32, seed=0)
+        for unit in model_units(config):
+            make(unit, model.unit(unit.name), Cut.of(unit.numel, Degrees(), (), 0))
+        if defer is None:
+            model(tokens, tokens).backward()
+        else:
+            with defer.collecting() as left:
+                model(tokens, tokens).backward()
+            assert model.get_parameter("blocks.0.mlp.up.weight").grad is None
+            for parameter, gradient in gradients(left):
+                parameter.grad = gradient
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0])
