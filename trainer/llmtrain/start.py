@@ -4,20 +4,24 @@ import atexit
 import os
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from llmtrain_data.errors import DataError
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
-from llmtrain.cluster.layout import Layout
-from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
-from llmtrain.recipe.resolve import Facts, decisions, to_yaml
+from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from llmtrain.cluster.ranks import Ranks
 
 EXIT_CODES = {
     BadInputError: EXIT_BAD_INPUT,
@@ -47,28 +51,31 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
     if dry_run:
         sys.stdout.write(to_yaml(resolved))
     elif place is not None or world == 1:
-        _run_rank(resolved, decisions(recipe, resolved), place, facts)
+        _run_rank(recipe, resolved, place, facts)
     else:
         from llmtrain.cluster.launch import launch
 
         launch(world, ["run", name, *overrides])
 
 
-def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts: Facts) -> None:
+def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: Facts) -> None:
     from llmtrain.cluster.launch import die_with_launcher
     from llmtrain.cluster.ranks import connect, disconnect
     from llmtrain.train import train
 
+    said = []
     if place is not None:
         os.environ.update(place.variables)
         die_with_launcher()
-        decided = [f"{place.world} ranks, started by {place.by}", *decided]
-    facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
-    layout = Layout(layout_degrees(recipe.parallel, facts.world))
-    decided = [*decided, *advice(recipe, facts.cluster, layout)]
+        said.append(f"{place.world} ranks, started by {place.by}")
+    facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
+    layout = Layout(layout_degrees(resolved.parallel, facts.world))
     ranks = connect(layout, facts.tiers, cluster=facts.cluster)
     try:
-        train(recipe, ranks, decided)
+        if _is_split_by_speed(recipe, layout, facts):
+            resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
+            said.append(speeds)
+        train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)])
     except tuple(EXIT_CODES) as error:
         _skip_finalization(EXIT_CODES[type(error)])
         if ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1:
@@ -85,6 +92,28 @@ def _run_rank(recipe: Recipe, decided: list[str], place: Launched | None, facts:
             raise RunFailedError(f"rank {ranks.rank} lost contact with another rank") from error
         raise
     disconnect(ranks)
+
+
+def _is_split_by_speed(recipe: Recipe, layout: Layout, facts: Facts) -> bool:
+    """Whether layers go to stages by what their ranks turn out to be capable of: where nothing else says it, and the
+    ranks are not the same processor anyway."""
+    one_processor = facts.device == "cpu" and facts.ranks_per_node == facts.world
+    known = stage_speeds(facts.cluster, layout) is not None
+    return layout.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor
+
+
+def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Facts) -> tuple[Recipe, str]:
+    """Return the recipe resolved again with measured speeds, and what they are. Collective."""
+    from llmtrain.build import DTYPES
+    from llmtrain.parallel.pipeline.speed import Work, measured_speeds
+
+    config = shape(resolved)
+    rows = int(resolved.train.microbatch) * resolved.data.sequence_length
+    speeds = measured_speeds(Work(rows, config.hidden, config.ffn, DTYPES[resolved.precision.compute]), ranks)
+    if speeds is None:
+        return resolved, "stages are equally fast, as measured"
+    shown = ", ".join(f"{speed:.2f}" for speed in speeds)
+    return settle(recipe, replace(facts, speeds=speeds), read_hf_config), f"speeds of the stages, as measured: {shown}"
 
 
 def _skip_finalization(code: int) -> None:

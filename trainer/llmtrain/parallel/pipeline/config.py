@@ -15,9 +15,10 @@ class PipelineConfig:
     pieces of the model that each rank holds (auto: 2 with interleaved and zero-bubble-v, which need several; else 1).
     split: layers of each stage, in the order of the model; uniform: as many in each; balanced: so that the slowest is
     fastest, embedding and head counted; auto: balanced by the speed of each stage's ranks, which the cluster file
-    states. alpha: how much more than its share a faster stage gets (Holmes, equation 2). transport: what carries
-    activations between stages: torch.distributed, or MPI. limit: microbatches that message-driven has under way; auto:
-    as many as there are stages.
+    states, or else is measured at the start (but for CPU ranks that share one machine, which are equally fast). alpha:
+    how much more than its share a faster stage gets (Holmes, equation 2). transport: what carries activations between
+    stages: torch.distributed, or MPI. limit: microbatches that message-driven has under way; auto: as many as there are
+    stages.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -1,0 +1,210 @@
+"""Clusters whose fast networks do not reach each other, trained with stages inside them and without regard to them:
+seconds per step, and bytes on the network between. `python -m tools.bench.clusters --write docs/benchmarks.md`; needs
+root.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from llmtrain.cluster.description import load_cluster
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.bench.table import machine, table, write_section
+from tools.netlab.lab import Lab
+from tools.netlab.spec import of_cluster
+
+# Rates and the shares of fast and slow are those of Holmes, table 1, a thousandth of each.
+DESCRIPTION = """
+node: {{ranks: {ranks}}}
+clusters:
+{clusters}
+between: {{kind: ethernet, interface: eth0, bandwidth: 25mbit}}
+"""
+CLUSTER = "  - {{name: {name}, nodes: {nodes}, nic: {{kind: {kind}, interface: {card}, bandwidth: 200mbit}}}}"
+CARDS = (("infiniband", "ib0"), ("roce", "roce0"))
+RECIPE = """
+model: {{family: gpt2, layers: {layers}, hidden: {hidden}, heads: 4, vocab: 512, tie_embeddings: false}}
+data: {{path: {folder}/set, sequence_length: {tokens}}}
+train: {{steps: 1, global_batch: {batch}, microbatch: 1, eval_every: 0}}
+parallel: {{pipeline: {pipeline}, data: {data}, tensor: {tensor}}}
+zero: {{stage: 1}}
+precision: {{compute: fp32}}
+activation_checkpointing: none
+optimizer: {{lr: 1.0e-3, warmup: 0}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+HEAD = """## Clusters
+
+`python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes, 200 Mbit/s among the nodes of each, whose cards
+do not reach those of other clusters, and Ethernet of 25 Mbit/s that joins all: a thousandth of the rates of Holmes,
+section 4.1. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, one stage for each cluster,
+{tokens} tokens in a microbatch; `llmtrain run` on every rank, placements in turns, medians of all steps but each run's
+first. "stages in clusters" is what a cluster file and the default `parallel.order` do, Holmes' placement; the others
+place ranks with `parallel.order=data-pipeline-tensor`, where replicas are clusters apart: over Ethernet alone, which is
+what reaches everything, as without a cluster file, or with a card chosen for each group. "on Ethernet" is what all
+nodes together send over it in a step, by their cards' counters, headers included; "stages alone" what the activations
+and their gradients make up by formula."""
+PLACEMENTS: Mapping[str, tuple[str, ...]] = {
+    "stages in clusters": ("cluster={cluster}",),
+    "anywhere, Ethernet": ("parallel.order=data-pipeline-tensor",),
+    "anywhere, card by group": ("parallel.order=data-pipeline-tensor", "cluster={cluster}"),
+}
+HOLMES, ANYWHERE = list(PLACEMENTS)[:2]
+GOAL = 1.38
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Clusters, each of `nodes` nodes with `ranks` ranks, which are the tensor-parallel ones; a stage in each cluster.
+
+    microbatches: of each replica in a step. layers: of each stage.
+    """
+
+    clusters: int = 2
+    nodes: int = 2
+    ranks: int = 1
+    microbatches: int = 8
+    layers: int = 2
+    hidden: int = 256
+    tokens: int = 64
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of activations and of their gradients between stages in a step, of all replicas together."""
+        message = self.tokens * self.hidden * 4
+        return 2 * (self.clusters - 1) * self.nodes * self.ranks * self.microbatches * message
+
+    def description(self) -> str:
+        """Return the cluster file."""
+        cards = [CARDS[index % 2] for index in range(self.clusters)]
+        lines = [
+            CLUSTER.format(name=f"{kind}{index}", nodes=self.nodes, kind=kind, card=card)
+            for index, (kind, card) in enumerate(cards)
+        ]
+        return DESCRIPTION.format(ranks=self.ranks, clusters="\n".join(lines))
+
+    def recipe(self, folder: Path) -> str:
+        """Return the recipe, which finds its data in `folder`."""
+        return RECIPE.format(
+            folder=folder,
+            layers=self.layers * self.clusters,
+            hidden=self.hidden,
+            tokens=self.tokens,
+            batch=self.nodes * self.microbatches,
+            pipeline=self.clusters,
+            data=self.nodes,
+            tensor=self.ranks,
+        )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run. crossed: bytes that all nodes sent over Ethernet. seconds, losses: of each step."""
+
+    crossed: int
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+
+class Bench:
+    """A lab for one setting, and runs in it."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting, self._folder, self._runs = setting, folder, 0
+        self._description, self._recipe = folder / "clusters.yaml", folder / "bench.yaml"
+        self._description.write_text(setting.description())
+        self._recipe.write_text(setting.recipe(folder))
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 512, 200_000), np.full(100, 2000))
+        writer.commit()
+        self.lab = Lab(of_cluster(load_cluster(self._description)))
+
+    def train(self, keys: Sequence[str], steps: int) -> Trained:
+        """Run the recipe with overrides on every rank, and return what it took. Raises SystemExit where it fails."""
+        self._runs += 1
+        name = f"run{self._runs}"
+        keys = [key.format(cluster=self._description) for key in keys]
+        command = [sys.executable, "-m", "llmtrain", "run", str(self._recipe), f"name={name}", f"train.steps={steps}"]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        result = self.lab.run([*command, *keys], environment, timeout=300)
+        if result.returncode:
+            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
+        rows = (self._folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        found = [row for row in map(json.loads, rows) if "event" not in row]
+        return Trained(
+            sum(card.sent for card in result.traffic if card.network == "between"),
+            tuple(row["step_time_s"] for row in found),
+            tuple(row["loss"] for row in found),
+        )
+
+
+def crossing(bench: Bench, keys: Sequence[str], steps: int = 4) -> float:
+    """Return the bytes that cross Ethernet in a step: by how much more do so in a run that is `steps` longer."""
+    short, long = (bench.train(keys, count).crossed for count in (2, 2 + steps))
+    return (long - short) / steps
+
+
+def report(setting: Setting, rounds: int, steps: int) -> str:
+    """Return the table of one setting, measured now."""
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(setting, Path(name))
+        with bench.lab:
+            found: dict[str, list[Trained]] = {placement: [] for placement in PLACEMENTS}
+            for turn in range(rounds):
+                for placement in list(PLACEMENTS) if turn % 2 else list(reversed(PLACEMENTS)):
+                    found[placement].append(bench.train(PLACEMENTS[placement], steps))
+            crossed = {placement: crossing(bench, keys) for placement, keys in PLACEMENTS.items()}
+    seconds = {placement: [second for run in runs for second in run.seconds[1:]] for placement, runs in found.items()}
+    rows = [
+        (
+            placement,
+            f"{statistics.median(seconds[placement]):.2f}",
+            f"{min(seconds[placement]):.2f} to {max(seconds[placement]):.2f}",
+            f"{statistics.median(seconds[placement]) / statistics.median(seconds[HOLMES]):.2f}",
+            f"{crossed[placement] / 1e6:.3f}",
+            f"{setting.stage_bytes / 1e6:.3f}" if placement == HOLMES else "",
+            f"{runs[0].losses[-1]:.4f}",
+        )
+        for placement, runs in found.items()
+    ]
+    header = ("ranks", "s per step", "from, to", "/ first", "MB on Ethernet", "stages alone", f"loss of step {steps}")
+    ratio = statistics.median(seconds[ANYWHERE]) / statistics.median(seconds[HOLMES])
+    degrees = f"tensor {setting.ranks} x pipeline {setting.clusters} x data {setting.nodes}"
+    return (
+        f"{setting.clusters} clusters x {setting.nodes} nodes x {setting.ranks} ranks ({degrees}), "
+        f"{setting.microbatches} microbatches, {rounds} runs of {steps} steps each:\n\n{table(header, rows)}\n\n"
+        f"A step is {ratio:.2f} times as fast as over Ethernet alone (goal: {GOAL}); beside the stages' messages "
+        f"{crossed[HOLMES] - setting.stage_bytes:,.0f} bytes cross in a step."
+    )
+
+
+SETTINGS = (Setting(), Setting(microbatches=48), Setting(clusters=3), Setting(ranks=2))
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--settings", type=int, nargs="*", default=list(range(len(SETTINGS))), help="by number")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    usual = SETTINGS[0]
+    parts = [HEAD.format(machine=machine(), hidden=usual.hidden, layers=usual.layers, tokens=usual.tokens)]
+    for number in given.settings:
+        parts.append(report(SETTINGS[number], given.rounds, given.steps))
+        print(parts[-1], flush=True)
+    if given.write:
+        write_section(given.write, "clusters", "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
