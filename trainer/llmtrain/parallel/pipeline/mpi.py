@@ -2,8 +2,9 @@
 
 import shutil
 import subprocess
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.transport import AHEAD, Channel
+
+# How long to look for a message without a pause, and how long a pause then is, in seconds.
+PATIENCE, NAP = 1e-3, 1e-4
 
 
 @dataclass
@@ -37,8 +41,7 @@ class MpiTransport:
     """
 
     def __init__(self, peers: Mapping[Channel, int], stages: int, device: torch.device, dtype: torch.dtype) -> None:
-        mpi = _mpi()
-        self._mpi, self._world = mpi, mpi.COMM_WORLD.Dup()
+        self._world = _mpi().COMM_WORLD.Dup()
         self._peers, self._stages, self._device, self._dtype = peers, stages, device, dtype
         self._direct = device.type == "cpu" or _reaches_cuda()
         self._inboxes: dict[Channel, _Inbox] = {}
@@ -54,8 +57,7 @@ class MpiTransport:
         """Return the next message of a channel, waiting for it."""
         inbox = self._inboxes[channel]
         message = inbox.posted.popleft()
-        if not message.done:
-            message.request.Wait()
+        _until(lambda: message.done or message.request.Test())
         self._post(channel, inbox)
         if message.host is not message.values:
             message.values.copy_(message.host, non_blocking=True)
@@ -67,14 +69,12 @@ class MpiTransport:
         if inbox is None or not inbox.posted:
             return False
         head = inbox.posted[0]
-        head.done = head.done or head.request.Test()
+        head.done = head.done or bool(head.request.Test())
         return head.done
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
         """Wait until the next message of any of `channels` is there."""
-        heads = [inbox.posted[0] for channel in channels if (inbox := self._inboxes.get(channel)) and inbox.posted]
-        if not any(head.done for head in heads):
-            heads[self._mpi.Request.Waitany([head.request for head in heads])].done = True
+        _until(lambda: any(self.arrived(channel) for channel in channels))
 
     def send(self, channel: Channel, values: Tensor) -> None:
         """Start to send a tensor."""
@@ -88,7 +88,7 @@ class MpiTransport:
 
     def flush(self) -> None:
         """Wait until all that was sent is on its way."""
-        self._mpi.Request.Waitall([request for _, request in self._sent])
+        _until(lambda: all(request.Test() for _, request in self._sent))
         self._sent.clear()
 
     def close(self) -> None:
@@ -104,6 +104,14 @@ class MpiTransport:
 
     def _tag(self, channel: Channel) -> int:
         return channel.source * self._stages + channel.target
+
+
+def _until(done: Callable[[], bool]) -> None:
+    """Return when `done`. MPI itself would keep the processor from ranks that it shares it with."""
+    began = time.perf_counter()
+    while not done():
+        if time.perf_counter() - began > PATIENCE:
+            time.sleep(NAP)
 
 
 def _mpi() -> Any:
