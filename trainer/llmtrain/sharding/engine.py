@@ -78,7 +78,7 @@ class Engine:
 
         The step's `first` one replaces what the gradients held, the `last` one completes their sums.
         """
-        self.gradients.start(names, first, last)
+        self.gradients.start(names, first, last, passing=True)
         self._run_backward(run, names)
         self.gradients.check(names)
 
@@ -95,7 +95,7 @@ class Engine:
 
         products: computed as they are taken, all of a unit one after another.
         """
-        self.gradients.start(names, first, last)
+        self.gradients.start(names, first, last, passing=False)
         self.gradients.take_in(received, products)
         self.gradients.check(names)
 

@@ -54,7 +54,8 @@ class Alike:
 class _Filling:
     """A unit's gradients of one microbatch as autograd hands them over: those still missing, and where each goes.
 
-    first, last: of the step's microbatches.
+    first, last: of the step's microbatches. summed: autograd itself adds them to the sums, which are the parameters'
+    `grad`.
     """
 
     missing: int
@@ -62,6 +63,7 @@ class _Filling:
     buffer: Tensor | None
     first: bool
     last: bool
+    summed: bool = False
 
 
 class GradientReducer:
@@ -94,11 +96,18 @@ class GradientReducer:
         # Python's collector does not see through what autograd holds, so hooks are taken off at the end.
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._places]
 
-    def start(self, names: Iterable[str], first: bool, last: bool) -> None:
+    def start(self, names: Iterable[str], first: bool, last: bool, passing: bool) -> None:
         """Begin a microbatch of the units `names`. The `first` one replaces earlier sums; the `last` one completes them
-        over all ranks."""
+        over all ranks. passing: whether a backward pass follows, which hands all of them over."""
+        # Whole sums in the dtype of what is added need no hand of ours, 5 us a parameter.
+        summed = passing and not first and bool(self._views) and self._wire == torch.float32
         for name in names:
-            self._filling[name] = _Filling(len(self._units[name].parameters), [], None, first, last)
+            parameters = self._units[name].parameters
+            filling = self._filling[name] = _Filling(len(parameters), [], None, first, last, summed)
+            if summed:
+                self._open(name, filling)
+            for place, parameter in enumerate(parameters):
+                parameter.grad = filling.views[place] if summed else None
 
     def check(self, names: Iterable[str]) -> None:
         """Raise RuntimeError where a microbatch left out gradients of the units `names`."""
@@ -167,6 +176,12 @@ class GradientReducer:
         return [(unit.owned_gradient[:cut], 1.0), (unit.owned_gradient[cut:], replicated)]
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
+        if self._held is None:
+            name = self._places[parameter][0]
+            filling = self._filling[name]
+            if filling.summed:
+                self._added(name, filling)
+                return
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             # A layer has put it off.
@@ -185,6 +200,9 @@ class GradientReducer:
             filling.views[place].add_(gradient)
         else:
             filling.views[place].copy_(gradient)
+        self._added(name, filling)
+
+    def _added(self, name: str, filling: _Filling) -> None:
         filling.missing -= 1
         if filling.missing == 0:
             self._send(name, filling)

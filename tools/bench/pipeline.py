@@ -1,0 +1,172 @@
+"""Our pipeline schedules, and torch.distributed.pipelining's 1F1B, on four ranks of this machine: seconds per step,
+waiting against what the timeline says, activations held. `python -m tools.bench.pipeline --write docs/benchmarks.md`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import numpy as np
+from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.parallel.pipeline.schedules import make_schedule
+from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.bench.table import machine, table, write_section
+
+RANKS, LAYERS, MICROBATCHES = 4, 8, 8
+OURS, PEER = "1f1b", "torch"
+RECIPE = """
+model: {{family: gpt2, layers: {layers}, hidden: {hidden}, heads: 4, vocab: 512, tie_embeddings: false}}
+data: {{path: {folder}/set, sequence_length: {sequence}}}
+train: {{steps: 100000, global_batch: {batch}, microbatch: 1, eval_every: 0}}
+parallel: {{pipeline: {ranks}}}
+pipeline: {{split: uniform}}
+optimizer: {{lr: 1.0e-3, weight_decay: 0.0, clip: 0.0, schedule: constant, warmup: 0}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+Found = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison. pace: seconds that each block waits in a forward pass, as if it were computed elsewhere, and
+    twice that in a backward pass. rounds: measured steps of each contestant."""
+
+    hidden: int
+    sequence: int
+    pace: float
+    rounds: int
+    schedules: tuple[ScheduleName, ...]
+
+    def __str__(self) -> str:
+        size = f"hidden {self.hidden}, {self.sequence} tokens a microbatch"
+        if self.pace:
+            return (
+                f"Each block also sleeps {1e3 * self.pace:.0f} ms in a forward pass and twice that in a backward pass, "
+                f"so that the ranks' work goes side by side as on processors of their own ({size}):"
+            )
+        return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
+
+
+SETTINGS = (Setting(128, 256, 0.008, 7, get_args(ScheduleName)), Setting(256, 128, 0.0, 15, (OURS,)))
+
+
+def measure(setting: Setting) -> dict[str, Found]:
+    """Return what `pipeline_ranks` measured, of passes and of whole steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 512, 400_000), np.full(200, 2000))
+        writer.commit()
+        recipe = folder / "bench.yaml"
+        recipe.write_text(
+            RECIPE.format(
+                layers=LAYERS, hidden=setting.hidden, folder=folder, sequence=setting.sequence, batch=MICROBATCHES,
+                ranks=RANKS,
+            )
+        )  # fmt: skip
+        wanted = {
+            "world": RANKS,
+            "recipe": str(recipe),
+            "schedules": setting.schedules,
+            "whole": (PEER, OURS),
+            "pace": setting.pace,
+            "rounds": setting.rounds,
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        done = subprocess.run(
+            [*command, "-m", "tools.bench.pipeline_ranks", json.dumps(wanted)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise SystemExit(done.stderr[-10_000:])
+    return json.loads(lines[-1])
+
+
+def timeline(name: str, figures: Mapping[str, Any]) -> Timeline:
+    """Play a schedule with the durations that were measured in it."""
+    by_kind = figures["durations"]
+    forward = by_kind["F"]
+    weights = by_kind.get("W", [0.0] * len(forward))
+    known = Durations(forward, by_kind["B"], weights, figures["transfers"])
+    if name == "message-driven":
+        return simulate_message_driven(RANKS, MICROBATCHES, RANKS, known)
+    return simulate(make_schedule(name, RANKS, len(forward) // RANKS, MICROBATCHES), known)
+
+
+def ratio(found: Found, name: str, other: str) -> float:
+    """Return how many times as long the steps of `name` take as those of `other`: the median within a turn."""
+    return median(a / b for a, b in zip(found[name]["seconds"], found[other]["seconds"], strict=True))
+
+
+def report(setting: Setting, found: Mapping[str, Found]) -> str:
+    """Return the table of one comparison, and what it says of the goals."""
+    passes, rows, off = found["passes"], [], []
+    for name, figures in passes.items():
+        pieces = len(figures["durations"]["F"]) // RANKS
+        played = None if name == PEER else timeline(name, figures).bubble
+        measured = median(figures["bubbles"])
+        off += [] if played is None else [abs(measured / played - 1)]
+        rows.append(
+            (
+                "torch's 1f1b" if name == PEER else name,
+                f"{median(figures['seconds']):.3f}",
+                f"{ratio(passes, name, OURS):.3f}",
+                f"{median(figures['cpu']):.2f}",
+                f"{measured:.3f}",
+                "" if played is None else f"{played:.3f}",
+                "" if played is None else f"{measured / played:.3f}",
+                " ".join(f"{live / pieces:g}" for live in figures["live"]),
+            )
+        )
+    header = (
+        "schedule",
+        "seconds per step",
+        f"of {OURS}'s",
+        "processor seconds",
+        "bubble",
+        "timeline's",
+        "ratio",
+        "activations held, in microbatches, by rank",
+    )
+    goal = f" (goal: 0.9 to 1.1); furthest from the timeline: {max(off):.1%}." if setting.pace else "."
+    return (
+        f"{setting}\n\n{table(header, rows)}\n\n"
+        f"{OURS} goes at {ratio(passes, PEER, OURS):.3f} times the rate of torch's in the passes alone, and at "
+        f"{ratio(found['whole'], PEER, OURS):.3f} times in whole optimizer steps (goal: 1.0){goal}"
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    parts = []
+    for setting in SETTINGS:
+        parts.append(report(setting, measure(setting)))
+        print(parts[-1], flush=True)
+    if given.write:
+        head = (
+            f"## Pipeline\n\n`python -m tools.bench.pipeline`. {machine()}. A GPT of {LAYERS} layers, fp32, in "
+            f"{RANKS} stages on ranks of one thread each, {MICROBATCHES} microbatches of one sequence; forward and "
+            "backward passes of steps in turns, medians, ratios within a turn. The bubble is the share of the ranks' "
+            "time in which no action runs, from the first rank's start to the last one's end; the timeline's is the "
+            "schedule played with the means of the durations measured in it, messages' ways included. Whole steps: "
+            "ours with gradients' norm, logging and its own AdamW; torch's with its fused AdamW and nothing else."
+        )
+        write_section(given.write, "pipeline", "\n\n".join([head, *parts]))
+
+
+if __name__ == "__main__":
+    main()

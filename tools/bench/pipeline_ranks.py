@@ -1,0 +1,254 @@
+"""The rank's side of the pipeline benchmark: one GPT in stages, by schedules of ours and by torch's 1F1B, in turns.
+
+Started by `pipeline.py` as every rank of one machine, with its settings as JSON. The last line that rank 0 writes to
+stdout is the result as JSON.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.ranks import Ranks, connect, disconnect
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import Run, compose
+from llmtrain.model.gpt import GPT
+from llmtrain.parallel.pipeline.actions import Action
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.sharding.engine import Engine
+from llmtrain.train import train_step
+from llmtrain_kernels.cross_entropy import linear_cross_entropy
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from tools.bench.pipeline_watch import Watch, WatchedTransport, bubbles, durations, peak_live, step_seconds, transfers
+
+WARMUP = 2
+PEER = "torch"
+
+
+class Pace(torch.autograd.Function):
+    """The identity, which waits as if a block were computed elsewhere meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        """Wait `forward` seconds."""
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Wait `backward` seconds."""
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def pace(model: GPT, seconds: float, split: bool) -> None:
+    """Have each block take so many seconds more in its forward pass, and as many in the backward pass of its inputs and
+    in that of its weights, the latter not here where it is apart."""
+    for block in model.blocks.values():
+        block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, seconds if split else 2 * seconds))
+
+
+def pace_weights(engine: Engine, seconds: float) -> None:
+    """Have the backward pass of the weights take its share."""
+    inner = engine.backward_weights
+
+    def paced(received: Any, products: Any, names: Sequence[str], first: bool, last: bool) -> None:
+        time.sleep(seconds * sum(name.startswith("blocks.") for name in names))
+        inner(received, products, names, first, last)
+
+    engine.backward_weights = paced  # type: ignore[method-assign, assignment]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train. passes: does the forward and backward passes of the step of a number. whole: does the whole
+    optimizer step."""
+
+    passes: Callable[[int], object]
+    whole: Callable[[int], object]
+    watch: Watch
+
+
+def rows_of(run: Run, number: int) -> Tensor:
+    """Return the batch of a step, int64 `[sequences, tokens + 1]`."""
+    batch = run.recipe.train.global_batch
+    return torch.from_numpy(run.train_data.batch(run.recipe.seed, number * batch, batch))
+
+
+def ours(run: Run, seconds: float) -> Contestant:
+    """A schedule of ours, in a run as any other."""
+    executor, watch, schedule = run.executor, Watch(), run.executor._schedule
+    if seconds:
+        pace(run.model, seconds, schedule.splits_backward)
+        pace_weights(run.engine, seconds)
+    assert executor._transport is not None
+    executor._transport = WatchedTransport(executor._transport, watch)  # type: ignore[assignment]
+    act, microbatch = executor._act, int(run.recipe.train.microbatch)
+
+    def watched(action: Action, step: Any) -> None:
+        stage = schedule.stage(executor._rank, action.chunk)
+        watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
+
+    executor._act = watched  # type: ignore[method-assign]
+    factor = microbatch / run.recipe.train.global_batch
+    return Contestant(
+        lambda number: executor.train(rows_of(run, number).split(microbatch), factor),
+        lambda number: train_step(run, number),
+        watch,
+    )
+
+
+class PlainStage(nn.Module):
+    """A stage of the same blocks as torch's pipeline takes it: from tokens or activations to activations."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass a microbatch through."""
+        if self.model.embedding is not None:
+            x = self.model.embedding(x)
+        for block in self.model.blocks.values():
+            x = block(x, self.model.rotary)
+        return x if self.model.head is None else self.model.head.norm(x)
+
+
+def peer(run: Run, seconds: float) -> Contestant:
+    """torch.distributed.pipelining's 1F1B of the stages that `run`, one of ours, has cut, with fused AdamW.
+
+    The loss is our kernel's too, and gradients come out scaled, so that torch's pass over all of them can be left out.
+    """
+    rank, watch = run.ranks.rank, Watch()
+    count = run.recipe.train.global_batch // int(run.recipe.train.microbatch)
+    module, last = PlainStage(plain_copy(run)), run.executor.closes
+    if seconds:
+        pace(module.model, seconds, False)
+
+    def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x.flatten(0, 1), module.model.head.weight, targets.flatten()) / count
+
+    stage = PipelineStage(module, rank, run.ranks.layout.world, torch.device("cpu"))
+    watch_chunks(stage, "forward_one_chunk", "F", watch)
+    watch_chunks(stage, "backward_one_chunk", "B", watch)
+    schedule = Schedule1F1B(stage, count, loss_of, scale_grads=False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def passes(number: int) -> None:
+        rows = rows_of(run, number)
+        if last:
+            schedule.step(target=rows[:, 1:], losses=[], return_outputs=False)
+        else:
+            schedule.step(*(() if rank else (rows[:, :-1],)))
+
+    def whole(number: int) -> None:
+        passes(number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(passes, whole, watch)
+
+
+def watch_chunks(stage: Any, name: str, kind: str, watch: Watch) -> None:
+    """Note every forward or backward pass of torch's stage."""
+    inner = getattr(stage, name)
+
+    def watched(index: int, *args: Any, **kwargs: Any) -> Any:
+        return watch.act(stage.stage_index, index, kind, lambda: inner(index, *args, **kwargs))
+
+    setattr(stage, name, watched)
+
+
+def plain_copy(run: Run) -> GPT:
+    """Return this rank's part of the model with the same weights, each parameter a tensor of its own."""
+    model = GPT(run.config, torch.device("cpu"))
+    for name in set(model.blocks) - set(run.model.blocks):
+        del model.blocks[name]
+    for name in ("embedding", "head"):
+        if getattr(run.model, name) is None:
+            setattr(model, name, None)
+    weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    for path, module in model.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(weights[f"{path}.{name}"]))
+    return model
+
+
+def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
+    """Compose a real run of ours, with its logging."""
+    facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
+    recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"]), facts)
+    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    run = stack.enter_context(compose(recipe, replace(ranks, tiers=facts.tiers, layout=layout), StopRequest()))
+    run.log.start(0, [])
+    run.engine.update()
+    return run
+
+
+def take_turns(contestants: dict[str, Contestant], rounds: int, whole: bool) -> None:
+    """Have each do `rounds` steps after some that warm up, and note them in its watch."""
+    for number in range(-WARMUP, rounds):
+        for name in list(contestants) if number % 2 else list(reversed(contestants)):
+            contestant = contestants[name]
+            if number == 0:
+                contestant.watch.actions.clear()
+                contestant.watch.steps.clear()
+                contestant.watch.cpu.clear()
+            dist.barrier()
+            cpu, started = time.process_time(), time.perf_counter()
+            (contestant.whole if whole else contestant.passes)(number + WARMUP)
+            contestant.watch.steps.append((started, time.perf_counter()))
+            contestant.watch.cpu.append(time.process_time() - cpu)
+
+
+def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """Return, by name, what the watches of all ranks say. Collective; the result is rank 0's."""
+    found = {}
+    for name, contestant in contestants.items():
+        watches: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(watches, contestant.watch)
+        schedule = runs[name].executor._schedule if name in runs else None
+        found[name] = {
+            "cpu": [sum(step) for step in zip(*(watch.cpu for watch in watches), strict=True)],
+            "seconds": step_seconds(watches),
+            "bubbles": bubbles(watches),
+            "durations": durations(watches),
+            "transfers": transfers(watches, schedule.stages if schedule else len(watches)),
+            "live": peak_live(watches, "W" if schedule and schedule.splits_backward else "B"),
+        }
+    return found
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measure, and print the result."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    ranks = connect(Layout({Axis.DATA: settings["world"]}))
+    with ExitStack() as stack:
+        runs = {name: our_run(name, settings, ranks, stack) for name in settings["schedules"]}
+        contestants = {PEER: peer(runs["1f1b"], settings["pace"])}
+        contestants.update({name: ours(run, settings["pace"]) for name, run in runs.items()})
+        found = {}
+        for whole in (False, True):
+            some = {name: contestants[name] for name in settings["whole"]} if whole else contestants
+            take_turns(some, settings["rounds"], whole)
+            found["whole" if whole else "passes"] = figures(some, runs)
+    if ranks.is_main:
+        print(json.dumps(found), flush=True)
+    disconnect(ranks)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""When a pipeline's actions ran on each rank, and what follows from that: waiting, durations, transfers."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from llmtrain.parallel.pipeline.transport import Channel, Transport
+from torch import Tensor
+
+
+class Done(NamedTuple):
+    """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
+    needs was there."""
+
+    stage: int
+    microbatch: int
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass
+class Watch:
+    """One rank's actions, those of all steps one after another; when each step began and ended, and its processor time
+    in seconds."""
+
+    actions: list[Done] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    _got: float = 0.0
+
+    def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
+        """Run an action and note it."""
+        self._got = time.perf_counter()
+        result = run()
+        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter()))
+        return result
+
+    def got(self) -> None:
+        """Note that what the running action needs is there: nothing of it was computed before."""
+        self._got = time.perf_counter()
+
+    def by_step(self) -> list[list[Done]]:
+        """Return the actions of each step."""
+        count = len(self.actions) // len(self.steps)
+        return [self.actions[first : first + count] for first in range(0, len(self.actions), count)]
+
+
+class WatchedTransport:
+    """A transport whose receives are noted."""
+
+    def __init__(self, inner: Transport, watch: Watch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def receive(self, channel: Channel) -> Tensor:
+        """Return the next message of a channel."""
+        values = self._inner.receive(channel)
+        self._watch.got()
+        return values
+
+
+def step_seconds(watches: Sequence[Watch]) -> list[float]:
+    """Return how long each step took, from the first rank's start to the last one's end."""
+    return [
+        max(end for _, end in step) - min(start for start, _ in step)
+        for step in zip(*(w.steps for w in watches), strict=True)
+    ]
+
+
+def bubbles(watches: Sequence[Watch]) -> list[float]:
+    """Return the share of all ranks' time, of each step, in which they wait."""
+    steps = zip(*(watch.by_step() for watch in watches), strict=True)
+    busy = [sum(done.end - done.start for rank in step for done in rank) for step in steps]
+    return [1 - b / (seconds * len(watches)) for b, seconds in zip(busy, step_seconds(watches), strict=True)]
+
+
+def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
+    """Return, by kind, how long an action of each stage takes, the mean of all."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for done in (done for watch in watches for done in watch.actions):
+        found[done.kind][done.stage].append(done.end - done.start)
+    return {kind: [fmean(stages[stage]) for stage in sorted(stages)] for kind, stages in found.items()}
+
+
+def transfers(watches: Sequence[Watch], stages: int) -> list[float]:
+    """Return how long a message takes over each hop, the median of those that a rank was already waiting for: from the
+    end of the action that made it to the start of the one that needs it."""
+    found: list[list[float]] = [[] for _ in range(stages - 1)]
+    for step in zip(*(watch.by_step() for watch in watches), strict=True):
+        ended = {(done.stage, done.microbatch, done.kind): done.end for rank in step for done in rank}
+        own = [{done.stage for done in rank} for rank in step]
+        for rank, here in zip(step, own, strict=True):
+            for before, done in pairwise(rank):
+                source = done.stage - 1 if done.kind == "F" else done.stage + 1
+                sent = ended.get((source, done.microbatch, done.kind))
+                if done.kind != "W" and sent is not None and source not in here and before.end < sent:
+                    found[min(source, done.stage)].append(max(done.start - sent, 0.0))
+    return [median(some) if some else 0.0 for some in found]
+
+
+def peak_live(watches: Sequence[Watch], last: str) -> list[int]:
+    """Return the most microbatches of one piece of the model that each rank held. last: the kind that frees them."""
+    return [max(_peak(step, last) for step in watch.by_step()) for watch in watches]
+
+
+def _peak(step: Sequence[Done], last: str) -> int:
+    live = peak = 0
+    for done in step:
+        live += (done.kind == "F") - (done.kind == last)
+        peak = max(peak, live)
+    return peak
