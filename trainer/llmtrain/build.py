@@ -1,6 +1,6 @@
 """From a resolved recipe to a model whose states lie where its layout says, and to what runs it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,11 +35,24 @@ from llmtrain.sharding.weights import Count, WeightPolicy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tuple[GPT, Engine, Executor]:
-    """Return this rank's part of a resolved recipe's model, what holds its states, and what runs it. Collective.
+@dataclass(frozen=True)
+class Assembly:
+    """This rank's part of a model, what holds its states, what runs it, and what it shares its layers with."""
 
-    count: told of every collective.
-    """
+    model: GPT
+    engine: Engine
+    executor: Executor
+    mesh: TensorMesh
+
+    def close(self) -> None:
+        """Wait for what is on its way, and leave the process groups."""
+        self.executor.close()
+        self.engine.close()
+        self.mesh.close()
+
+
+def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Assembly:
+    """Return this rank's part of a resolved recipe's model. count: told of every collective. Collective."""
     schedule, split = schedule_of(recipe), recipe.pipeline.split
     assert not isinstance(split, str)
     pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
@@ -48,7 +61,8 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tupl
     # memory to what is left; compile comes last, as it traces what is there.
     model = GPT(config, ranks.device, recompute=_recompute(recipe))
     keep(model, pieces)
-    parallelize(model, _mesh(recipe, ranks, count), deferred)
+    mesh = _mesh(recipe, ranks, count)
+    parallelize(model, mesh, deferred)
     spread, levels = _spread(recipe, config, ranks)
     units = _units(model, recipe, ranks, pieces, spread, levels)
     spread = _with_alike(spread, recipe, ranks, pieces, units)
@@ -57,7 +71,8 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> tupl
     if recipe.train.compile:
         for block in model.blocks.values():
             block.compile()
-    return model, engine, _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count)
+    executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count)
+    return Assembly(model, engine, executor, mesh)
 
 
 def schedule_of(recipe: Recipe) -> Schedule:

@@ -77,24 +77,23 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
     comm = CommMeter()
-    model, engine, executor = build(recipe, config, ranks, comm.add)
+    parts = build(recipe, config, ranks, comm.add)
     about = RunInfo(
         model=config,
         world=ranks.layout.world,
         device=ranks.device,
-        model_state_bytes=engine.state_bytes,
+        model_state_bytes=parts.engine.state_bytes,
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
     )
     checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
     with RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
-            recipe, ranks, folder, config, model, engine, executor, train_data, valid_data, log, checkpoints,
-            progress, scale, stop,
+            recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
+            checkpoints, progress, scale, stop,
         )  # fmt: skip
         checkpoints.close()
-        executor.close()
-        engine.close()
+        parts.close()
 
 
 def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:

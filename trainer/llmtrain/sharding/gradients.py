@@ -152,9 +152,12 @@ class GradientReducer:
                 self._add(name, *early)
 
     def close(self) -> None:
-        """Leave the parameters alone."""
+        """Leave the parameters alone, and the process groups of what is held alike."""
         for hook in self._hooks:
             hook.remove()
+        for group in (self.alike.partial, *self.alike.tied.values()):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.

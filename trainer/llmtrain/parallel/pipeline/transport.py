@@ -44,7 +44,7 @@ class Transport(Protocol):
         """Wait until all that was sent is on its way and its tensors are free."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End what runs in the background, and leave the other ranks."""
 
 
 @dataclass
@@ -122,9 +122,11 @@ class TorchTransport:
         self._sent.clear()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and leave the process groups."""
         if self._watchers is not None:
             self._watchers.shutdown()
+        for group, _ in self._peers.values():
+            dist.destroy_process_group(group)
 
     def _post(self, channel: Channel, inbox: _Inbox) -> None:
         group, peer = self._peers[channel]

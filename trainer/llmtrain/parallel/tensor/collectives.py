@@ -79,6 +79,11 @@ class TensorMesh:
             return x
         return x.unflatten(0, (self.degree, -1)).transpose(0, 1).flatten(1, 2)
 
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
     def all_reduce(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks, in place."""
         x = x.contiguous()
