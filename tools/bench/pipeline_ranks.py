@@ -190,7 +190,7 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
     recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"]), facts)
-    layout = Layout(layout_degrees(recipe.parallel, facts.world, recipe.parallel.order))
+    layout = Layout(layout_degrees(recipe.parallel, facts.world))
     run = stack.enter_context(compose(recipe, replace(ranks, tiers=facts.tiers, layout=layout), StopRequest()))
     run.log.start(0, [])
     run.engine.update()
