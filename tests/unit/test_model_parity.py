@@ -11,6 +11,7 @@ from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.gradients import Turn
 from llmtrain.sharding.unit import parameter_ranges, whole_unit
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     loss.backward()
     units = engine.units.values()
     our_loss = model(inputs, targets)
-    engine.backward(our_loss.backward, engine.units, first=True, last=True)
+    engine.backward(our_loss.backward, [Turn(name, first=True, last=True) for name in engine.units])
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}

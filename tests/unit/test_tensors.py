@@ -11,6 +11,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
 from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.gradients import Turn
 from llmtrain.sharding.unit import whole_unit
 
 TINY = GPTConfig(
@@ -95,7 +96,8 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     tokens = torch.randint(0, config.vocab, (2, 9))
     engine, block, sums = Engine(model, units, Spread(), {}, lambda calls: None), units[1], []
     for first in (True, False, True):
-        engine.backward(model(tokens[:, :-1], tokens[:, 1:]).backward, engine.units, first=first, last=True)
+        turns = [Turn(name, first, last=True) for name in engine.units]
+        engine.backward(model(tokens[:, :-1], tokens[:, 1:]).backward, turns)
         sums.append(block.gradient.clone())
     assert sums[0].any()
     torch.testing.assert_close(sums[1], 2 * sums[0])
@@ -110,4 +112,4 @@ def test_parameter_without_gradient_is_an_error() -> None:
     engine = Engine(model, units, Spread(), {}, lambda calls: None)
     loss = model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="without a gradient in blocks"):
-        engine.backward(loss.backward, engine.units, first=True, last=True)
+        engine.backward(loss.backward, [Turn(name, first=True, last=True) for name in engine.units])

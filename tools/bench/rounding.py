@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ from llmtrain.compose import compose
 from llmtrain.optim.schedule import learning_rate
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.sharding.gradients import Turn
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.train import forward_backward, optimizer_step
 from llmtrain_data.indexed import IndexedWriter
@@ -206,8 +207,9 @@ def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reductio
     reduces them after the last."""
     setting, kept = reduction.setting, {name: [] for name in units}  # type: dict[str, list[Tensor]]
 
-    def kept_apart(run: Callable[[], None], names: Sequence[str], first: bool, last: bool) -> None:
-        backward(run, names, True, last)
+    def kept_apart(run: Callable[[], None], turns: Sequence[Turn]) -> None:
+        last = turns[0].last
+        backward(run, [replace(turn, first=True) for turn in turns])
         for name, unit in units.items():
             kept[name].append(unit.gradient.clone())
             if last:

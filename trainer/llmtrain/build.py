@@ -65,7 +65,7 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     parallelize(model, mesh, deferred)
     spread, levels = _spread(recipe, config, ranks)
     units = _units(model, recipe, ranks, pieces, spread, levels)
-    spread = _with_alike(spread, recipe, ranks, pieces, units)
+    spread = _with_alike(spread, recipe, ranks, pieces)
     used = {"head": "embedding"} if config.tie_embeddings and pieces[-1].closes else {}
     engine = Engine(model, units, spread, used, count)
     if recipe.train.compile:
@@ -134,9 +134,7 @@ def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tu
     return Spread(degrees, hops, weights, gradients), levels
 
 
-def _with_alike(
-    spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...], units: list[ShardedUnit]
-) -> Spread:
+def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...]) -> Spread:
     """Say which states ranks beyond the data-parallel ones hold as well. Collective."""
     layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
     partial = None
@@ -145,16 +143,15 @@ def _with_alike(
         partial = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
     schedule = schedule_of(recipe)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
-    tied, second, idle = {}, frozenset[str](), frozenset[torch.nn.Parameter]()
+    tied, second = {}, frozenset[str]()
     if pieces[0].tied and ends[0] != ends[1]:
         pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
         group = join_group(ranks.cluster, pairs, ranks.rank)
         tied = {} if group is None else {"embedding": group}
         if any(piece.closes for piece in pieces):
-            embedding = next(unit for unit in units if unit.spec.name == "embedding")
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
-            second, idle = frozenset({"embedding"}), frozenset(embedding.parameters[1:])
-    return replace(spread, alike=Alike(copies, partial, tied, second, idle))
+            second = frozenset({"embedding"})
+    return replace(spread, alike=Alike(copies, partial, tied, second))
 
 
 def _executor(

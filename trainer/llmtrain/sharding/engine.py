@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.gradients import Alike, GradientReducer, Received
+from llmtrain.sharding.gradients import Alike, GradientReducer, Received, Turn
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
@@ -73,14 +73,11 @@ class Engine:
         self.weights.start_pass("forward")
         yield
 
-    def backward(self, run: Callable[[], None], names: Collection[str], first: bool, last: bool) -> None:
-        """Do one microbatch's backward pass through the units `names`, which `run` makes.
-
-        The step's `first` one replaces what the gradients held, the `last` one completes their sums.
-        """
-        self.gradients.start(names, first, last, passing=True)
-        self._run_backward(run, names)
-        self.gradients.check(names)
+    def backward(self, run: Callable[[], None], turns: Collection[Turn]) -> None:
+        """Do one microbatch's backward pass through the units of `turns`, which `run` makes."""
+        self.gradients.start(turns, passing=True)
+        self._run_backward(run, [turn.name for turn in turns])
+        self.gradients.check(turns)
 
     def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
         """Do a backward pass whose gradients of weights are to wait; returns those that came out all the same."""
@@ -88,16 +85,14 @@ class Engine:
             self._run_backward(run, names)
         return received
 
-    def backward_weights(
-        self, received: list[Received], products: Iterable[Received], names: Collection[str], first: bool, last: bool
-    ) -> None:
+    def backward_weights(self, received: list[Received], products: Iterable[Received], turns: Collection[Turn]) -> None:
         """Take in what `backward_inputs` returned, and the `products` that are the other gradients of that microbatch.
 
         products: computed as they are taken, all of a unit one after another.
         """
-        self.gradients.start(names, first, last, passing=False)
+        self.gradients.start(turns, passing=False)
         self.gradients.take_in(received, products)
-        self.gradients.check(names)
+        self.gradients.check(turns)
 
     def update(self) -> None:
         """Bring all weights up to date with the masters. Collective."""

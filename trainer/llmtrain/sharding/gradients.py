@@ -39,31 +39,41 @@ class Alike:
 
     copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
     each has only its part of that suffix's gradients (sequence parallelism). tied: by unit, the ranks of two pipeline
-    stages that both compute with it. second: units of which an earlier stage has the first copy. idle: parameters of
-    those that compute nothing here.
+    stages that both compute with it. second: units of which an earlier stage has the first copy.
     """
 
     copies: int = 1
     partial: dist.ProcessGroup | None = None
     tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     second: frozenset[str] = frozenset()
-    idle: frozenset[nn.Parameter] = frozenset()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One backward pass through a unit.
+
+    first, last: of the step's; the first replaces what the gradients held, the last completes their sums. leading:
+    whether it uses the unit's first parameter alone.
+    """
+
+    name: str
+    first: bool
+    last: bool
+    leading: bool = False
 
 
 @dataclass
 class _Filling:
-    """A unit's gradients of one microbatch as autograd hands them over: those still missing, and where each goes.
+    """A unit's gradients of one backward pass as autograd hands them over: those still missing, and where each goes.
 
-    first, last: of the step's microbatches. summed: autograd itself adds them to the sums, which are the parameters'
-    `grad`.
+    summed: autograd itself adds them to the sums, which are the parameters' `grad`.
     """
 
+    turn: Turn
     missing: int
-    views: list[Tensor]
-    buffer: Tensor | None
-    first: bool
-    last: bool
-    summed: bool = False
+    summed: bool
+    views: list[Tensor] = field(default_factory=list)
+    buffer: Tensor | None = None
 
 
 class GradientReducer:
@@ -96,22 +106,21 @@ class GradientReducer:
         # Python's collector does not see through what autograd holds, so hooks are taken off at the end.
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._places]
 
-    def start(self, names: Iterable[str], first: bool, last: bool, passing: bool) -> None:
-        """Begin a microbatch of the units `names`. The `first` one replaces earlier sums; the `last` one completes them
-        over all ranks. passing: whether a backward pass follows, which hands all of them over."""
+    def start(self, turns: Iterable[Turn], passing: bool) -> None:
+        """Begin a microbatch's backward pass. passing: whether autograd makes it now, and hands over all gradients."""
         # Whole sums in the dtype of what is added need no hand of ours, 5 us a parameter.
-        summed = passing and not first and bool(self._views) and self._wire == torch.float32
-        for name in names:
-            parameters = self._units[name].parameters
-            filling = self._filling[name] = _Filling(len(parameters), [], None, first, last, summed)
+        whole = passing and bool(self._views) and self._wire == torch.float32
+        for turn in turns:
+            parameters, summed = self._units[turn.name].parameters, whole and not turn.first
+            filling = self._filling[turn.name] = _Filling(turn, len(parameters), summed)
             if summed:
-                self._open(name, filling)
+                self._open(turn.name, filling)
             for place, parameter in enumerate(parameters):
                 parameter.grad = filling.views[place] if summed else None
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise RuntimeError where a microbatch left out gradients of the units `names`."""
-        missing = [name for name in names if self._filling[name].missing]
+    def check(self, turns: Iterable[Turn]) -> None:
+        """Raise RuntimeError where a backward pass left out gradients."""
+        missing = [turn.name for turn in turns if self._filling[turn.name].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
 
@@ -199,7 +208,7 @@ class GradientReducer:
         filling = self._filling[name]
         if not filling.views:
             self._open(name, filling)
-        if filling.buffer is None and not filling.first:
+        if filling.buffer is None and not filling.turn.first:
             filling.views[place].add_(gradient)
         else:
             filling.views[place].copy_(gradient)
@@ -219,11 +228,10 @@ class GradientReducer:
             filling.buffer = self._take(unit.cut.padded)
             filling.buffer[unit.spec.numel :].zero_()
             filling.views = unit.views(filling.buffer)
-        for parameter, view in zip(unit.parameters, filling.views, strict=True):
-            if parameter in self.alike.idle:
-                filling.missing -= 1
-                if filling.first or filling.buffer is not None:
-                    view.zero_()
+        for view in filling.views[1:] if filling.turn.leading else []:
+            filling.missing -= 1
+            if filling.turn.first or filling.buffer is not None:
+                view.zero_()
 
     def _take(self, size: int) -> Tensor:
         while (buffer := self.arena.take(size)) is None:
@@ -236,7 +244,7 @@ class GradientReducer:
         self.arena.give_back(buffer)
 
     def _send(self, name: str, filling: _Filling) -> None:
-        unit, first, last = self._units[name], filling.first, filling.last
+        unit, first, last = self._units[name], filling.turn.first, filling.turn.last
         buffer, filling.buffer, filling.views = filling.buffer, None, []
         if self._degrees.ranks == 1 or (buffer is None and not last):
             return

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from llmtrain.parallel.pipeline.deferred import Deferred, Left, gradients
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.gradients import Received
+from llmtrain.sharding.gradients import Received, Turn
 
 # Shape of what a stage hands on for a microbatch of so many sequences and tokens of each.
 ShapeOf = Callable[[int, int], torch.Size]
@@ -34,13 +35,13 @@ class _Passed:
 @dataclass
 class _Step:
     """The microbatches of one optimizer step, int64 `[sequences, tokens + 1]`. factor: on each one's mean loss in the
-    backward pass. backward: microbatches done, by chunk."""
+    backward pass. done: backward passes, by unit."""
 
     rows: Sequence[Tensor]
     factor: float
-    backward: list[int]
     passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
+    done: dict[str, int] = field(default_factory=dict)
 
 
 class Executor:
@@ -65,7 +66,7 @@ class Executor:
 
         Collective over the pipeline.
         """
-        step = _Step(rows, factor, [0] * len(self._stages))
+        step = _Step(rows, factor)
         self._expect(rows, backward=True)
         with self._engine.training_pass():
             for action in self._schedule.actions[self._rank] if self._schedule.actions else self._as_it_comes(step):
@@ -110,20 +111,23 @@ class Executor:
                 self._backward_inputs(action.chunk, step.passed[key], step.factor)
             case Kind.B:
                 passed = step.passed.pop(key)
-                self._engine.backward(
-                    lambda: self._backward(action.chunk, passed, step.factor), *self._turn(action.chunk, step)
-                )
+                run = partial(self._backward, action.chunk, passed, step.factor)
+                self._engine.backward(run, self._turns(action.chunk, step))
                 self._hand_back(action.chunk, passed)
             case Kind.W:
                 passed = step.passed.pop(key)
-                turn = self._turn(action.chunk, step)
-                self._engine.backward_weights(passed.received, gradients(passed.left), *turn)
+                self._engine.backward_weights(passed.received, gradients(passed.left), self._turns(action.chunk, step))
 
-    def _turn(self, chunk: int, step: _Step) -> tuple[Sequence[str], bool, bool]:
-        """Return the chunk's units, and whether this is the step's first and its last backward pass through them."""
-        step.backward[chunk] += 1
-        done = step.backward[chunk]
-        return self._stages[chunk].piece.units, done == 1, done == len(step.rows)
+    def _turns(self, chunk: int, step: _Step) -> list[Turn]:
+        """Count and return a chunk's next backward pass through each of its units; two chunks may share one."""
+        piece, found = self._stages[chunk].piece, []
+        for name in piece.units:
+            done = step.done[name] = step.done.get(name, 0) + 1
+            passes = len(step.rows) * sum(name in stage.piece.units for stage in self._stages)
+            # A tied head computes with the tokens alone.
+            leading = name == "embedding" and not piece.opens
+            found.append(Turn(name, done == 1, done == passes, leading))
+        return found
 
     def _pass(self, chunk: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Do a forward pass; return what came in and what came out."""
