@@ -1,0 +1,177 @@
+"""Stages on two clusters with a slow way between them and one slower stage: by schedule and by split, against the
+timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`; needs root.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from llmtrain.cluster.description import load_cluster
+from llmtrain.parallel.pipeline.schedules import make_schedule
+from llmtrain.parallel.pipeline.timeline import Durations, simulate, simulate_message_driven
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.bench.table import machine, table, write_section
+from tools.netlab.lab import Lab
+from tools.netlab.spec import of_cluster
+
+DESCRIPTION = """
+node: {{ranks: 1}}
+clusters:
+  - {{name: near, nodes: 2, speed: 1.0, nic: {{kind: infiniband, interface: ib0, bandwidth: {near}mbit}}}}
+  - {{name: far, nodes: 1, speed: {speed}, nic: {{kind: roce, interface: roce0, bandwidth: {near}mbit}}}}
+between: {{interface: eth0, bandwidth: {rate}mbit, latency: {latency}ms}}
+"""
+RECIPE = """
+model: {{family: gpt2, layers: 12, hidden: 256, heads: 4, vocab: 512, tie_embeddings: false}}
+data: {{path: {folder}/set, sequence_length: {tokens}}}
+train: {{steps: 100000, global_batch: {microbatches}, microbatch: 1, eval_every: 0}}
+parallel: {{pipeline: 3, data: 1}}
+precision: {{compute: fp32}}
+activation_checkpointing: none
+optimizer: {{lr: 1.0e-3, schedule: constant, warmup: 0}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+STAGES, HIDDEN = 3, 256
+# Mbit/s inside a cluster and between.
+NEAR, RATE = 800, 100
+HEAD = """## Uneven stages
+
+`python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
+processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of hidden
+{hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns, medians
+of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the
+optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes by what a forward and
+a backward pass of each stage took, and a message over each link. The split auto has the clusters' speeds from the
+cluster file."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms."""
+
+    speed: float = 0.4
+    latency: int = 60
+    tokens: int = 64
+    microbatches: int = 24
+
+
+SCHEDULES, SPLITS = ("1f1b", "message-driven"), ("uniform", "auto")
+ALL = list(product(SCHEDULES, SPLITS))
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return by contestant what `uneven_ranks` measured."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        description, recipe = folder / "clusters.yaml", folder / "bench.yaml"
+        description.write_text(DESCRIPTION.format(near=NEAR, rate=RATE, speed=setting.speed, latency=setting.latency))
+        recipe.write_text(RECIPE.format(folder=folder, tokens=setting.tokens, microbatches=setting.microbatches))
+        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 512, 200_000), np.full(100, 2000))
+        writer.commit()
+        contestants = {
+            _name(schedule, split): [f"name=run{number}", f"pipeline.schedule={schedule}", f"pipeline.split={split}"]
+            for number, (schedule, split) in enumerate(ALL)
+        }
+        wanted = {"recipe": str(recipe), "cluster": str(description), "contestants": contestants, "rounds": rounds}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with Lab(of_cluster(load_cluster(description))) as lab:
+            command = [sys.executable, "-m", "tools.bench.uneven_ranks", json.dumps(wanted)]
+            result = lab.run(command, environment, timeout=600)
+        lines = [line for line in result.output[0] if line.startswith("{")]
+        if result.returncode or not lines:
+            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
+        found: dict[str, dict[str, Any]] = json.loads(lines[-1])
+        return found
+
+
+def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
+    """Return the seconds that the timeline says of the passes, by the durations that `figures` have and the links'
+    rates; what a message takes longer than by those is its latency."""
+    size, durations = setting.tokens * HIDDEN * 4, figures["durations"]
+    transfer = [size / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
+    latency = [max(0.0, hop - busy) for hop, busy in zip(figures["transfers"], transfer, strict=True)]
+    given = Durations(durations["F"], durations["B"], [0.0] * STAGES, transfer, latency)
+    if schedule == "message-driven":
+        return simulate_message_driven(STAGES, setting.microbatches, figures["limit"], given).makespan
+    return simulate(make_schedule("1f1b", STAGES, 1, setting.microbatches), given).makespan
+
+
+def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
+    """Return the table of one setting, and what it comes to."""
+    predicted = {
+        (schedule, split): timeline(setting, schedule, found[_name(schedule, split)]) for schedule, split in ALL
+    }
+    rows = [
+        (
+            _name(*key),
+            " ".join(map(str, figures["split"])),
+            " / ".join(
+                f"{forward * 1e3:.0f} + {backward * 1e3:.0f}"
+                for forward, backward in zip(figures["durations"]["F"], figures["durations"]["B"], strict=True)
+            ),
+            " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
+            f"{median(figures['passes']):.2f}",
+            f"{predicted[key]:.2f}",
+            f"{median(figures['whole']):.2f}",
+            f"{min(figures['whole']):.2f} to {max(figures['whole']):.2f}",
+        )
+        for key in ALL
+        for figures in (found[_name(*key)],)
+    ]
+    header = (
+        "schedule, split",
+        "layers",
+        "ms forward + backward",
+        "s of passes",
+        "timeline",
+        "s of a step",
+        "from, to",
+    )
+    whole = {key: median(found[_name(*key)]["whole"]) for key in ALL}
+    passes = {key: median(found[_name(*key)]["passes"]) for key in ALL}
+    said = []
+    for split in SPLITS:
+        ours, theirs = ("message-driven", split), ("1f1b", split)
+        said.append(
+            f"With the split {split}, message-driven goes at {whole[theirs] / whole[ours]:.2f} times the rate of 1f1b "
+            f"(goal: 1.10), its passes at {passes[theirs] / passes[ours]:.2f} (timeline: "
+            f"{predicted[theirs] / predicted[ours]:.2f})."
+        )
+    for schedule in SCHEDULES:
+        ours, theirs = (schedule, "auto"), (schedule, "uniform")
+        said.append(
+            f"With {schedule}, the passes of auto go at {passes[theirs] / passes[ours]:.2f} times the rate of "
+            f"uniform (timeline, the goal: {predicted[theirs] / predicted[ours]:.2f})."
+        )
+    return f"{table(header, rows)}\n\n{' '.join(said)}"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path)
+    given, setting = parser.parse_args(), Setting()
+    head = HEAD.format(machine=machine(), rate=RATE, hidden=HIDDEN, rounds=given.rounds, **asdict(setting))
+    said = f"{head}\n\n{report(setting, measure(setting, given.rounds))}"
+    print(said)
+    if given.write:
+        write_section(given.write, "uneven", said)
+
+
+def _name(schedule: str, split: str) -> str:
+    return f"{schedule}, {split}"
+
+
+if __name__ == "__main__":
+    main()

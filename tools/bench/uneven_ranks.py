@@ -1,0 +1,116 @@
+"""The rank's side of the benchmark of uneven stages: one GPT in stages, by each schedule and split, in turns.
+
+Started by `uneven.py` as every rank of an emulated cluster, with its settings as JSON. The last line that rank 0 writes
+to stdout is the result as JSON.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.ranks import Ranks, connect, disconnect
+from llmtrain.cluster.stop import StopRequest
+from llmtrain.compose import Run, compose
+from llmtrain.parallel.pipeline.actions import Action
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.recipe.schema import Recipe
+from llmtrain.train import train_step
+
+from tools.bench.pipeline_watch import Watch, WatchedTransport, durations, step_seconds, transfers
+
+WARMUP = 1
+
+
+class Contestant:
+    """A run of ours, whose actions are watched. whole: seconds of its steps, the optimizer's part included."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.watch, self.whole = run, Watch(), list[float]()
+        executor = run.executor
+        act, train, schedule = executor._act, executor.train, executor._schedule
+        assert executor._transport is not None
+        executor._transport = WatchedTransport(executor._transport, self.watch)  # type: ignore[assignment]
+
+        def watched(action: Action, step: Any) -> None:
+            stage = schedule.stage(executor._rank, action.chunk)
+            self.watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
+
+        def passes(*given: Any) -> torch.Tensor:
+            started = time.perf_counter()
+            losses = train(*given)
+            self.watch.steps.append((started, time.perf_counter()))
+            return losses
+
+        executor._act, executor.train = watched, passes  # type: ignore[method-assign]
+
+    def step(self, number: int) -> None:
+        """Do the optimizer step of a number."""
+        started = time.perf_counter()
+        train_step(self.run, number)
+        self.whole.append(time.perf_counter() - started)
+
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self.watch.actions.clear()
+        self.watch.steps.clear()
+        self.whole.clear()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the watches of all ranks say. Collective."""
+        watches: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(watches, self.watch)
+        recipe = self.run.recipe
+        assert not isinstance(recipe.pipeline.split, str)
+        return {
+            "split": list(recipe.pipeline.split),
+            "limit": recipe.pipeline.limit,
+            "whole": self.whole,
+            "passes": step_seconds(watches),
+            "durations": durations(watches),
+            "transfers": transfers(watches, len(watches)),
+        }
+
+
+def our_run(name: str, recipe: Recipe, facts: Facts, ranks: Ranks, stack: ExitStack) -> Run:
+    """Compose a real run of ours, with its logging."""
+    run = stack.enter_context(compose(resolve(recipe, facts), ranks, StopRequest()))
+    run.log.start(0, [])
+    run.engine.update()
+    return run
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measure, and print the result."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    cluster = load_cluster(settings["cluster"])
+    facts = Facts(int(os.environ["WORLD_SIZE"]), "cpu", int(os.environ["LOCAL_WORLD_SIZE"]), cluster=cluster)
+    recipes = {name: load_recipe(settings["recipe"], keys) for name, keys in settings["contestants"].items()}
+    parallel = next(iter(recipes.values())).parallel
+    ranks = connect(Layout(layout_degrees(parallel, facts.world)), facts.tiers, cluster=cluster)
+    with ExitStack() as stack:
+        contestants = {name: Contestant(our_run(name, recipe, facts, ranks, stack)) for name, recipe in recipes.items()}
+        for number in range(WARMUP + settings["rounds"]):
+            for name in list(contestants) if number % 2 else list(reversed(contestants)):
+                if number == WARMUP:
+                    contestants[name].forget()
+                dist.barrier()
+                contestants[name].step(number)
+        found = {name: contestant.figures() for name, contestant in contestants.items()}
+    if ranks.is_main:
+        print(json.dumps(found), flush=True)
+    disconnect(ranks)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
