@@ -61,6 +61,8 @@ bench: $(INSTALLED)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tools.bench.wire --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.sharding --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.clusters --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.uneven --write docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist

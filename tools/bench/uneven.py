@@ -132,6 +132,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "schedule, split",
         "layers",
         "ms forward + backward",
+        "ms of a message",
         "s of passes",
         "timeline",
         "s of a step",

@@ -15,7 +15,7 @@ SETTLE = 5.0
 # Seconds between SIGTERM and SIGKILL, and between a signal that was passed on and SIGKILL.
 GRACE, PASSED_ON_GRACE = 10.0, 60.0
 # Seconds in which a slowed rank stops once: short beside a microbatch's compute.
-PERIOD = 0.02
+PERIOD = 0.01
 
 
 class Ranks:
