@@ -36,7 +36,7 @@ def test_a_slower_node_gets_fewer_layers_in_its_stage(tmp_path: Path) -> None:
     bench = Bench(Setting(clusters=2, nodes=1, layers=4, hidden=64), tmp_path)
     bench.lab.spec = replace(bench.lab.spec, speeds={1: 0.25})
     with bench.lab:
-        bench.train(PLACEMENTS["stages in clusters"], steps=1)
+        bench.train([*PLACEMENTS["stages in clusters"], "pipeline.split=auto"], steps=1)
     (resolved,) = tmp_path.glob("runs/*/recipe.resolved.yaml")
     first, second = load_recipe(str(resolved), []).pipeline.split
     assert first + second == 8

@@ -35,6 +35,7 @@ model: {{family: gpt2, layers: {layers}, hidden: {hidden}, heads: 4, vocab: 512,
 data: {{path: {folder}/set, sequence_length: {tokens}}}
 train: {{steps: 1, global_batch: {batch}, microbatch: 1, eval_every: 0}}
 parallel: {{pipeline: {pipeline}, data: {data}, tensor: {tensor}}}
+pipeline: {{split: uniform}}
 zero: {{stage: 1}}
 precision: {{compute: fp32}}
 activation_checkpointing: none
