@@ -2,15 +2,19 @@
 
 import pytest
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.parallel.pipeline.speed import stage_speeds_of
+from llmtrain.parallel.pipeline.speed import Rate, stage_speeds_of
 
 PIPELINE = Layout({Axis.PIPELINE: 4, Axis.DATA: 1, Axis.TENSOR: 1})
 GRID = Layout({Axis.DATA: 2, Axis.PIPELINE: 2, Axis.TENSOR: 1})
 
 
+def steady(rates: tuple[float, ...]) -> list[Rate]:
+    return [Rate(rate, rate) for rate in rates]
+
+
 @pytest.mark.parametrize("rates", [(7.0, 7.0, 7.0, 7.0), (100.0, 91.0, 95.0, 99.0)])
 def test_ranks_that_are_alike_have_no_speeds(rates: tuple[float, ...]) -> None:
-    assert stage_speeds_of(rates, PIPELINE) is None
+    assert stage_speeds_of(steady(rates), PIPELINE) is None
 
 
 @pytest.mark.parametrize(
@@ -24,9 +28,15 @@ def test_ranks_that_are_alike_have_no_speeds(rates: tuple[float, ...]) -> None:
 def test_speeds_are_shares_of_the_fastest_and_small_differences_do_not_count(
     rates: tuple[float, ...], speeds: tuple[float, ...]
 ) -> None:
-    assert stage_speeds_of(rates, PIPELINE) == speeds
+    assert stage_speeds_of(steady(rates), PIPELINE) == speeds
 
 
 def test_a_stage_is_as_fast_as_its_slowest_rank() -> None:
     """Ranks 0 and 2 are the first stage, 1 and 3 the second."""
-    assert stage_speeds_of((100.0, 100.0, 100.0, 40.0), GRID) == (1.0, 0.4)
+    assert stage_speeds_of(steady((100.0, 100.0, 100.0, 40.0)), GRID) == (1.0, 0.4)
+
+
+def test_a_rank_beside_which_something_else_runs_is_no_measure_of_the_others() -> None:
+    rates = [Rate(100.0, 55.0), Rate(62.0, 50.0), Rate(70.0, 65.0), Rate(90.0, 50.0)]
+    assert stage_speeds_of(rates, PIPELINE) is None
+    assert stage_speeds_of([*rates[:3], Rate(40.0, 30.0)], PIPELINE) == (1.0, 1.0, 1.0, 0.4)
