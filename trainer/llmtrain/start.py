@@ -78,8 +78,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)])
     except tuple(EXIT_CODES) as error:
         _skip_finalization(EXIT_CODES[type(error)])
-        if ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1:
-            # Another rank has said the same.
+        if _has_been_said(error, ranks):
             raise SystemExit(EXIT_CODES[type(error)]) from error
         raise
     except RuntimeError as error:
@@ -114,6 +113,15 @@ def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Fac
         return resolved, "stages are equally fast, as measured"
     shown = ", ".join(f"{speed:.2f}" for speed in speeds)
     return settle(recipe, replace(facts, speeds=speeds), read_hf_config), f"speeds of the stages, as measured: {shown}"
+
+
+def _has_been_said(error: Exception, ranks: "Ranks") -> bool:
+    """Whether another rank has said the same."""
+    try:
+        return ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1
+    except RuntimeError:
+        # The first rank, which has the store, is gone: not without a word.
+        return True
 
 
 def _skip_finalization(code: int) -> None:

@@ -138,6 +138,7 @@ class Checkpointer:
         """Write; whatever goes wrong reaches the training loop as a sentence."""
         try:
             self._failure = self._lead(save) if self._ranks.is_main else self._follow(save)
+            self._conclude()
         except Exception as error:
             self._failure = self._sentence(save, _reason(error))
 
@@ -172,6 +173,15 @@ class Checkpointer:
             failure = self._prune(save)
         self._exchange.tell("done", failure)
         return failure or None
+
+    def _conclude(self) -> None:
+        """Have the main rank, which has the store, stay until all others have heard how it went."""
+        if self._ranks.is_main:
+            for rank in range(1, self._ranks.layout.world):
+                self._exchange.hear(f"{rank} has heard")
+                self._exchange.forget(f"{rank} has heard")
+        else:
+            self._exchange.tell(f"{self._ranks.rank} has heard", "")
 
     def _reports(self) -> Iterator[_Report]:
         for rank in range(1, self._ranks.layout.world):
