@@ -138,9 +138,11 @@ class Checkpointer:
         """Write; whatever goes wrong reaches the training loop as a sentence."""
         try:
             self._failure = self._lead(save) if self._ranks.is_main else self._follow(save)
-            self._conclude()
         except Exception as error:
             self._failure = self._sentence(save, _reason(error))
+        # A store that is gone has nothing left to tell.
+        with suppress(RuntimeError):
+            self._conclude()
 
     def _follow(self, save: _Save) -> str | None:
         failure = self._exchange.hear("open")
