@@ -194,7 +194,7 @@ def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | 
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
     if over_mpi:
-        return MpiTransport(peers, schedule.stages, ranks.device, dtype)
+        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype)
     return TorchTransport(
         {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
         ranks.device,

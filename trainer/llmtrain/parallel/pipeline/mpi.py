@@ -37,11 +37,20 @@ class _Inbox:
 class MpiTransport:
     """Isend and Irecv of a communicator of its own; each channel has its own tag (AxoNN, section IV.A).
 
-    peers: by channel, the other side's rank in the run. stages: of the whole pipeline.
+    peers: by channel, the other side's rank in the run. stages: of the whole pipeline. world: ranks of the run. Raises
+    BadInputError where MPI does not know as many.
     """
 
-    def __init__(self, peers: Mapping[Channel, int], stages: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._world = _mpi().COMM_WORLD.Dup()
+    def __init__(
+        self, peers: Mapping[Channel, int], stages: int, world: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        everyone = _mpi().COMM_WORLD
+        if everyone.size != world:
+            raise BadInputError(
+                f"pipeline.transport is mpi, but MPI knows {everyone.size} of the run's {world} ranks; start them with "
+                f"mpirun -n {world} llmtrain run RECIPE, or set pipeline.transport=torch"
+            )
+        self._world = everyone.Dup()
         self._peers, self._stages, self._device, self._dtype = peers, stages, device, dtype
         self._direct = device.type == "cpu" or _reaches_cuda()
         self._inboxes: dict[Channel, _Inbox] = {}
