@@ -147,6 +147,7 @@ def peer(run: Run, seconds: float) -> Contestant:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def passes(number: int) -> None:
+        optimizer.zero_grad()
         rows = rows_of(run, number)
         if last:
             schedule.step(target=rows[:, 1:], losses=[], return_outputs=False)
@@ -156,7 +157,6 @@ def peer(run: Run, seconds: float) -> Contestant:
     def whole(number: int) -> None:
         passes(number)
         optimizer.step()
-        optimizer.zero_grad()
 
     return Contestant(passes, whole, watch)
 
