@@ -140,11 +140,9 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
         "ratio",
         "activations held, in microbatches, by rank",
     )
-    fit = (
-        ""
-        if not setting.pace
-        else f" Its bubble is {off[OURS]:.1%} off the timeline's (goal: 10%), the farthest {max(off.values()):.1%}."
-    )
+    fit = ""
+    if setting.pace:
+        fit = f" Its bubble is {off[OURS]:.1%} off the timeline's (goal: 10%), the farthest {max(off.values()):.1%}."
     return (
         f"{setting}\n\n{table(header, rows)}\n\n"
         f"{OURS} goes at {ratio(passes, PEER, OURS):.3f} times the rate of torch's in the passes alone, and at "
@@ -157,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    parts = []
+    load, parts = os.getloadavg()[0], []
     for setting in SETTINGS:
         parts.append(report(setting, measure(setting)))
         print(parts[-1], flush=True)
@@ -168,7 +166,8 @@ def main() -> None:
             "backward passes of steps in turns, medians, ratios within a turn. The bubble is the share of the ranks' "
             "time in which no action runs, from the first rank's start to the last one's end; the timeline's is the "
             "schedule played with the means of the durations measured in it, messages' ways included. Whole steps: "
-            "ours with gradients' norm, logging and its own AdamW; torch's with its fused AdamW and nothing else."
+            "ours with gradients' norm, logging and its own AdamW; torch's with its fused AdamW and nothing else. "
+            f"Load average when it started, from other work: {load:.1f}."
         )
         write_section(given.write, "pipeline", "\n\n".join([head, *parts]))
 
