@@ -1,19 +1,17 @@
 """`llmtrain run` on clusters whose fast cards do not reach each other: only what stages tell each other leaves them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llmtrain.recipe.load import load_recipe
 
 from tools.bench.clusters import PLACEMENTS, Bench, Setting
 
 pytestmark = pytest.mark.netlab
 
 STEPS = 6
-# What ranks need to find each other and to sum a loss, and headers: in all steps together less than a tenth of the
-# gradients that the replicas of one stage sum in one of them.
-CONTROL = 500_000
+# What ranks need to find each other, to sum losses and to agree on a checkpoint, and headers, of the whole run: less
+# than a tenth of the gradients and weights that replicas exchange in one of its steps.
+CONTROL = 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -29,15 +27,3 @@ def test_only_activations_and_their_gradients_leave_a_cluster(setting: Setting, 
         trained = bench.train(PLACEMENTS["stages in clusters"], STEPS)
     assert 0 < trained.crossed - STEPS * setting.stage_bytes < CONTROL
     assert trained.losses[-1] < trained.losses[0]
-
-
-def test_a_slower_node_gets_fewer_layers_in_its_stage(tmp_path: Path) -> None:
-    """No description says how fast the nodes are: they are timed before the layers are split."""
-    bench = Bench(Setting(clusters=2, nodes=1, layers=4, hidden=64), tmp_path)
-    bench.lab.spec = replace(bench.lab.spec, speeds={1: 0.25})
-    with bench.lab:
-        bench.train([*PLACEMENTS["stages in clusters"], "pipeline.split=auto"], steps=1)
-    (resolved,) = tmp_path.glob("runs/*/recipe.resolved.yaml")
-    first, second = load_recipe(str(resolved), []).pipeline.split
-    assert first + second == 8
-    assert int(first) > int(second)

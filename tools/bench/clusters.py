@@ -192,7 +192,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--settings", type=int, nargs="*", default=list(range(len(SETTINGS))), help="by number")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
