@@ -46,7 +46,7 @@ HEAD = """## Clusters
 
 `python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes, 200 Mbit/s among the nodes of each, whose cards
 do not reach those of other clusters, and Ethernet of 25 Mbit/s that joins all: a thousandth of the rates of Holmes,
-section 4.1. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, one stage for each cluster,
+table 1 and figure 3. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, one stage for each cluster,
 {tokens} tokens in a microbatch; `llmtrain run` on every rank, placements in turns, medians of all steps but each run's
 first. "stages in clusters" is what a cluster file and the default `parallel.order` do, Holmes' placement; the others
 place ranks with `parallel.order=data-pipeline-tensor`, where replicas are clusters apart: over Ethernet alone, which is

@@ -51,7 +51,7 @@ processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latenc
 of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the
 optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes by what a forward and
 a backward pass of each stage took, and a message over each link. The split auto has the clusters' speeds from the
-cluster file."""
+cluster file. Ratios are no more exact than the steps' spread, some 5%."""
 
 
 @dataclass(frozen=True)
