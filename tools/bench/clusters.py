@@ -44,15 +44,15 @@ logging: {{every: 1, dir: {folder}/runs}}
 """
 HEAD = """## Clusters
 
-`python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes, 200 Mbit/s among the nodes of each, whose cards
-do not reach those of other clusters, and Ethernet of 25 Mbit/s that joins all: a thousandth of the rates of Holmes,
-table 1 and figure 3. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, one stage for each cluster,
-{tokens} tokens in a microbatch; `llmtrain run` on every rank, placements in turns, medians of all steps but each run's
-first. "stages in clusters" is what a cluster file and the default `parallel.order` do, Holmes' placement; the others
-place ranks with `parallel.order=data-pipeline-tensor`, where replicas are clusters apart: over Ethernet alone, which is
-what reaches everything, as without a cluster file, or with a card chosen for each group. "on Ethernet" is what all
-nodes together send over it in a step, by their cards' counters, headers included; "stages alone" what the activations
-and their gradients make up by formula."""
+`python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes, 200 Mbit/s among the nodes of each, whose
+cards do not reach those of other clusters, and Ethernet of 25 Mbit/s that joins all: a thousandth of the rates of
+Holmes, table 1 and figure 3. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, a stage for
+each cluster, {tokens} tokens in a microbatch; `llmtrain run` on every rank, placements in turns, medians of all steps
+but each run's first. "stages in clusters" is what a cluster file and the default `parallel.order` do, Holmes'
+placement; the others place ranks with `parallel.order=data-pipeline-tensor`, where replicas are clusters apart: over
+Ethernet alone, which is what reaches everything, as without a cluster file, or with a card chosen for each group. "on
+Ethernet" is what all nodes together send over it in a step, by their cards' counters, headers included; "stages
+alone" what the activations and their gradients make up by formula."""
 PLACEMENTS: Mapping[str, tuple[str, ...]] = {
     "stages in clusters": ("cluster={cluster}",),
     "anywhere, Ethernet": ("parallel.order=data-pipeline-tensor",),
