@@ -22,14 +22,12 @@ ShapeOf = Callable[[int, int], torch.Size]
 CountSent = Callable[[Channel, int], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Passed:
-    """What a forward pass leaves for its backward pass. received, left: what that leaves for the weights' own."""
+    """What a forward pass leaves for its backward pass."""
 
     given: Tensor
     result: Tensor
-    received: list[Received] = field(default_factory=list)
-    left: Left = field(default_factory=deque)
 
 
 @dataclass
@@ -40,6 +38,7 @@ class _Step:
     rows: Sequence[Tensor]
     factor: float
     passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
+    left: dict[tuple[int, int], tuple[list[Received], Left]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     done: dict[str, int] = field(default_factory=dict)
 
@@ -89,11 +88,6 @@ class Executor:
                 self._flush()
         return found
 
-    @property
-    def closes(self) -> bool:
-        """Whether the model ends on this rank."""
-        return any(stage.piece.closes for stage in self._stages)
-
     def close(self) -> None:
         """End what runs in the background."""
         if self._transport is not None:
@@ -108,15 +102,15 @@ class Executor:
                     step.losses.append(result.detach())
                 step.passed[key] = _Passed(given, result)
             case Kind.B if self._schedule.splits_backward:
-                self._backward_inputs(action.chunk, step.passed[key], step.factor)
+                step.left[key] = self._backward_inputs(action.chunk, step.passed.pop(key), step.factor)
             case Kind.B:
                 passed = step.passed.pop(key)
                 run = partial(self._backward, action.chunk, passed, step.factor)
                 self._engine.backward(run, self._turns(action.chunk, step))
                 self._hand_back(action.chunk, passed)
             case Kind.W:
-                passed = step.passed.pop(key)
-                self._engine.backward_weights(passed.received, gradients(passed.left), self._turns(action.chunk, step))
+                received, left = step.left.pop(key)
+                self._engine.backward_weights(received, gradients(left), self._turns(action.chunk, step))
 
     def _turns(self, chunk: int, step: _Step) -> list[Turn]:
         """Count and return a chunk's next backward pass through each of its units; two chunks may share one."""
@@ -150,14 +144,14 @@ class Executor:
         else:
             passed.result.backward(self._receive(Channel(piece.stage + 1, piece.stage)))
 
-    def _backward_inputs(self, chunk: int, passed: _Passed, factor: float) -> None:
-        deferred = self._deferred
+    def _backward_inputs(self, chunk: int, passed: _Passed, factor: float) -> tuple[list[Received], Left]:
+        """Do a backward pass of the inputs; return what is left of the weights': gradients, and what computes others."""
+        deferred, run = self._deferred, partial(self._backward, chunk, passed, factor)
         assert deferred is not None
-        with deferred.collecting() as passed.left:
-            passed.received = self._engine.backward_inputs(
-                lambda: self._backward(chunk, passed, factor), self._stages[chunk].piece.units
-            )
+        with deferred.collecting() as left:
+            received = self._engine.backward_inputs(run, self._stages[chunk].piece.units)
         self._hand_back(chunk, passed)
+        return received, left
 
     def _hand_back(self, chunk: int, passed: _Passed) -> None:
         piece = self._stages[chunk].piece
