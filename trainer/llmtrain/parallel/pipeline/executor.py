@@ -145,7 +145,7 @@ class Executor:
             passed.result.backward(self._receive(Channel(piece.stage + 1, piece.stage)))
 
     def _backward_inputs(self, chunk: int, passed: _Passed, factor: float) -> tuple[list[Received], Left]:
-        """Do a backward pass of the inputs; return what is left of the weights': gradients, and what computes others."""
+        """Do a backward pass of the inputs; return of the weights' gradients those that came, and what is left."""
         deferred, run = self._deferred, partial(self._backward, chunk, passed, factor)
         assert deferred is not None
         with deferred.collecting() as left:
