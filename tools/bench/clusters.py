@@ -181,7 +181,8 @@ def report(setting: Setting, rounds: int, steps: int) -> str:
         f"{setting.clusters} clusters x {setting.nodes} nodes x {setting.ranks} ranks ({degrees}), "
         f"{setting.microbatches} microbatches, {rounds} runs of {steps} steps each:\n\n{table(header, rows)}\n\n"
         f"A step is {ratio:.2f} times as fast as over Ethernet alone (goal: {GOAL}). What crosses in a step is the "
-        f"stages' messages and {crossed[HOLMES] - setting.stage_bytes:+,.0f} bytes; the starts of two runs differ by as much."
+        f"stages' messages and {crossed[HOLMES] - setting.stage_bytes:+,.0f} bytes; the "
+        f"starts of two runs differ by as much."
     )
 
 
