@@ -46,12 +46,12 @@ NEAR, RATE = 800, 100
 HEAD = """## Uneven stages
 
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
-processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of hidden
-{hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns, medians
-of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the
-optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes by what a forward and
-a backward pass of each stage took, and a message over each link. The split auto has the clusters' speeds from the
-cluster file. Ratios are no more exact than the steps' spread, some 5%."""
+processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of
+hidden {hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns,
+medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
+the optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes by what a
+forward and a backward pass of each stage took, and a message over each link. The split auto has the clusters' speeds
+from the cluster file. Ratios are no more exact than the steps' spread, some 5%."""
 
 
 @dataclass(frozen=True)
