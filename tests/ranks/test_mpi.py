@@ -10,7 +10,7 @@ from shutil import which
 
 import pytest
 from harness import Case, Trainer
-from test_grid import SCHEDULES, grid
+from test_grid import SCHEDULES, by_matrix, grid
 from test_parity import check
 
 MPI = "pipeline.transport=mpi"
@@ -38,4 +38,4 @@ def test_messages_over_mpi(cases: list[Case], trainer: Trainer) -> None:
     assert started.returncode == 0, started.stderr[-3000:]
     trainer.train([case.reference for case in cases])
     for case in cases:
-        check(lambda wanted: trainer.result(wanted), case, False)
+        check(lambda wanted: trainer.result(wanted), case, False, weights=by_matrix)
