@@ -9,30 +9,23 @@ from harness import STEPS, Case, Result, worst_difference
 from strategies import COVERING, some
 
 Trained = Callable[[Case], Result]
-Weights = dict[str, torch.Tensor]
 
 
-def settled(result: Result) -> Weights:
-    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but
-    rounding, which AdamW makes as large as any other."""
-    return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
-
-
-def check(
-    trained: Trained,
-    case: Case,
-    quantized: bool,
-    rtol: float = 1e-5,
-    weights: Callable[[Result], Weights] = settled,
-) -> None:
+def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:
     ours, theirs = trained(case), trained(case.reference)
     assert len(theirs.rows) == STEPS
     assert theirs.rows[-1]["loss"] < theirs.rows[0]["loss"] - 0.5
     difference, where = worst_difference(ours.curve, theirs.curve)
     assert difference < (0.01 if quantized else rtol), f"loss at {where} differs by {difference:.2e}"
     if not quantized:
-        difference, where = worst_difference(weights(ours), weights(theirs))
+        difference, where = worst_difference(settled(ours), settled(theirs))
         assert difference < rtol, f"{where} differs by {difference:.2e}"
+
+
+def settled(result: Result) -> dict[str, torch.Tensor]:
+    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but
+    rounding, which AdamW makes as large as any other."""
+    return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
 
 
 @pytest.mark.parametrize(("case", "quantized"), COVERING, ids=str)
