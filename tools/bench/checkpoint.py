@@ -27,6 +27,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units, parameter_count
+from pydantic import JsonValue
 from table import machine, table, write_section
 
 BLOCK = 16 * 1024**2
@@ -55,7 +56,7 @@ class Bench:
         ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
         return Checkpointer(self.folder / "ours", ranks, 1, asynchronous)
 
-    def about(self) -> dict[str, dict[str, object]]:
+    def about(self) -> dict[str, dict[str, JsonValue]]:
         """Return what a checkpoint says about its run."""
         return {"recipe": {}, "model": asdict(self.config)}
 
@@ -88,7 +89,7 @@ def plain_write(bench: Bench) -> None:
     """Write the same bytes in blocks of 16 MiB, then fsync: what the disk gives."""
     fd = os.open(bench.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for state in bench.states:
-        view = memoryview(state.numpy()).cast("B")
+        view = state.numpy().data.cast("B")
         for start in range(0, len(view), BLOCK):
             block = view[start : start + BLOCK]
             while block:
@@ -128,7 +129,8 @@ def measure_saves(bench: Bench, rounds: int) -> dict[str, list[float]]:
         "torch.save": lambda: torch_save(bench),
         "dcp": lambda: dcp_save(bench),
     }
-    names, times = deque(contenders), {name: [] for name in contenders}
+    names = deque(contenders)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name in names:
             times[name].append(seconds(contenders[name]))
@@ -154,7 +156,8 @@ def measure_blocking(bench: Bench, rounds: int) -> dict[str, list[float]]:
         "blocked": lambda: ours.save(next(steps), bench.shards, {}, bench.about()),
         "copied": copy,
     }
-    names, times = deque(contenders), {name: [] for name in contenders}
+    names = deque(contenders)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name in names:
             times[name].append(seconds(contenders[name]))

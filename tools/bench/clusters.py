@@ -156,7 +156,7 @@ def report(setting: Setting, rounds: int, steps: int) -> str:
         with bench.lab:
             found: dict[str, list[Trained]] = {placement: [] for placement in PLACEMENTS}
             for turn in range(rounds):
-                for placement in list(PLACEMENTS) if turn % 2 else list(reversed(PLACEMENTS)):
+                for placement in list(PLACEMENTS) if turn % 2 else list(reversed(list(PLACEMENTS))):
                     found[placement].append(bench.train(PLACEMENTS[placement], steps))
             short = {placement: bench.train(keys, SHORT).crossed for placement, keys in PLACEMENTS.items()}
     # By how much more crosses in a longer run, so that what is sent at its start and end does not count.

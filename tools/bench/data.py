@@ -170,11 +170,11 @@ def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float
         output, *_ = run([__file__, "--peer", what, str(corpus), "--tokenizer", str(tokenizer)])
         seconds, processor = json.loads(output)
         return seconds, processor, 0.0
-    output = corpus.with_suffix("")
+    prefix = corpus.with_suffix("")
     # Making room for new output by freeing the old one's pages is no part of preparing.
     for suffix in (".bin", ".idx"):
-        Path(f"{output}{suffix}").unlink(missing_ok=True)
-    arguments = ["--tokenizer", str(tokenizer), "--output", str(output)]
+        Path(f"{prefix}{suffix}").unlink(missing_ok=True)
+    arguments = ["--tokenizer", str(tokenizer), "--output", str(prefix)]
     _, seconds, usage = run(["-c", PREPARE, "prepare", str(corpus), *arguments])
     return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from llmtrain.parallel.pipeline.config import ScheduleName
@@ -23,7 +23,8 @@ from llmtrain_data.indexed import IndexedWriter
 from tools.bench.table import machine, table, write_section
 
 RANKS, LAYERS, MICROBATCHES = 4, 8, 8
-OURS, PEER = "1f1b", "torch"
+OURS: ScheduleName = "1f1b"
+PEER = "torch"
 RECIPE = """
 model: {{family: gpt2, layers: {layers}, hidden: {hidden}, heads: 4, vocab: 512, tie_embeddings: false}}
 data: {{path: {folder}/set, sequence_length: {sequence}}}
@@ -101,7 +102,7 @@ def timeline(name: str, figures: Mapping[str, Any]) -> Timeline:
     known = Durations(forward, by_kind["B"], weights, figures["transfers"])
     if name == "message-driven":
         return simulate_message_driven(RANKS, MICROBATCHES, RANKS, known)
-    return simulate(make_schedule(name, RANKS, len(forward) // RANKS, MICROBATCHES), known)
+    return simulate(make_schedule(cast(ScheduleName, name), RANKS, len(forward) // RANKS, MICROBATCHES), known)
 
 
 def ratio(found: Found, name: str, other: str) -> float:

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.gradients import Turn
 from llmtrain.train import train_step
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
@@ -64,11 +65,11 @@ def pace_weights(engine: Engine, seconds: float) -> None:
     """Have the backward pass of the weights take its share."""
     inner = engine.backward_weights
 
-    def paced(received: Any, products: Any, names: Sequence[str], first: bool, last: bool) -> None:
-        time.sleep(seconds * sum(name.startswith("blocks.") for name in names))
-        inner(received, products, names, first, last)
+    def paced(received: Any, products: Any, turns: Collection[Turn]) -> None:
+        time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in turns))
+        inner(received, products, turns)
 
-    engine.backward_weights = paced  # type: ignore[method-assign, assignment]
+    engine.backward_weights = paced  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def ours(run: Run, seconds: float) -> Contestant:
         pace(run.model, seconds, schedule.splits_backward)
         pace_weights(run.engine, seconds)
     assert executor._transport is not None
-    executor._transport = WatchedTransport(executor._transport, watch)  # type: ignore[assignment]
+    executor._transport = WatchedTransport(executor._transport, watch)
     act, microbatch = executor._act, int(run.recipe.train.microbatch)
 
     def watched(action: Action, step: Any) -> None:
@@ -133,11 +134,12 @@ def peer(run: Run, seconds: float) -> Contestant:
     """
     rank, watch = run.ranks.rank, Watch()
     count = run.recipe.train.global_batch // int(run.recipe.train.microbatch)
-    module, last = PlainStage(plain_copy(run)), run.executor.closes
+    module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].piece.closes
     if seconds:
         pace(module.model, seconds, False)
 
     def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+        assert module.model.head.weight is not None
         return linear_cross_entropy(x.flatten(0, 1), module.model.head.weight, targets.flatten()) / count
 
     stage = PipelineStage(module, rank, run.ranks.layout.world, torch.device("cpu"))

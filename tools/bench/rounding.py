@@ -205,7 +205,8 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
 def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., None]:
     """Return `backward`, one microbatch's backward pass, as one that keeps the microbatches' gradients apart and
     reduces them after the last."""
-    setting, kept = reduction.setting, {name: [] for name in units}  # type: dict[str, list[Tensor]]
+    setting = reduction.setting
+    kept: dict[str, list[Tensor]] = {name: [] for name in units}
 
     def kept_apart(run: Callable[[], None], turns: Sequence[Turn]) -> None:
         last = turns[0].last

@@ -159,9 +159,10 @@ def main() -> None:
         head = (
             f"## Sharding\n\n{machine(['torch', 'deepspeed'])}. A GPT of 6 layers, hidden 256, sequence 32, fp32, on "
             "an emulated cluster; steps in turns, medians; the lower bound is a step's bytes over the link's rate, or "
-            "the time of the same computation without any communication, whichever is larger (goal: within 1.15 of it). "
-            "What crosses between nodes once a step, as with mics and topo, can hide behind the last of its microbatches "
-            "alone, so with accumulation the two times add up; what goes on inside a node takes the same two cores."
+            "the time of the same computation without any communication, whichever is larger (goal: within 1.15 of "
+            "it). What crosses between nodes once a step, as with mics and topo, can hide behind the last of its "
+            "microbatches alone, so with accumulation the two times add up; what goes on inside a node takes the same "
+            "two cores."
         )
         write_section(given.write, "sharding", "\n\n".join([head, *parts]))
 

@@ -92,7 +92,7 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
         total = 0.0
         for index, rows in enumerate(batches(run, number)):
             if hybrid:
-                model.set_requires_all_reduce(index == accumulation - 1)
+                model.set_requires_all_reduce(index == accumulation - 1)  # type: ignore[operator]
             loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
             loss.backward()
             total += float(loss)
@@ -101,7 +101,10 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
         return total
 
     def state_bytes() -> int:
-        weights = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        weights = sum(
+            parameter.to_local().nbytes  # type: ignore[attr-defined]
+            for parameter in model.parameters()
+        )
         moments = sum(
             value.to_local().nbytes
             for state in optimizer.state.values()

@@ -39,7 +39,7 @@ class Contestant:
         executor = run.executor
         act, train, schedule = executor._act, executor.train, executor._schedule
         assert executor._transport is not None
-        executor._transport = WatchedTransport(executor._transport, self.watch)  # type: ignore[assignment]
+        executor._transport = WatchedTransport(executor._transport, self.watch)
 
         def watched(action: Action, step: Any) -> None:
             stage = schedule.stage(executor._rank, action.chunk)
@@ -51,7 +51,7 @@ class Contestant:
             self.watch.steps.append((started, time.perf_counter()))
             return losses
 
-        executor._act, executor.train = watched, passes  # type: ignore[method-assign]
+        executor._act, executor.train = watched, passes  # type: ignore[method-assign, assignment]
 
     def step(self, number: int) -> None:
         """Do the optimizer step of a number."""
