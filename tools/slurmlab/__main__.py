@@ -1,0 +1,81 @@
+"""A real Slurm on this machine, to try things out and for tests. Needs root and Debian's slurm-wlm and munge.
+
+python -m tools.slurmlab run -- sbatch --wait job.sh    # for one command, then gone
+eval "$(python -m tools.slurmlab up)"                   # until `python -m tools.slurmlab down`
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from llmtrain.errors import BadInputError, RunFailedError
+
+from tools.slurmlab.files import Spec
+from tools.slurmlab.lab import Lab, bring_up, environment, stop
+
+FOLDER = Path("/run/slurmlab")
+
+
+def main() -> int:
+    """Do what the command line says; return the exit code."""
+    arguments = _parse()
+    try:
+        if arguments.verb == "run":
+            return _run(_spec(arguments), arguments.command)
+        if arguments.verb == "up":
+            bring_up(_spec(arguments), arguments.dir)
+            print("\n".join(f"export {name}={value}" for name, value in environment(arguments.dir).items()))
+        else:
+            print("gone" if stop(arguments.dir) else "no lab was up", file=sys.stderr)
+    except BadInputError as error:
+        print(f"slurmlab: {error}", file=sys.stderr)
+        return 2
+    except RunFailedError as error:
+        print(f"slurmlab: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m tools.slurmlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    up = verbs.add_parser("up", help="start a Slurm; print the variables that lead to it")
+    down = verbs.add_parser("down", help="stop it, with all its jobs")
+    run = verbs.add_parser("run", help="start a Slurm, run a command that uses it, stop it")
+    for verb in (up, run):
+        verb.add_argument("--nodes", type=int, default=2)
+        verb.add_argument("--cpus", type=int, default=8, help="processors that each node claims to have")
+        verb.add_argument("--kill-wait", type=int, default=30, metavar="SECONDS", help="from SIGTERM to SIGKILL")
+    for verb in (up, down):
+        verb.add_argument("--dir", type=Path, default=FOLDER, help="folder of the lab")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
+    arguments = parser.parse_args()
+    if arguments.verb == "run":
+        arguments.command = [word for place, word in enumerate(arguments.command) if (place, word) != (0, "--")]
+        if not arguments.command:
+            parser.error("there is no command; put it after --")
+    return arguments
+
+
+def _spec(arguments: argparse.Namespace) -> Spec:
+    return Spec(arguments.nodes, arguments.cpus, arguments.kill_wait)
+
+
+def _run(spec: Spec, command: list[str]) -> int:
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    with Lab(spec) as lab:
+        return subprocess.run(command, env={**os.environ, **lab.environment}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
