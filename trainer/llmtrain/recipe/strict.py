@@ -1,0 +1,91 @@
+"""Reading a YAML file of known keys into a dataclass. Whatever is wrong becomes one sentence."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from yaml import YAMLError
+
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.explain import shown
+
+T = TypeVar("T")
+
+# YAML reads 24:00:00 as a number to the base of 60, which nobody who writes a time means.
+_BASE_60 = re.compile(r"(?m)^(\s*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
+
+
+@dataclass(frozen=True)
+class StrictFile(Generic[T]):
+    """A kind of file. section: the dataclass that it holds. noun: what it describes, such as `a cluster`."""
+
+    section: type[T]
+    noun: str
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the file's content as plain data. Raises BadInputError."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = OmegaConf.to_container(OmegaConf.create(_BASE_60.sub(r"\1'\2'", text)))
+        except (YAMLError, OmegaConfBaseException, ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise BadInputError(
+                f"{path} does not describe {self.noun}: {' '.join(str(error).split())[:240]}"
+            ) from error
+        except OSError as error:
+            raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not isinstance(content, dict):
+            raise BadInputError(f"{path} does not describe {self.noun}: it holds a list, expected sections with keys")
+        return {str(name): value for name, value in content.items()}
+
+    def parse(self, data: Mapping[str, Any], where: str) -> T:
+        """Return the section that plain data holds. where: in front of messages. Raises BadInputError."""
+        try:
+            return TypeAdapter(self.section).validate_json(json.dumps(data))
+        except TypeError as error:
+            raise BadInputError(f"{where.rstrip('.: ')} holds what is not plain YAML: {error}") from error
+        except ValidationError as error:
+            raise BadInputError(where + self._explain(error)) from error
+
+    def _explain(self, error: ValidationError) -> str:
+        """Name the key, the value and what was expected, for the first thing that is wrong; an unknown key goes
+        first."""
+        unknown = "unexpected_keyword_argument"
+        details = min(error.errors(include_url=False), key=lambda found: found["type"] != unknown)
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"]).lstrip(".")
+        if details["type"] == unknown:
+            near = self._nearest([str(part) for part in details["loc"] if isinstance(part, str)])
+            known = ", ".join(entry.name for entry in fields(self.section))  # type: ignore[arg-type]
+            return f"{key} is no key of {self.noun}; " + (f"did you mean {near}?" if near else f"expected {known}")
+        if details["type"] == "value_error":
+            return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
+        if details["type"].startswith("missing"):
+            return f"{key} is missing; every description of {self.noun} needs it"
+        return f"{key} is {shown(details['input'])}; expected {details['msg'].removeprefix('Input should be ')}"
+
+    def _nearest(self, parts: list[str]) -> str | None:
+        """Return the key that `parts` was most likely meant to be: misspelt, or put into the wrong section."""
+        known = dict.fromkeys(_walk(self.section, ""))
+        section, leaf = "".join(f"{part}." for part in parts[:-1]), parts[-1]
+        siblings = [key for key in known if key.startswith(section) and "." not in key.removeprefix(section)]
+        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+        near = get_close_matches(section + leaf, siblings, n=1, cutoff=0.75)
+        near = near or [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+        return near[0] if near else None
+
+
+def _walk(section: type, prefix: str) -> Iterator[str]:
+    """Yield every key by its dotted name; those of a list's sections without a place in the list."""
+    for name, hint in get_type_hints(section).items():
+        if name not in {entry.name for entry in fields(section)}:
+            continue
+        yield prefix + name
+        for option in (hint, *get_args(hint)):
+            if is_dataclass(option) and isinstance(option, type):
+                yield from _walk(option, f"{prefix}{name}.")
