@@ -43,6 +43,9 @@ WITHOUT_TORCH = (
     "llmtrain.cluster.source",
     "llmtrain.parallel.pipeline.show",
     "llmtrain.doctor",
+    "llmtrain.cluster.lock",
+    "llmtrain.status",
+    "llmtrain.submit",
     "llmtrain_data.config",
 )
 
@@ -135,7 +138,22 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["run", "eval", "generate", "report", "doctor", "recipes", "data", "cluster", "pipeline", "ckpt"]
+    "verb",
+    [
+        "run",
+        "submit",
+        "status",
+        "logs",
+        "eval",
+        "generate",
+        "report",
+        "doctor",
+        "recipes",
+        "data",
+        "cluster",
+        "pipeline",
+        "ckpt",
+    ],
 )
 def test_verbs_parse_without_torch(verb: str) -> None:
     """A verb's module holds its parsing alone, so that its --help is as quick."""

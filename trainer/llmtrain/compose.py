@@ -14,6 +14,7 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.cluster.lock import RunLock
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.errors import BadInputError, RunFailedError
@@ -73,9 +74,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = _open_data(recipe, config)
-    if ranks.is_main:
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+    lock = _claim(folder, ranks)
     comm = CommMeter()
     parts = build(recipe, config, ranks, comm.add)
     about = RunInfo(
@@ -86,7 +85,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
     )
     checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
-    with RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
+    with lock, RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
             recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
@@ -94,6 +93,21 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         )  # fmt: skip
         checkpoints.close()
         parts.close()
+
+
+def _claim(folder: Path, ranks: Ranks) -> RunLock:
+    """Make the run's folder and take its lock. Raises RunFailedError where another run has it. Collective."""
+    lock, refusal = RunLock(folder), None
+    if ranks.is_main:
+        try:
+            with _writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                refusal = lock.take()
+        except RunFailedError as error:
+            refusal = str(error)
+    if refusal := ranks.from_main("refusal", refusal or ""):
+        raise RunFailedError(refusal)
+    return lock
 
 
 def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:

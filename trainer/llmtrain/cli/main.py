@@ -19,6 +19,9 @@ from llmtrain.errors import (
 
 VERBS = {
     "run": "Train: start the run that a recipe describes, or go on with it where it stopped.",
+    "submit": "Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is.",
+    "status": "Show how far runs are, and what became of their jobs.",
+    "logs": "Print what a run's newest job wrote.",
     "eval": "Print a model's loss and perplexity on a split of its data, or of other data.",
     "generate": "Let a trained model go on from a prompt.",
     "report": "Draw a run's loss, rate and memory as PNG files and one HTML page.",

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.cluster.environment import LAUNCHER_PID, threads_per_rank
+from llmtrain.cluster.stop import STOP_SIGNALS
 from llmtrain.errors import EXIT_PREEMPTED, RunFailedError
 
 # How long the agent waits for the other ranks once one has ended, in seconds.
@@ -22,15 +23,15 @@ GRACE = 60
 def launch(ranks: int, arguments: Sequence[str]) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
-    SIGINT and SIGTERM go on to the ranks, which save and end. Raises SystemExit with the code of the first rank that
-    ended otherwise, RunFailedError when it was killed.
+    SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
+    rank that ended otherwise, RunFailedError when it was killed.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     # The agent logs its own tables; what went wrong is said here, in one sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, _pass_on)
     config = LaunchConfig(
         min_nodes=1,
@@ -59,7 +60,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 def _ending(failures: list[ProcessFailure]) -> BaseException:
     """Return how this process ends. A rank that ended by itself has said why; one that was killed could not."""
-    if any(failure.exitcode == EXIT_PREEMPTED for failure in failures):
+    # Ranks that are asked to stop before their first step die of it.
+    if any(failure.exitcode in (EXIT_PREEMPTED, -signal.SIGUSR1) for failure in failures):
         return SystemExit(EXIT_PREEMPTED)
     # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
     # ends others by SIGTERM at once, by SIGKILL after its grace.

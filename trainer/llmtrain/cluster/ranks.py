@@ -50,6 +50,14 @@ class Ranks:
         """Return whether every rank says `ok`. Collective."""
         return self.sum_all([0.0 if ok else 1.0]) == [0.0]
 
+    def from_main(self, name: str, text: str) -> str:
+        """Return what the main rank passes as `text`. name: of this exchange, used once in a run. Collective."""
+        if self.store is None:
+            return text
+        if self.is_main:
+            self.store.set(name, text)
+        return str(self.store.get(name).decode())
+
 
 def device_of(local_rank: int) -> torch.device:
     """Return the local rank's CUDA device, or the CPU where there is none."""

@@ -4,16 +4,19 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
+# What asks a run to stop: Ctrl-C, schedulers and people, and Slurm some time before a job's end.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 class StopRequest:
-    """In a `with` block, takes SIGINT and SIGTERM as requests to stop. A second SIGINT stops at once."""
+    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once."""
 
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         return self
 
     def __exit__(

@@ -24,6 +24,17 @@ def read_metrics(path: Path) -> list[Row]:
     return [row for line in _lines(path) if (row := _parse(line)) is not None]
 
 
+def last_rows(path: Path, size: int = 2**16) -> list[Row]:
+    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order; none if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [row for line in lines if (row := _parse(line)) is not None]
+
+
 class MetricsFile:
     """Appends rows to a metrics file. Raises RunFailedError when the disk does not take a line."""
 

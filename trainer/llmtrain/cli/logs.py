@@ -1,0 +1,18 @@
+"""`llmtrain logs`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def logs(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its name in the folder runs.")],
+    job: Annotated[str | None, typer.Option(help="Number of the job. [default: the newest that has begun]")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+) -> None:
+    """Print what a run's newest job wrote."""
+    from llmtrain.status import read_log, run_folder
+
+    for piece in read_log(run_folder(run), job, follow):
+        typer.echo(piece, nl=False)

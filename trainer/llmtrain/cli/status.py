@@ -1,0 +1,35 @@
+"""`llmtrain status`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def status(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or that hold runs. [default: runs]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how far runs are, and what became of their jobs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmtrain.status import statuses
+    from llmtrain.telemetry import units
+
+    found = statuses(runs or [Path("runs")])
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in found]))
+        return
+    table = Table("run", "state", "step", "loss", "left", "job", "", box=None, header_style="bold", pad_edge=False)
+    for run in found:
+        step = "-" if run.step is None else f"{run.step}/{run.steps or '?'}"
+        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        left = "-" if run.seconds_left is None else units.duration(run.seconds_left)
+        table.add_row(run.name, run.state, step, loss, left, run.job or "-", run.detail)
+    Console(highlight=False, soft_wrap=True).print(table)

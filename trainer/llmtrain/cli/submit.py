@@ -1,0 +1,36 @@
+"""`llmtrain submit`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def submit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(help="The site's profile. [default: ~/.config/llmtrain/site.yaml]", metavar="FILE")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes to ask for; default: what the recipe says.")] = None,
+    chain: Annotated[int, typer.Option(min=1, help="Jobs after each other, until the run is done.")] = 1,
+    array: Annotated[
+        str | None, typer.Option(metavar="SEEDS", help="A run for each seed, such as 0-3 or 0-9%2.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check, print the batch script, and stop.")] = False,
+) -> None:
+    """Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is."""
+    from llmtrain.cluster.slurm.script import render
+    from llmtrain.submit import load_site, plan
+    from llmtrain.submit import submit as hand_in
+
+    profile = load_site(site)
+    job = plan(recipe, overrides or [], profile, nodes, array, chain)
+    if dry_run:
+        typer.echo(render(job, profile), nl=False)
+        return
+    for number in hand_in(job, profile, chain):
+        log = str(job.log).replace("%j", number).replace("%A", number)
+        typer.echo(f"job {number} on {job.nodes} x {job.ranks_per_node} ranks, log {log}")

@@ -1,0 +1,128 @@
+"""A site's profile: what a cluster's Slurm wants to be told that no recipe knows."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
+
+_SECRET = re.compile(r"(^|_)(\w*KEY|\w*TOKENS?|\w*SECRETS?|PASS|PASSWD|\w*PASSWORD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)")
+_LOGIN_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]*@")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<after>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What ranks run in. image: for apptainer a file or address, for pyxis (`srun --container-image`) an address.
+    mounts: folders that are seen inside, as `/path` or `/path:/path/inside`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    image: str
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    mounts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.image.strip():
+            raise ValueError("image is empty; expected a container image")
+        for text in (self.image, *self.mounts):
+            _refuse_unprintable("image or mounts", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A site's profile. What is left out is left to Slurm.
+
+    account, partition, qos, constraint, reservation, gpus_per_node, time: as sbatch takes them. ranks_per_node: one for
+    each accelerator; null: the recipe's `cluster` says it. cpus_per_rank: null for an even share of what the job gets
+    of each node. exclusive: take nodes whole. margin: seconds before the end of the job's time at which the run is told
+    to save and stop. modules: to load. python: that has llmtrain; null: the one that submits, in a container `python`.
+    container: what ranks run in. environment: variables of the job; secrets do not belong here, as variables of the
+    shell that submits are inherited. sbatch, srun: further options of these.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    time: str | int | None = None
+    ranks_per_node: int | None = None
+    cpus_per_rank: int | None = None
+    gpus_per_node: int | str | None = None
+    exclusive: bool = False
+    margin: int = 300
+    modules: tuple[str, ...] = ()
+    python: str | None = None
+    container: Container | None = None
+    environment: Mapping[str, str | int] = field(default_factory=dict)
+    sbatch: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("ranks_per_node", "cpus_per_rank", "margin"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key} is {value}; it must be at least 1")
+        for key, text in self._texts():
+            _refuse_unprintable(key, text)
+        if self.time is not None and seconds(str(self.time)) <= self.margin:
+            raise ValueError(
+                f"margin is {self.margin} seconds, but time is {self.time}, so the run would be told to stop as it "
+                "begins; lower margin or raise time"
+            )
+        for name, value in self.environment.items():
+            _check_variable(name, str(value))
+        for key, options in (("sbatch", self.sbatch), ("srun", self.srun)):
+            for option in options:
+                _check_option(key, option)
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, str):
+                yield entry.name, value
+            elif isinstance(value, tuple):
+                yield from ((entry.name, text) for text in value)
+
+
+def seconds(time: str) -> int:
+    """Return how long a Slurm time (`90`, `24:00:00`, `7-0`) is. Raises ValueError."""
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ValueError(f"time is {time!r}; expected minutes, hours:minutes:seconds or days-hours, such as 24:00:00")
+    if found["days"] is not None:
+        parts = [int(part) for part in found["after"].split(":")]
+        hours, minutes, rest = (*parts, 0, 0)[:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
+    parts = [int(part) for part in found["plain"].split(":")]
+    if len(parts) == 3:
+        return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def _check_variable(name: str, value: str) -> None:
+    if not _VARIABLE.fullmatch(name):
+        raise ValueError(f"environment has {name!r}; expected the name of a variable")
+    _refuse_unprintable(f"environment.{name}", value)
+    if _SECRET.search(name.upper()) or _LOGIN_IN_ADDRESS.search(value):
+        raise ValueError(
+            f"environment.{name} seems to hold a secret, which would be readable in the job's script; leave it out and "
+            "set it in the shell that submits, whose variables the job inherits"
+        )
+
+
+def _check_option(key: str, option: str) -> None:
+    if not option.startswith("-"):
+        raise ValueError(f"{key} has {option!r}; expected one option each, such as --mail-type=END")
+    if option.startswith("--export"):
+        raise ValueError(f"{key} has --export; use environment, and the variables of the shell that submits")
+
+
+def _refuse_unprintable(key: str, text: str) -> None:
+    # A line's end would begin a new line of the script.
+    if not text.isprintable():
+        raise ValueError(f"{key} is {text!r}; expected printable characters")

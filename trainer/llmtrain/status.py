@@ -1,0 +1,132 @@
+"""How far runs are and what became of their jobs: read from their folders, and asked of Slurm where there is one."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.cluster.lock import holder_of
+from llmtrain.cluster.slurm import queue
+from llmtrain.cluster.slurm.queue import QueuedJob
+from llmtrain.cluster.slurm.record import jobs_of, log_of
+from llmtrain.errors import BadInputError
+from llmtrain.telemetry.metrics import Row, last_rows
+
+# Seconds between looks at a log that is followed, and between questions whether its job has ended.
+_LOOK, _ASK = 0.5, 10.0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run. state: running, finished, preempted, failed, stopped (it ended without a word), or what Slurm says of
+    its job. step, loss: as last logged, of `steps`. seconds_left: of a running one. job: of Slurm, the one at hand or
+    the newest. detail: where it runs, why it waits, or how it ended."""
+
+    name: str
+    folder: str
+    state: str
+    step: int | None
+    steps: int | None
+    loss: float | None
+    seconds_left: float | None
+    job: str | None
+    detail: str
+
+
+def statuses(paths: Sequence[Path]) -> list[RunStatus]:
+    """Return the status of each run. paths: folders of runs, or folders that hold some. Raises BadInputError."""
+    folders = [folder for path in paths for folder in _runs_in(path)]
+    known = queue.jobs([number for folder in folders for number in jobs_of(folder)]) or {}
+    return [_status(folder, known) for folder in folders]
+
+
+def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
+    """Yield what a run's job wrote, in pieces; with `follow` until it has ended.
+
+    number: of the job, None for the newest that has begun. Raises BadInputError where there is no such log.
+    """
+    numbers = jobs_of(run)
+    if not numbers:
+        raise BadInputError(f"{run} was not submitted to Slurm; its output went to where it was started")
+    if number is None:
+        number = next((each for each in reversed(numbers) if log_of(run, each).exists()), numbers[-1])
+    if number not in numbers:
+        raise BadInputError(f"--job is {number}, which is no job of {run}; expected one of {', '.join(numbers)}")
+    if not log_of(run, number).exists() and not follow:
+        job = (queue.jobs([number]) or {}).get(number)
+        state = f"; Slurm says {job.state}, {job.detail}" if job else ""
+        raise BadInputError(f"job {number} of {run} has written nothing{state}")
+    yield from _pieces(log_of(run, number), number if follow else None)
+
+
+def _pieces(path: Path, number: str | None) -> Iterator[str]:
+    """Yield a file's text; with a job's number, also what is added until the job has ended."""
+    position, asked, over = 0, time.monotonic(), number is None
+    while True:
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                file.seek(position)
+                yield file.read()
+                position = file.tell()
+        if over:
+            return
+        time.sleep(_LOOK)
+        if number is not None and time.monotonic() - asked > _ASK:
+            # What it wrote last is read once more.
+            asked, over = time.monotonic(), not queue.still_active(number)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs")
+    if _is_run(path):
+        return [path]
+    return sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("run.json", "metrics.jsonl", "slurm"))
+
+
+def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
+    rows, holder = last_rows(folder / "metrics.jsonl"), holder_of(folder)
+    last: Row = next((row for row in reversed(rows) if "event" not in row), {})
+    end = rows[-1] if rows and rows[-1].get("event") == "end" else None
+    job = _job(folder, known)
+    steps, state, detail = _steps(folder), "not begun", job.detail if job else ""
+    if holder is not None:
+        state, detail = "running", job.detail if job else f"process {holder.pid} on {holder.host}"
+    elif job is not None and job.active:
+        state = job.state.lower()
+    elif end is not None:
+        state, detail = str(end["outcome"]), str(end.get("reason") or "")
+    elif rows:
+        state = "stopped"
+    elif job is not None:
+        state = job.state.lower()
+    left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
+    number = job.number if job else next(reversed(jobs_of(folder)), None)
+    return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)
+
+
+def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:
+    """Return the job that matters: the first that is running or waits, else the newest."""
+    jobs = [known[number] for number in jobs_of(folder) if number in known]
+    active = [job for job in jobs if job.active]
+    return next(iter(active), jobs[-1] if jobs else None)
+
+
+def _steps(folder: Path) -> int | None:
+    try:
+        return int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def run_folder(name: Path) -> Path:
+    """Return a run's folder: `name` itself, or the one of that name in `runs`. Raises BadInputError."""
+    for folder in (name, Path("runs") / name):
+        if folder.is_dir() and _is_run(folder):
+            return folder
+    raise BadInputError(f"{name} is not the folder of a run, nor is there one of that name in runs")

@@ -1,0 +1,136 @@
+"""From a recipe and a site's profile to jobs in Slurm's queue. No torch in here."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.lock import holder_of
+from llmtrain.cluster.slurm import queue
+from llmtrain.cluster.slurm.config import Site
+from llmtrain.cluster.slurm.record import jobs_of, note_job, slurm_folder
+from llmtrain.cluster.slurm.script import Job, render
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.prepare import settle
+from llmtrain.recipe.resolve import Facts
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.shipped import find_recipe, shipped_names
+from llmtrain.recipe.strict import StrictFile
+
+_FILE = StrictFile(Site, "a site")
+
+
+def default_site() -> Path:
+    """Return where the user's own profile is looked for."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "llmtrain" / "site.yaml"
+
+
+def load_site(path: Path | None) -> Site:
+    """Return a site's profile: of a file, or the user's own, which need not exist. Raises BadInputError."""
+    if path is None and not default_site().exists():
+        return Site()
+    path = path or default_site()
+    return _FILE.parse(_FILE.read(path), f"{path}: ")
+
+
+def plan(
+    name: str, overrides: Sequence[str], site: Site, nodes: int | None = None, array: str | None = None, chain: int = 1
+) -> Job:
+    """Check a recipe for the ranks that it will have, and return its job. Raises BadInputError; writes nothing.
+
+    name: of a recipe, or its file. nodes: None for what the recipe says. array: seeds. chain: jobs after each other.
+    """
+    if array is not None and chain > 1:
+        raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
+    recipe = load_recipe(name, overrides)
+    nodes, ranks_per_node = _size(recipe, site, nodes)
+    if site.container is None:
+        # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
+        facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
+        settle(recipe, facts, read_hf_config)
+    folder = Path(recipe.logging.dir, recipe.name).absolute()
+    if "%" in str(folder):
+        raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
+    where = name if name in shipped_names() else str(find_recipe(name).absolute())
+    python = site.python or ("python" if site.container else sys.executable)
+    command = (python, "-m", "llmtrain", "run", where, *overrides)
+    return Job(recipe.name, folder, nodes, ranks_per_node, command, array, chained=chain > 1)
+
+
+def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
+    """Hand a job in, `chain` times in a row, and return the jobs' numbers.
+
+    Writes the script into the run's folder, and notes the numbers there. Raises BadInputError where the run is in the
+    queue already, RunFailedError where Slurm refuses.
+    """
+    for folder in job.folders:
+        _refuse_second(folder)
+    for folder in job.folders:
+        slurm_folder(folder).mkdir(parents=True, exist_ok=True)
+        script = slurm_folder(folder) / "job.sh"
+        script.write_text(render(job, site), encoding="utf-8")
+    numbers: list[str] = []
+    for _ in range(chain):
+        number = queue.submit(script, after=numbers)
+        numbers.append(number)
+        if job.array is None:
+            note_job(job.folder, number)
+        for folder, seed in zip(job.folders, job.seeds, strict=False):
+            note_job(folder, f"{number}_{seed}")
+    return numbers
+
+
+def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
+    """Return (nodes, ranks of each) for a run. Raises BadInputError where nothing says it."""
+    parallel, cluster = recipe.parallel, _cluster(recipe.cluster)
+    per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
+    model = parallel.tensor * parallel.pipeline
+    wanted = None if parallel.data == "auto" else model * parallel.data
+    if per_node is None:
+        if wanted != 1:
+            raise BadInputError(
+                "nothing says how many ranks a node has; set ranks_per_node in the site's profile, or describe the "
+                "recipe's cluster"
+            )
+        per_node = 1
+    if nodes is not None:
+        return nodes, per_node
+    if wanted is None:
+        raise BadInputError(
+            "parallel.data is auto, so nothing says how many nodes to ask for; add --nodes N, or set parallel.data"
+        )
+    if wanted <= per_node:
+        return 1, wanted
+    if wanted % per_node:
+        raise BadInputError(
+            f"parallel.data x pipeline x tensor is {wanted} ranks, which do not fill nodes of {per_node}; set "
+            f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
+        )
+    return wanted // per_node, per_node
+
+
+def _cluster(source: str | Cluster) -> Cluster | None:
+    if isinstance(source, Cluster):
+        return source
+    return None if source == "auto" else load_cluster(source)
+
+
+def _gpus(site: Site) -> int | None:
+    """Return the GPUs of a node, as `4` or `a100:4` says it."""
+    number = str(site.gpus_per_node).rpartition(":")[2]
+    return int(number) if number.isdigit() else None
+
+
+def _refuse_second(folder: Path) -> None:
+    active = [job for job in (queue.jobs(jobs_of(folder)) or {}).values() if job.active]
+    if active:
+        raise BadInputError(
+            f"job {active[0].number} ({active[0].state}) is there for {folder} already; `scancel {active[0].number}` "
+            "first, or give this run another name"
+        )
+    if (holder := holder_of(folder)) is not None:
+        raise BadInputError(f"{folder} is being trained in by {holder}; stop it first, or give this run another name")
