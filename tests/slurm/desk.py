@@ -1,0 +1,99 @@
+"""A user's desk beside a Slurm of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.slurmlab.lab import Lab
+
+# Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, as measured speeds may differ from run to run.
+RECIPE = """
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 2, eval_every: 30}}
+parallel: {{tensor: 2, pipeline: 2, data: 1}}
+pipeline: {{split: [1, 1]}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 25}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+Curve = dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where a user sits: a folder with a recipe and a site's profile, and a Slurm to submit to."""
+
+    folder: Path
+    lab: Lab
+
+    def slurm(self, *command: str) -> str:
+        """Return what a command prints that has to succeed."""
+        done = self.llmtrain_or_slurm(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def llmtrain(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run llmtrain's command line."""
+        return self.llmtrain_or_slurm(sys.executable, "-m", "llmtrain", *arguments)
+
+    def llmtrain_or_slurm(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command where Slurm's commands find the lab."""
+        environment = {**os.environ, **self.lab.environment, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+
+    def write(self, name: str, steps: int, site: str = "ranks_per_node: 2\n") -> None:
+        """Write a recipe and the site's profile."""
+        (self.folder / f"{name}.yaml").write_text(RECIPE.format(folder=self.folder, steps=steps))
+        (self.folder / "site.yaml").write_text(site)
+
+    def submit(self, name: str, *arguments: str) -> list[str]:
+        """Submit a recipe and return the jobs' numbers."""
+        done = self.llmtrain("submit", f"{name}.yaml", "--site", "site.yaml", *arguments)
+        assert done.returncode == 0, done.stderr
+        return [line.split()[1] for line in done.stdout.splitlines()]
+
+    def run(self, name: str) -> Path:
+        """Return a run's folder."""
+        return self.folder / "runs" / name
+
+    def log(self, name: str, number: str) -> str:
+        """Return a job's log, as far as it is written."""
+        path = self.run(name) / "slurm" / f"{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Return when a run has logged a step."""
+        self.wait(lambda: any(at >= step for kind, at in self.curve(name) if kind == "step"), f"step {step} of {name}")
+
+    def wait_for_state(self, number: str, *states: str, seconds: float = 150) -> None:
+        """Return when a job is in one of these states."""
+        query = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+        self.wait(lambda: self.slurm(*query).strip() in states, f"job {number} to be {' or '.join(states)}", seconds)
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
+        """Return when a condition holds; fail when it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{self._logs()}"
+            time.sleep(0.1)
+
+    def curve(self, name: str) -> Curve:
+        """Return every loss, by kind and step; a step that is logged twice is an error."""
+        path, found = self.run(name) / "metrics.jsonl", Curve()
+        for line in path.read_text().splitlines() if path.exists() else []:
+            row = json.loads(line)
+            key = (row.get("event", "step"), row["step"])
+            if key[0] != "end":
+                assert key not in found
+                found[key] = row["loss"]
+        return found
+
+    def _logs(self) -> str:
+        logs = sorted(self.folder.glob("runs/*/slurm/*.log"))
+        return "\n".join(f"--- {log.parent.parent.name}/{log.name}\n{log.read_text()[-2000:]}" for log in logs)

@@ -1,0 +1,166 @@
+"""`llmtrain submit` on a real Slurm: jobs train, are stopped in every way, go on, and the curve stays the same."""
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+from desk import Curve, Desk
+
+pytestmark = pytest.mark.slurm
+
+STEPS, LONG = 60, 500
+
+
+def trained(desk: Desk, steps: int) -> Curve:
+    """Return the curve of an uninterrupted run of that many steps, trained once."""
+    name = f"calm-{steps}"
+    if not desk.run(name).exists():
+        desk.write(name, steps)
+        (number,) = desk.submit(name)
+        desk.wait_for_state(number, "COMPLETED", seconds=300)
+    return desk.curve(name)
+
+
+def check(desk: Desk, name: str, numbers: list[str], steps: int) -> list[int]:
+    """Check that a run's curve is the uninterrupted one; return the steps after which its jobs went on."""
+    curve = desk.curve(name)
+    assert curve == trained(desk, steps)
+    text = "".join(desk.log(name, number) for number in numbers)
+    return [int(step) for step in re.findall(r"continues after +step (\d+)", text)]
+
+
+def test_a_recipe_of_three_dimensions_trains(desk: Desk) -> None:
+    curve = trained(desk, STEPS)
+    assert curve["eval", STEPS] < curve["eval", 0] - 1
+    name = f"calm-{STEPS}"
+    shown = json.loads(desk.llmtrain("status", str(desk.run(name)), "--json").stdout)
+    assert [(run["state"], run["step"], run["steps"]) for run in shown] == [("finished", STEPS, STEPS)]
+    log = desk.llmtrain("logs", str(desk.run(name))).stdout
+    assert "job 1 on n[1-2] begins" in log
+    assert "4 ranks, started by srun" in log
+    assert "Traceback" not in log
+
+
+def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
+    desk.write("requeued", STEPS)
+    (number,) = desk.submit("requeued")
+    desk.wait_for_step("requeued", 10)
+    second = desk.llmtrain("submit", "requeued.yaml", "--site", "site.yaml")
+    assert second.returncode == 2
+    assert f"job {number} (RUNNING) is there for" in second.stderr
+    desk.slurm("scontrol", "requeue", number)
+    desk.wait_for_state(number, "COMPLETED")
+    (went_on,) = check(desk, "requeued", [number], STEPS)
+    assert 10 <= went_on < STEPS
+
+
+def ask(desk: Desk, number: str) -> None:
+    desk.slurm("scancel", "--signal=USR1", number)
+
+
+def ask_all(desk: Desk, number: str) -> None:
+    desk.slurm("scancel", "--signal=USR1", "--full", number)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stop", [ask, ask_all])
+def test_a_job_that_is_asked_to_stop_is_requeued(desk: Desk, stop: Callable[[Desk, str], None]) -> None:
+    desk.write(stop.__name__, STEPS)
+    (number,) = desk.submit(stop.__name__)
+    desk.wait_for_step(stop.__name__, 10)
+    stop(desk, number)
+    desk.wait_for_state(number, "COMPLETED")
+    (went_on,) = check(desk, stop.__name__, [number], STEPS)
+    assert 10 <= went_on < STEPS
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_job_at_its_time_limit_is_requeued(desk: Desk) -> None:
+    """Slurm tells it up to a minute earlier than asked, maybe before its first step."""
+    desk.write("limited", LONG, "ranks_per_node: 2\ntime: 00:01:00\nmargin: 15\n")
+    (number,) = desk.submit("limited")
+    desk.wait_for_state(number, "COMPLETED", seconds=900)
+    assert check(desk, "limited", [number], LONG)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_job_that_reaches_its_time_limit_is_requeued(desk: Desk) -> None:
+    """With no time between the word and the end, the run saves while Slurm already ends it."""
+    desk.write("over", LONG, "ranks_per_node: 2\ntime: 1\nmargin: 1\nsbatch: [--signal=B:CONT@1]\n")
+    (number,) = desk.submit("over")
+    desk.wait_for_state(number, "COMPLETED", seconds=900)
+    assert check(desk, "over", [number], LONG)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_chain_finishes_what_takes_three_jobs(desk: Desk) -> None:
+    desk.write("chain", STEPS)
+    numbers = desk.submit("chain", "--chain", "4")
+    assert len(set(numbers)) == 4
+    for number, step in zip(numbers[:2], (10, 35), strict=True):
+        desk.wait_for_step("chain", step)
+        ask(desk, number)
+        desk.wait_for_state(number, "FAILED")
+    desk.wait_for_state(numbers[2], "COMPLETED")
+    # Nothing is left to do for the last.
+    desk.wait_for_state(numbers[3], "CANCELLED")
+    first, second = check(desk, "chain", numbers[:3], STEPS)
+    assert 10 <= first < second < STEPS
+
+
+@pytest.mark.soak
+def test_a_job_that_is_cancelled_stays_so(desk: Desk) -> None:
+    desk.write("cancelled", LONG)
+    (number,) = desk.submit("cancelled")
+    desk.wait_for_step("cancelled", 10)
+    desk.slurm("scancel", number)
+    desk.wait_for_state(number, "CANCELLED")
+    shown = json.loads(desk.llmtrain("status", str(desk.run("cancelled")), "--json").stdout)
+    assert shown[0]["state"] == "preempted"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_array_trains_a_run_for_each_seed(desk: Desk) -> None:
+    desk.write("array", 20)
+    (number,) = desk.submit("array", "--array", "1-2%1", "parallel.tensor=1")
+    for seed in (1, 2):
+        desk.wait_for_state(f"{number}_{seed}", "COMPLETED", seconds=300)
+    first, second = desk.curve("array-seed1"), desk.curve("array-seed2")
+    assert first.keys() == second.keys()
+    assert first["step", 20] != second["step", 20]
+    assert "job " in desk.log("array-seed1", f"{number}_1")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_eight_ranks_in_all_three_dimensions(desk: Desk) -> None:
+    desk.write("cube", 20, "ranks_per_node: 4\n")
+    (number,) = desk.submit("cube", "parallel.data=2")
+    desk.wait_for_state(number, "COMPLETED", seconds=600)
+    expected = trained(desk, STEPS)
+    curve = {key: loss for key, loss in desk.curve("cube").items() if key[0] == "step" and key[1] < 5}
+    assert len(curve) == 4
+    # The learning rate's schedule differs after its warmup.
+    assert curve == pytest.approx({key: expected[key] for key in curve}, rel=1e-5)
+
+
+@pytest.mark.soak
+def test_two_jobs_on_one_folder(desk: Desk) -> None:
+    """The second says who has the folder, and leaves it as it is."""
+    desk.write("shared", LONG)
+    (number,) = desk.submit("shared")
+    desk.wait_for_step("shared", 5)
+    script = desk.run("shared") / "slurm" / "job.sh"
+    other = desk.slurm("sbatch", "--parsable", str(script)).strip()
+    desk.wait_for_state(other, "FAILED")
+    said = [line for line in desk.log("shared", other).splitlines() if line.startswith("llmtrain:")]
+    assert len(said) == 1
+    assert re.search(rf"shared is being trained in by job {number}, process \d+ of root on n1, since ", said[0])
+    desk.slurm("scancel", number)
+    desk.wait_for_state(number, "CANCELLED")
+    desk.curve("shared")
