@@ -183,7 +183,7 @@ def _from_transformers(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer.backend_tokenizer  # noqa: B018
     except Exception as error:  # what transformers raises here depends on the file that is wrong
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import PreemptedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
@@ -47,7 +48,9 @@ def recipe(steps: int = 10, **logging: Any) -> Recipe:
 
 def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
     device = torch.device("cpu")
-    about = RunInfo(model=MODEL, world=world, device=device, model_state_bytes=77, unigram_entropy=4.0)
+    about = RunInfo(
+        model=MODEL, layout=Layout({Axis.DATA: world}), device=device, model_state_bytes=77, unigram_entropy=4.0
+    )
     return RunLogger(folder, of, about, enabled)
 
 

@@ -95,7 +95,7 @@ def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
     group = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
-    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count)
+    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.watch)
 
 
 def _units(
@@ -176,6 +176,7 @@ def _executor(
         lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
         deferred,
         count_sent,
+        ranks.watch,
     )
 
 

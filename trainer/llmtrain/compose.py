@@ -1,11 +1,12 @@
 """What a run is made of, and how its states are saved and brought back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmtrain_data.dataset import Samples, open_split
+from pydantic import JsonValue
 
 from llmtrain.build import build
 from llmtrain.checkpoint.convert.read import hf_tensors
@@ -27,6 +28,7 @@ from llmtrain.recipe.resolve import as_data, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import degrees_of
 from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.logger import RunLogger
@@ -37,7 +39,9 @@ from llmtrain.telemetry.meters import CommMeter
 class Progress:
     """How far the run is; saved with every checkpoint.
 
-    step: steps done. applied: those of them that were not skipped. skipped_in_row: non-finite steps just before.
+    step: steps done. applied: those of them that were not skipped. skipped_in_row: skipped steps just before. passed:
+    global batches that were passed over. rewinds: times in a row that the run went back to its newest checkpoint.
+    losses: what spikes are told by.
     """
 
     step: int = 0
@@ -46,11 +50,14 @@ class Progress:
     skipped_in_row: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
+    passed: int = 0
+    rewinds: int = 0
+    losses: list[float] = field(default_factory=list)
 
 
 @dataclass
 class Run:
-    """Everything that a step needs."""
+    """Everything that a step needs. compared: steps after which replicas were last found alike."""
 
     recipe: Recipe
     ranks: Ranks
@@ -66,6 +73,7 @@ class Run:
     progress: Progress
     scale: LossScale
     stop: StopRequest
+    compared: int = 0
 
 
 @contextmanager
@@ -76,13 +84,20 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     train_data, valid_data = _open_data(recipe, config)
     lock = _claim(folder, ranks)
     comm = CommMeter()
-    parts = build(recipe, config, ranks, comm.add)
+
+    def count(calls: Iterable[Traffic]) -> None:
+        comm.add(calls := list(calls))
+        if calls:
+            ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
+
+    parts = build(recipe, config, ranks, count)
     about = RunInfo(
         model=config,
-        world=ranks.layout.world,
+        layout=ranks.layout,
         device=ranks.device,
         model_state_bytes=parts.engine.state_bytes,
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
+        host_of=ranks.host_of,
     )
     checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
     with lock, RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
@@ -131,7 +146,9 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Save the states; each rank writes an even share of every unit. Collective."""
+    run.ranks.watch.note(f"saving the checkpoint of step {run.progress.step}")
     shards = _my_shards(run)
+    run.progress.rewinds = 0
     failure = run.checkpoints.save(
         run.progress.step, shards, asdict(run.progress), {"recipe": as_data(run.recipe), "model": asdict(run.config)}
     )
@@ -141,26 +158,55 @@ def save(run: Run) -> None:
 
 def resume(run: Run) -> None:
     """Bring the states to where the recipe says the run starts from. Collective."""
+    run.ranks.watch.note("loading the checkpoint")
     run.checkpoints.reserve(_my_shards(run))
     start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
-    shards = [_shard(unit, *_real(unit.spec, unit.cut.optimizer)) for unit in run.engine.units.values()]
-    progress = load_latest(own, shards, run.ranks, run.log.warn, run.config)
+    progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.config)
     if progress is not None and start == "never":
         raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
     if progress is None and start not in ("auto", "never"):
-        progress = load_latest(Path(start), shards, run.ranks, run.log.warn, run.config)
+        progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.config)
         if progress is None:
             raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
     if progress is not None:
-        run.progress = Progress(**progress)  # type: ignore[arg-type]
-    if run.progress.step:
-        run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
+        _take_up(run, progress)
     if progress is None and run.recipe.model.hf is not None:
         _import_hf(run, Path(run.recipe.model.hf))
     run.engine.update()
+    run.compared = run.progress.step
     if run.ranks.is_main:
         # Only now: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
         _record(run)
+
+
+def go_back(run: Run) -> None:
+    """Bring the states back to the newest checkpoint, and pass over the data of the steps since then and of the step at
+    hand. Collective."""
+    run.ranks.watch.note("going back to the last checkpoint")
+    if failure := run.checkpoints.wait():
+        run.log.warn(failure)
+    gone, every, own = run.progress, run.recipe.checkpoint.every, run.folder / "checkpoints"
+
+    def regular(step: int) -> bool:
+        """Whether an uninterrupted run has a checkpoint of `step`: one that a stop left must not change the curve."""
+        return step % every == 0 if every else step == 0
+
+    shards = _all_shards(run)
+    saved = load_latest(own, shards, run.ranks, run.log.warn, run.config, regular)
+    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.config)
+    if saved is None:
+        raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
+    _take_up(run, saved)
+    run.progress.passed = gone.passed + gone.step + 1 - run.progress.step
+    run.progress.rewinds = gone.rewinds + 1
+    run.engine.update()
+    run.log.rewind(run.progress.step)
+
+
+def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
+    run.progress = Progress(**saved)  # type: ignore[arg-type]
+    if run.progress.step:
+        run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
 
 
 def _record(run: Run) -> None:
@@ -201,6 +247,11 @@ def _my_shards(run: Run) -> list[StateShard]:
         first, last = even_share(end - start, copies, copy)
         shards.append(_shard(unit, start + first, start + last))
     return shards
+
+
+def _all_shards(run: Run) -> list[StateShard]:
+    """What this rank holds of the optimizer's states."""
+    return [_shard(unit, *_real(unit.spec, unit.cut.optimizer)) for unit in run.engine.units.values()]
 
 
 def _real(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:

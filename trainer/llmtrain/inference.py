@@ -109,7 +109,7 @@ def complete(
     folder = tokenizer_folder or trained.tokenizer
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     start = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
     yield prompt
     tokens: list[int] = []

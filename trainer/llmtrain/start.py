@@ -3,7 +3,10 @@
 import atexit
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain_data.errors import DataError
@@ -13,6 +16,7 @@ from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
+from llmtrain.cluster.note import Ending
 from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
@@ -21,6 +25,7 @@ from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from llmtrain.cluster.launch import Restarts
     from llmtrain.cluster.ranks import Ranks
 
 EXIT_CODES = {
@@ -55,7 +60,27 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
     else:
         from llmtrain.cluster.launch import launch
 
-        launch(world, ["run", name, *overrides])
+        launch(world, ["run", name, *overrides], _restarts(recipe, facts))
+
+
+def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
+    from llmtrain.checkpoint.folder import step_folders, step_of
+    from llmtrain.cluster.launch import Restarts
+
+    folder = Path(recipe.logging.dir) / recipe.name / "checkpoints"
+
+    def newest() -> int | None:
+        found = step_folders(folder)
+        return step_of(found[-1]) if found else None
+
+    def fewer(ranks: int) -> int:
+        for world in range(ranks - 1, 0, -1):
+            with suppress(BadInputError):
+                settle(recipe, replace(facts, world=world, ranks_per_node=world), read_hf_config)
+                return world
+        return ranks
+
+    return Restarts(recipe.train.max_restarts, newest, fewer)
 
 
 def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: Facts) -> None:
@@ -70,27 +95,43 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         said.append(f"{place.world} ranks, started by {place.by}")
     facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
-    ranks = connect(layout, facts.tiers, cluster=facts.cluster)
+    ranks = connect(layout, facts.tiers, timedelta(seconds=resolved.train.timeout), facts.cluster)
     try:
         if _is_split_by_speed(recipe, layout, facts):
             resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
             said.append(speeds)
         train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)])
     except tuple(EXIT_CODES) as error:
+        ranks.watch.ended(Ending.TOLD)
         _skip_finalization(EXIT_CODES[type(error)])
         if _has_been_said(error, ranks):
             raise SystemExit(EXIT_CODES[type(error)]) from error
+        if ranks.vigil is not None and not isinstance(error, PreemptedError):
+            ranks.vigil.leave_word()
         raise
-    except RuntimeError as error:
-        # What gloo and NCCL raise when a peer is gone; that one, or the launcher, says why.
-        _skip_finalization(EXIT_FAILED)
-        if ranks.layout.world > 1 and _lost_peer(error):
-            if LAUNCHER_PID in os.environ:
-                # Our launcher sees which rank is gone, and says so for all.
-                raise SystemExit(EXIT_FAILED) from error
-            raise RunFailedError(f"rank {ranks.rank} lost contact with another rank") from error
+    except BaseException as error:
+        _end_apart(error, ranks)
         raise
     disconnect(ranks)
+
+
+def _end_apart(error: BaseException, ranks: "Ranks") -> None:
+    """End after an error that is this rank's alone: lost contact, of which not every rank is to speak, or a crash."""
+    _skip_finalization(EXIT_FAILED)
+    if ranks.vigil is None:
+        return
+    if not isinstance(error, RuntimeError) or not _lost_peer(error):
+        # Of a file that cannot be read or written the command line makes a sentence.
+        ranks.watch.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
+        ranks.vigil.leave_word()
+        return
+    # What gloo and NCCL raise when a peer is gone.
+    ranks.watch.ended(Ending.LOST)
+    if LAUNCHER_PID in os.environ:
+        # Our launcher sees which rank is gone, and says so for all.
+        raise SystemExit(EXIT_FAILED) from error
+    ranks.vigil.find_lost()
+    raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.watch.last}") from error
 
 
 def _is_split_by_speed(recipe: Recipe, layout: Layout, facts: Facts) -> bool:

@@ -3,19 +3,22 @@
 import time
 from collections.abc import Sequence
 from math import isfinite, sqrt
+from typing import NoReturn
 
 import torch
 
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import Run, compose, resume, save
+from llmtrain.compose import Run, compose, go_back, resume, save
+from llmtrain.drift import compare
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.evaluate import mean_loss
 from llmtrain.optim.schedule import learning_rate
+from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import clip_divisor, step_range
 from llmtrain.recipe.schema import Recipe
-from llmtrain.telemetry.logger import StepRecord
+from llmtrain.telemetry.logger import StepRecord, is_logged
 
 
 def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
@@ -29,37 +32,60 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
         resume(run)
         run.log.start(run.progress.step, decisions)
         if run.progress.step == 0:
-            evaluate(run)
-        for step in range(run.progress.step, steps):
-            stopping = train_step(run, step)
-            if _due(step + 1, recipe.train.eval_every, steps):
-                evaluate(run)
-            if stopping or _due(step + 1, recipe.checkpoint.every or steps, steps):
-                save(run)
-            if stopping and step + 1 < steps:
+            begin(run)
+        while run.progress.step < steps:
+            before = run.progress.step
+            stopping = train_step(run, before)
+            done = run.progress.step
+            # Where the run went back instead, all of this is done already.
+            if done > before:
+                saving = stopping or _due(done, recipe.checkpoint.every or steps, steps)
+                if saving or _due(done, recipe.train.compare_every, steps):
+                    compare_replicas(run)
+                if _due(done, recipe.train.eval_every, steps):
+                    evaluate(run)
+                if saving:
+                    save(run)
+            if stopping and done < steps:
                 settle(run)
-                raise PreemptedError(f"stopped after step {step + 1} and saved; the same command goes on from there")
+                raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
         settle(run)
         run.log.end({})
+
+
+def begin(run: Run) -> None:
+    """Log where the run starts from, and save it where a spike may have to go back to it. Collective."""
+    evaluate(run)
+    if run.recipe.on_spike.threshold and run.recipe.on_spike.action == "rewind":
+        save(run)
 
 
 def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
     recipe, started = run.recipe, time.perf_counter()
+    run.ranks.watch.note("computing", step)
+    if is_logged(recipe, step + 1):
+        run.ranks.watch.start_timing()
     if run.config.dropout:
         # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
         # ranks, unless each has its own part of the sequence.
         alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
         torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike)
     loss, norm, stopping = forward_backward(run, step)
+    seconds = own_seconds(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
+    spike = finite and is_spike(recipe.on_spike, run.progress.losses, loss)
+    if spike and recipe.on_spike.action == "rewind":
+        rewind(run, loss)
+        return stopping
     lr = learning_rate(recipe.optimizer, step, recipe.train.steps)
-    if finite:
+    if finite and not spike:
         run.progress.applied += 1
         optimizer_step(run, lr, norm)
+        remember(recipe.on_spike, run.progress.losses, loss)
     run.progress.step = step + 1
-    note_skipped(run, finite)
+    note_skipped(run, finite, spike)
     run.log.step(
         StepRecord(
             step=step + 1,
@@ -68,6 +94,8 @@ def train_step(run: Run, step: int) -> bool:
             grad_norm=norm_value,
             seconds=time.perf_counter() - started,
             skipped_steps=run.progress.skipped,
+            passed_batches=run.progress.passed,
+            rank_seconds=seconds,
             loss_scale=run.scale.value if recipe.precision.compute == "fp16" else None,
         )
     )
@@ -78,8 +106,9 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
+    first = (step + run.progress.passed) * batch
     start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
-    rows = torch.from_numpy(run.train_data.batch(recipe.seed, step * batch + start, end - start))
+    rows = torch.from_numpy(run.train_data.batch(recipe.seed, first + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
@@ -87,6 +116,16 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
     loss_sum, stops, squares = ranks.sum_all([share * float(losses) * speaks, float(run.stop.asked), float(square)])
     return loss_sum, sqrt(squares), stops > 0
+
+
+def own_seconds(run: Run, step: int) -> list[float]:
+    """Return what each rank took for a step's passes without waiting for others, if the step is logged. Collective."""
+    ranks = run.ranks
+    if not is_logged(run.recipe, step + 1) or ranks.layout.world == 1:
+        return []
+    seconds = [0.0] * ranks.layout.world
+    seconds[ranks.rank] = ranks.watch.own_seconds()
+    return ranks.sum_all(seconds)
 
 
 def optimizer_step(run: Run, lr: float, norm: float) -> None:
@@ -99,12 +138,12 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
         run.engine.weights.update(unit)
 
 
-def note_skipped(run: Run, finite: bool) -> None:
+def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     """Keep count of skipped steps; too many in a row end the run."""
     progress, dynamic, before = run.progress, run.recipe.precision.compute == "fp16", run.scale.value
     run.scale.update(finite, dynamic)
     progress.loss_scale, progress.good_steps = run.scale.value, run.scale.good_steps
-    if finite:
+    if finite and not spike:
         progress.skipped_in_row = 0
         return
     progress.skipped += 1
@@ -112,13 +151,33 @@ def note_skipped(run: Run, finite: bool) -> None:
         run.log.warn(f"step {progress.step} overflowed and was skipped; the loss scale is now {run.scale.value:g}")
         return
     progress.skipped_in_row += 1
-    run.log.warn(f"step {progress.step} had a non-finite loss or gradient and was skipped")
+    what = "a loss that spiked (on_spike)" if spike else "a non-finite loss or gradient"
+    run.log.warn(f"step {progress.step} had {what} and was skipped")
     if progress.skipped_in_row >= run.recipe.train.max_skipped:
-        run.checkpoints.wait()
-        raise RunFailedError(
-            f"the loss or gradient was not finite for {progress.skipped_in_row} steps in a row (train.max_skipped), up "
-            f"to step {progress.step}; the checkpoints in {run.folder} are sound. Lower optimizer.lr or check the data"
-        )
+        fail(run, f"there was {what} for {progress.skipped_in_row} steps in a row")
+
+
+def rewind(run: Run, loss: float) -> None:
+    """Go back to the newest checkpoint, past the data that made the loss spike. Collective."""
+    at = run.progress.step + 1
+    if run.progress.rewinds >= run.recipe.train.max_skipped:
+        fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
+    go_back(run)
+    run.log.warn(
+        f"the loss of step {at} spiked to {loss:.4f}; the run goes on from step {run.progress.step}, past "
+        f"{at - run.progress.step} global batches"
+    )
+    if run.progress.step == 0:
+        evaluate(run)
+
+
+def fail(run: Run, why: str) -> NoReturn:
+    """End a run that no longer learns. Collective."""
+    run.checkpoints.wait()
+    raise RunFailedError(
+        f"{why} (train.max_skipped), up to step {run.progress.step}; the checkpoints in {run.folder} are sound. Lower "
+        "optimizer.lr or check the data"
+    )
 
 
 def evaluate(run: Run) -> None:
@@ -135,8 +194,16 @@ def evaluate(run: Run) -> None:
         run.log.evaluation(run.progress.step, "validation", loss)
 
 
+def compare_replicas(run: Run) -> None:
+    """See whether ranks hold alike what they should. Collective."""
+    if run.recipe.train.compare_every:
+        compare(run.engine, run.ranks, run.progress.step, run.compared)
+        run.compared = run.progress.step
+
+
 def settle(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
+    run.ranks.watch.note("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
     if failure:
         raise RunFailedError(failure)

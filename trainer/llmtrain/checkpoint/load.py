@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.exchange import Exchange
-from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.checkpoint.folder import find_checkpoints, step_of
 from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
@@ -24,16 +24,17 @@ def load_latest(
     ranks: Ranks,
     warn: Callable[[str], None],
     model: GPTConfig | None = None,
+    wanted: Callable[[int], bool] | None = None,
 ) -> dict[str, JsonValue] | None:
     """Fill `shards` from the newest sound checkpoint; return its progress, or None if there is no checkpoint.
 
     path: the folder of a run, of its checkpoints, or of one checkpoint. warn: called on every rank with a
-    sentence for each checkpoint that is damaged and therefore skipped. model: see `load`. Collective. Raises
-    RunFailedError if there are checkpoints but none is sound, BadInputError if a sound one holds another
-    model than `shards`.
+    sentence for each checkpoint that is damaged and therefore skipped. model: see `load`. wanted: of which steps
+    checkpoints may serve, None for all. Collective. Raises RunFailedError if there are checkpoints but none is
+    sound, BadInputError if a sound one holds another model than `shards`.
     """
     exchange = Exchange(ranks, "load")
-    folders = _candidates(path, ranks, exchange)
+    folders = [one for one in _candidates(path, ranks, exchange) if wanted is None or wanted(step_of(one))]
     for folder in folders:
         try:
             return _load(folder, shards, ranks, exchange, model)

@@ -193,15 +193,24 @@ class Checkpointer:
     def _write(self, save: _Save) -> _Report:
         """Write this rank's file."""
         name = f"rank-{self._ranks.rank:05d}.safetensors"
+        self._ranks.watch.writing = True
         try:
             if save.copied is not None:
                 save.copied.synchronize()
             ranges = list(_ranges(save.shards))
             if not ranges:
                 return _Report()
-            return _Report(write_part(self._partial(save) / name, ranges, _contents(save)))
+            return _Report(write_part(self._partial(save) / name, ranges, self._moving(_contents(save))))
         except Exception as error:
             return _Report(failure=f"rank {self._ranks.rank}: {_reason(error)}")
+        finally:
+            self._ranks.watch.writing = False
+
+    def _moving(self, contents: Iterator[memoryview]) -> Iterator[memoryview]:
+        """Have it known that a long write goes on."""
+        for content in contents:
+            self._ranks.watch.moving()
+            yield content
 
     def _finish(self, save: _Save, reports: list[_Report]) -> None:
         """Write the manifest over all parts and give the checkpoint its name."""

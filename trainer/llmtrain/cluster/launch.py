@@ -1,38 +1,107 @@
-"""Starting this machine's ranks through torch's elastic agent, and stopping them together."""
+"""Starting this machine's ranks through torch's elastic agent, stopping them together, and starting them again."""
 
 import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 import psutil
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.cluster.environment import LAUNCHER_PID, threads_per_rank
+from llmtrain.cluster.note import NOTES, Ending, Notes
 from llmtrain.cluster.stop import STOP_SIGNALS
-from llmtrain.errors import EXIT_PREEMPTED, RunFailedError
+from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, RunFailedError
 
 # How long the agent waits for the other ranks once one has ended, in seconds.
 GRACE = 60
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Restarts:
+    """When ranks are started again. most: times in a row without a new checkpoint. newest: gives the newest
+    checkpoint's step. fewer: gives the next smaller number of ranks that the recipe can do with, itself if none."""
+
+    most: int
+    newest: Callable[[], int | None]
+    fewer: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an attempt ended. rank: the one that was lost, None where starting again would change nothing. why: in words,
+    empty where a rank has said it. code: for this process to end with."""
+
+    rank: int | None
+    why: str = ""
+    code: int = EXIT_FAILED
+
+    @property
+    def error(self) -> BaseException:
+        """What ends this process."""
+        if not self.why:
+            return SystemExit(self.code)
+        return RunFailedError(f"{self.why}, so the run stopped; the same command goes on from the last checkpoint")
+
+
+class _Signals:
+    """Passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, which save and end. asked: whether one came."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+
+def launch(ranks: int, arguments: Sequence[str], restarts: Restarts) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
     SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
-    rank that ended otherwise, RunFailedError when it was killed.
+    rank that ended otherwise, RunFailedError when it was killed or hung and was not, or too often, started again.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     # The agent logs its own tables; what went wrong is said here, in one sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _pass_on)
+    signals, threads = _Signals(), os.environ.get("OMP_NUM_THREADS")
+    tried, before, lost = 0, restarts.newest(), None
+    while True:
+        os.environ["OMP_NUM_THREADS"] = threads or str(threads_per_rank(ranks))
+        end = _attempt(ranks, arguments)
+        if end is None:
+            return
+        newest = restarts.newest()
+        if newest != before:
+            tried, before, lost = 0, newest, None
+        if end.rank is None or signals.asked or tried == restarts.most:
+            raise end.error
+        tried += 1
+        if end.rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
+            _leave_out(end.rank)
+            ranks = fewer
+        lost = end.rank
+        again = "from the start" if newest is None else f"from step {newest}"
+        why = end.why or f"rank {end.rank} ended with exit code {end.code}"
+        print(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", file=sys.stderr)
+
+
+def _attempt(ranks: int, arguments: Sequence[str]) -> _End | None:
+    """Run the ranks once; return how they ended, None for well."""
+    notes = Notes(ranks)
+    if notes.path is not None:
+        os.environ[NOTES] = notes.path
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -50,34 +119,49 @@ def launch(ranks: int, arguments: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
-        raise _ending(list(error.failures.values())) from None
+        return _ending(list(error.failures.values()), notes)
+    finally:
+        notes.close()
+    return None
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    for child in psutil.Process().children():
-        child.send_signal(number)
-
-
-def _ending(failures: list[ProcessFailure]) -> BaseException:
-    """Return how this process ends. A rank that ended by itself has said why; one that was killed could not."""
+def _ending(failures: list[ProcessFailure], notes: Notes) -> _End:
+    """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
     # Ranks that are asked to stop before their first step die of it.
     if any(failure.exitcode in (EXIT_PREEMPTED, -signal.SIGUSR1) for failure in failures):
-        return SystemExit(EXIT_PREEMPTED)
+        return _End(None, code=EXIT_PREEMPTED)
     # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
     # ends others by SIGTERM at once, by SIGKILL after its grace.
     together = [failure for failure in failures if failure.timestamp < min(each.timestamp for each in failures) + GRACE]
     first = min(together, key=lambda failure: (not _killed(failure), failure.timestamp))
-    if first.exitcode >= 0:
-        return SystemExit(first.exitcode)
-    name = signal.Signals(-first.exitcode).name
-    return RunFailedError(
-        f"rank {first.local_rank} was killed by {name}, so the run stopped; the same command goes on from the last "
-        "checkpoint"
-    )
+    rank, last, verdict = first.local_rank, notes.last(first.local_rank), notes.verdict
+    if verdict:
+        return _End(rank, verdict)
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
+    endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
+    for failure in together:
+        if endings[failure.local_rank] == Ending.TOLD or failure.exitcode == EXIT_BAD_INPUT:
+            return _End(None, code=failure.exitcode)
+    for failure in together:
+        if endings[failure.local_rank] == Ending.CRASHED:
+            return _End(failure.local_rank, code=failure.exitcode)
+    if Ending.LOST in endings.values():
+        return _End(rank, f"the ranks lost contact with each other {last}")
+    return _End(rank, code=first.exitcode)
 
 
 def _killed(failure: ProcessFailure) -> bool:
     return failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+
+
+def _leave_out(rank: int) -> None:
+    """Have the ranks do without the GPU of one that was lost again and again."""
+    count = torch.cuda.device_count()
+    if count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[:rank] + visible[rank + 1 :])
 
 
 def die_with_launcher() -> None:

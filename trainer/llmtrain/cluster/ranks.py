@@ -1,7 +1,8 @@
 """This process's place in the run: its rank, its device and its process groups, passed on as arguments."""
 
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,11 @@ from llmtrain.cluster.cards import card_of
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.groups import gloo_over, group_options
 from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.note import NOTES
 from llmtrain.cluster.tiers import Tier
+from llmtrain.cluster.vigil import Vigil
+from llmtrain.cluster.watch import Watch
+from llmtrain.errors import RunFailedError
 
 ALONE = (Tier("all", 1),)
 
@@ -22,7 +27,7 @@ class Ranks:
 
     store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
     tiers: of links between all ranks, fastest first. cluster: whose network cards the process groups are made on; None
-    for the default of each machine.
+    for the default of each machine. watch: takes notes of what this rank does. vigil: what watches over all ranks.
     """
 
     rank: int
@@ -32,19 +37,35 @@ class Ranks:
     store: dist.Store | None = None
     tiers: tuple[Tier, ...] = ALONE
     cluster: Cluster | None = None
+    watch: Watch = field(default_factory=Watch)
+    vigil: Vigil | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this rank speaks for the run."""
         return self.rank == 0
 
+    def host_of(self, rank: int) -> str:
+        """Return the name of the machine that a rank is on."""
+        return socket.gethostname() if self.vigil is None else self.vigil.host_of(rank)
+
     def sum_all(self, values: list[float]) -> list[float]:
         """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
         if self.layout.world == 1:
             return values
+        self.watch.note("all_reduce over all ranks")
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(summed)
+        self.watch.wait(lambda: dist.all_reduce(summed))
         return [float(value) for value in summed.tolist()]
+
+    def gather_all(self, values: list[int]) -> list[list[int]]:
+        """Return every rank's `values`, as many of each and within int64, in the order of ranks. Collective."""
+        if self.layout.world == 1:
+            return [values]
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        gathered = [torch.empty_like(own) for _ in range(self.layout.world)]
+        dist.all_gather(gathered, own)
+        return [each.tolist() for each in gathered]
 
     def all_agree(self, ok: bool) -> bool:
         """Return whether every rank says `ok`. Collective."""
@@ -74,7 +95,8 @@ def connect(
 
     gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group. cluster: see Ranks;
     the group of all ranks is on the network that joins them all. Where one machine has all ranks (LOCAL_WORLD_SIZE),
-    whatever nodes it plays, no card is asked for. Raises BadInputError when this machine has no such card.
+    whatever nodes it plays, no card is asked for. timeout: within which a rank that is gone or hangs ends the others.
+    Raises BadInputError when this machine has no such card, RunFailedError when the ranks do not find each other.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
         cluster = None
@@ -84,7 +106,9 @@ def connect(
         torch.cuda.set_device(device)
     if layout.world == 1:
         return Ranks(0, 0, layout, device)
-    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank = _meet(timeout)
+    watch = Watch(rank, os.environ.get(NOTES))
+    vigil = Vigil(watch, dist.PrefixStore("watch", store), layout.world, timeout.total_seconds())
     backend = "nccl" if device.type == "cuda" else "gloo"
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
@@ -96,13 +120,29 @@ def connect(
             store=store,
             rank=rank,
             world_size=layout.world,
-            timeout=timeout,
+            # The vigil ends what hangs, and can say why.
+            timeout=2 * timeout,
             pg_options=group_options(backend, cluster, card),
         )
-    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers, cluster)
+    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers, cluster, watch, vigil)
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
+    """Return the store that all ranks share, and this one's rank."""
+    try:
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RunFailedError(
+            f"rank {os.environ.get('RANK')} waited {timeout.total_seconds():g} s (train.timeout) in vain for others "
+            f"at {where} (MASTER_ADDR, MASTER_PORT); see whether all ranks were started and reach that address"
+        ) from error
+    return store, rank
 
 
 def disconnect(ranks: Ranks) -> None:
     """Leave the run's process groups."""
+    if ranks.vigil is not None:
+        ranks.vigil.end()
     if ranks.layout.world > 1:
         dist.destroy_process_group()

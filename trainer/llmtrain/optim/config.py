@@ -57,3 +57,25 @@ class PrecisionConfig:
             raise ValueError(f"loss_scale is {self.loss_scale}; it must be at least 1")
         if self.loss_scale_window < 1:
             raise ValueError(f"loss_scale_window is {self.loss_scale_window}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """What happens when the loss jumps.
+
+    threshold: a spike is a loss of more than so many times the median of those before it (0: none is). window: losses
+    of applied steps that the median is of; nothing is a spike before there are as many. action: skip leaves the step's
+    update out; rewind goes back to the last checkpoint and passes over the data up to that of the spike.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    threshold: float = 0.0
+    window: int = 50
+    action: Literal["skip", "rewind"] = "skip"
+
+    def __post_init__(self) -> None:
+        if self.threshold != 0 and self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it must be above 1, or 0 for no spikes")
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1")

@@ -18,6 +18,7 @@ from llmtrain.recipe.explain import explain, shown, unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import find_recipe
+from llmtrain.recipe.yaml_file import one_line, read_yaml
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 _RESOLVER = re.compile(r"\$\{[^}]*:")
@@ -66,25 +67,17 @@ def read_recipe_file(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
         return content
     if not isinstance(parent, str):
         raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
-    base = read_recipe_file(find_recipe(parent, beside=path.parent), chain)
+    found = find_recipe(parent, beside=path.parent)
+    if found.suffix not in (".yaml", ".yml"):
+        # What is wrong with a recipe is quoted, and must not show what is no recipe.
+        raise BadInputError(f"extends in {path} is {parent}; expected another recipe's name, or a .yaml file")
+    base = read_recipe_file(found, chain)
     base.pop("name", None)
     return _merge(base, content, str(path))
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    try:
-        content = OmegaConf.load(path)
-    except (
-        YAMLError,
-        OmegaConfBaseException,
-        ValueError,
-        RecursionError,
-        AttributeError,
-        TypeError,
-    ) as error:
-        raise BadInputError(f"{path} is not a recipe: {_first_lines(error)}") from error
-    except OSError as error:
-        raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+    content = read_yaml(path, "is not a recipe")
     if not isinstance(content, DictConfig):
         raise BadInputError(f"{path} is not a recipe: it holds a list, expected sections with keys")
     return content
@@ -106,14 +99,14 @@ def _parse_override(override: str) -> DictConfig:
         AttributeError,
         TypeError,
     ) as error:
-        raise BadInputError(f"{override!r} cannot be read as key=value: {_first_lines(error)}") from error
+        raise BadInputError(f"{override!r} cannot be read as key=value: {one_line(error)}") from error
 
 
 def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, over)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise BadInputError(f"{source} cannot be merged: {_first_lines(error)}") from error
+        raise BadInputError(f"{source} cannot be merged: {one_line(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -131,7 +124,7 @@ def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[
             f"{missing} is missing; {path} leaves it to you: add {missing}=... to the command line"
         ) from error
     except (InterpolationResolutionError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise BadInputError(f"{path} has a reference that leads nowhere: {_first_lines(error)}") from error
+        raise BadInputError(f"{path} has a reference that leads nowhere: {one_line(error)}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
@@ -159,9 +152,3 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, key)
     else:
         yield key, value
-
-
-def _first_lines(error: Exception) -> str:
-    """Return what a library says is wrong, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 240 else f"{text[:237]}..."

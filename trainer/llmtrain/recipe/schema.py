@@ -8,7 +8,7 @@ from llmtrain_data.config import DataConfig
 from llmtrain.checkpoint.config import CheckpointConfig
 from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.model.config import ModelConfig
-from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
+from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.parallel.pipeline.config import PipelineConfig
 from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
 from llmtrain.telemetry.config import LoggingConfig
@@ -21,7 +21,11 @@ class TrainConfig:
     global_batch: sequences per optimizer step, over all ranks. microbatch: sequences that one rank computes at
     once (auto: the largest divisor of its share, up to 8). eval_every: steps between evaluations (0: never).
     eval_batches: global batches per evaluation, fewer if the validation split is smaller.
-    compile: run the blocks through torch.compile. max_skipped: non-finite steps in a row that stop the run.
+    compile: run the blocks through torch.compile. max_skipped: skipped steps in a row that stop the run.
+    compare_every: steps between comparisons of what ranks hold alike, by checksum, which then also come before each
+    checkpoint (0: never). timeout: seconds within which a rank that is gone, or that all wait for, has ended the run.
+    max_restarts: times in a row without a new checkpoint that `llmtrain run` starts its ranks again after one was
+    lost; on fewer ranks when the same one was lost twice, if parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -33,11 +37,20 @@ class TrainConfig:
     eval_batches: int = 8
     compile: bool = False
     max_skipped: int = 10
+    compare_every: int = 1000
+    timeout: float = 600.0
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         for key in ("steps", "global_batch", "eval_batches", "max_skipped"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        if self.timeout < 1:
+            raise ValueError(f"timeout is {self.timeout}; it must be at least 1 second")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}; it must not be negative")
+        if self.compare_every < 0:
+            raise ValueError(f"compare_every is {self.compare_every}; it must not be negative (0 never compares)")
         if self.eval_every < 0:
             raise ValueError(f"eval_every is {self.eval_every}; it must not be negative (0 turns evaluation off)")
         if self.microbatch != "auto" and self.microbatch < 1:
@@ -80,6 +93,7 @@ class Recipe:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    on_spike: SpikeConfig = field(default_factory=SpikeConfig)
     activation_checkpointing: Literal["none", "full", "auto"] | EveryK = "none"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
-from yaml import YAMLError
 
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import shown
+from llmtrain.recipe.yaml_file import one_line, read_yaml
 
 T = TypeVar("T")
 
@@ -31,17 +31,14 @@ class StrictFile(Generic[T]):
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the file's content as plain data. Raises BadInputError."""
+        wrong = f"does not describe {self.noun}"
+        content = read_yaml(path, wrong, lambda text: _BASE_60.sub(r"\1'\2'", text))
         try:
-            text = path.read_text(encoding="utf-8")
-            content = OmegaConf.to_container(OmegaConf.create(_BASE_60.sub(r"\1'\2'", text)))
-        except (YAMLError, OmegaConfBaseException, ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise BadInputError(
-                f"{path} does not describe {self.noun}: {' '.join(str(error).split())[:240]}"
-            ) from error
-        except OSError as error:
-            raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+            content = OmegaConf.to_container(content)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise BadInputError(f"{path} {wrong}: {one_line(error)}") from error
         if not isinstance(content, dict):
-            raise BadInputError(f"{path} does not describe {self.noun}: it holds a list, expected sections with keys")
+            raise BadInputError(f"{path} {wrong}: it holds a list, expected sections with keys")
         return {str(name): value for name, value in content.items()}
 
     def parse(self, data: Mapping[str, Any], where: str) -> T:

@@ -87,7 +87,7 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
         places = level.groups(ranks.layout.degrees[Axis.DATA])
         groups = [[axis[place] for place in group] for axis in axes for group in places]
         group = make_groups(ranks.cluster, groups, ranks.rank)
-        lanes = lane(ranks.device, f"{name} over {level.tier}")
+        lanes = lane(ranks.device, f"{name} over {level.tier}", ranks.watch)
         return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device))
 
     # What is only reduced over a level is gathered back over it, too: every level is for both.

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from llmtrain.cluster.watch import Watch
+
 Job = Callable[[], object]
 
 
@@ -28,15 +30,16 @@ class Lane(Protocol):
         """Take no more jobs."""
 
 
-def lane(device: torch.device, name: str) -> Lane:
-    """Return a new lane for work on `device`."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+def lane(device: torch.device, name: str, watch: Watch) -> Lane:
+    """Return a new lane for work on `device`. watch: told of waiting."""
+    return StreamLane(device, watch) if device.type == "cuda" else ThreadLane(name, watch)
 
 
 class ThreadLane:
     """Jobs run in a thread: gloo and ctypes release the interpreter's lock, so a CPU computes meanwhile."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, watch: Watch | None = None) -> None:
+        self._watch = watch or Watch()
         self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
         # A daemon, so that a job that waits for a lost rank does not keep the process alive.
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -45,7 +48,7 @@ class ThreadLane:
         """Queue `job`."""
         future: Future[None] = Future()
         self._jobs.put((job, future))
-        return _ThreadTicket(future)
+        return _ThreadTicket(future, self._watch)
 
     def close(self) -> None:
         """End the thread when it has done what is queued."""
@@ -66,18 +69,18 @@ class ThreadLane:
 
 
 class _ThreadTicket:
-    def __init__(self, future: "Future[None]") -> None:
-        self._future = future
+    def __init__(self, future: "Future[None]", watch: Watch) -> None:
+        self._future, self._watch = future, watch
 
     def wait(self) -> None:
-        self._future.result()
+        self._watch.wait(self._future.result)
 
 
 class StreamLane:
     """Jobs are queued on a stream of their own; streams wait for each other's events, and the host for neither."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
+        self._stream, self._watch = torch.cuda.Stream(device), watch or Watch()
 
     @torch.no_grad()
     def submit(self, job: Job) -> Ticket:
@@ -85,15 +88,15 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             job()
-        return _StreamTicket(self._stream.record_event())
+        return _StreamTicket(self._stream.record_event(), self._watch)
 
     def close(self) -> None:
         """Nothing to end: a stream goes with its last reference."""
 
 
 class _StreamTicket:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, watch: Watch) -> None:
+        self._event, self._watch = event, watch
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        self._watch.wait(lambda: torch.cuda.current_stream().wait_event(self._event))

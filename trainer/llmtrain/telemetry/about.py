@@ -1,12 +1,14 @@
 """`run.json`: what a run is, in numbers that its metrics and its report need."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llmtrain.cluster.layout import Layout
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
 from llmtrain.recipe.schema import Recipe
@@ -22,14 +24,16 @@ class RunInfo:
     """What the logger has to know beside the recipe.
 
     device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
-    unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context.
+    unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context. host_of: names
+    the machine that a rank is on.
     """
 
     model: GPTConfig
-    world: int
+    layout: Layout
     device: torch.device
     model_state_bytes: int
     unigram_entropy: float | None = None
+    host_of: Callable[[int], str] = lambda rank: "this machine"
 
 
 def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
@@ -44,7 +48,7 @@ def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
         "tokens_per_step": tokens_per_step,
         "total_tokens": tokens_per_step * recipe.train.steps,
         "flops_per_token": flops_per_token(about.model, recipe.data.sequence_length),
-        "world": about.world,
+        "world": about.layout.world,
         "device": name,
         "precision": precision,
         "datasheet_peak": datasheet_peak(name, precision),

@@ -5,6 +5,7 @@ main one everything is a no-op.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import exp, inf
@@ -20,6 +21,7 @@ from llmtrain.telemetry.about import RunInfo, describe, facts, write_run_file
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.stragglers import Stragglers
 from llmtrain.telemetry.wandb_sink import WandbSink
 
 
@@ -28,8 +30,9 @@ class StepRecord:
     """Raw numbers of one optimizer step.
 
     step: counted from 1. loss: mean over the global batch, in nats. grad_norm: before clipping. seconds: wall
-    time of the whole step, data included. skipped_steps: non-finite steps left out since the run began.
-    loss_scale: of fp16, else None.
+    time of the whole step, data included. skipped_steps: left out since the run began, as they were not finite or
+    spiked. passed_batches: global batches of data passed over. rank_seconds: of a logged step, what each rank took
+    without waiting for others, else empty. loss_scale: of fp16, else None.
     """
 
     step: int
@@ -38,6 +41,8 @@ class StepRecord:
     grad_norm: float
     seconds: float
     skipped_steps: int = 0
+    passed_batches: int = 0
+    rank_seconds: Sequence[float] = ()
     loss_scale: float | None = None
 
 
@@ -78,6 +83,11 @@ class RunLogger:
         if self._session is not None:
             self._session.evaluation(step, split, loss)
 
+    def rewind(self, step: int) -> None:
+        """Go on after `step`, dropping what was logged beyond it."""
+        if self._session is not None:
+            self._session.rewind(step)
+
     def warn(self, sentence: str) -> None:
         """Tell the user something that the run survives."""
         if self._session is not None:
@@ -107,20 +117,31 @@ class _Session:
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
+        self._stragglers = Stragglers(about.layout)
         self._evaluations: list[Row] = []
 
     def start(self, resumed_step: int, decisions: list[str]) -> None:
         self._run = describe(self._recipe, self._about)
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
-        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
-        self._take_up(self._metrics.rows_kept)
-        self._first = self._last = resumed_step
-        self._started = time.monotonic()
+        self._open(resumed_step)
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
             shown.append(("continues after", f"step {resumed_step}"))
         self.console.start(self._recipe.name, shown, decisions)
+
+    def rewind(self, step: int) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        self._window.clear()
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        """Go on after `step`."""
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", step)
+        self._take_up(self._metrics.rows_kept)
+        self._first = self._last = step
+        self._started = time.monotonic()
 
     def _take_up(self, kept: list[Row]) -> None:
         """Go on from the rows of an earlier start: time spent then counts, time lost between does not."""
@@ -153,8 +174,7 @@ class _Session:
         self._timed += 1
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
-        # Depends on the step alone, so that a resumed run logs the steps an uninterrupted one does.
-        if record.step % self._recipe.logging.every and record.step not in (1, self._recipe.train.steps):
+        if not is_logged(self._recipe, record.step):
             return
         row = self._row(record, sent)
         self._window.clear()
@@ -181,9 +201,20 @@ class _Session:
             "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
             **sent,
             "skipped_steps": record.skipped_steps,
+            "passed_batches": record.passed_batches,
             "elapsed_s": self._elapsed(),
         }
+        if len(record.rank_seconds) > 1:
+            row["rank_compute_s"] = self._rank_compute(record.rank_seconds)
         return row if record.loss_scale is None else {**row, "loss_scale": record.loss_scale}
+
+    def _rank_compute(self, seconds: Sequence[float]) -> Row:
+        row, slow = self._stragglers.take(seconds)
+        if slow is not None:
+            rank, ratio = slow
+            host = self._about.host_of(rank)
+            self.console.warn(f"rank {rank} on {host} computes {ratio:.2f} times as long as ranks with the same work")
+        return row
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         perplexity = exp(loss) if loss < 700 else inf
@@ -254,6 +285,11 @@ class _Session:
         if done < 1:
             return None
         return (time.monotonic() - self._started) / done * (self._recipe.train.steps - self._last)
+
+
+def is_logged(recipe: Recipe, step: int) -> bool:
+    """Whether a step, counted from 1, is logged. A resumed run logs the steps that an uninterrupted one does."""
+    return step % recipe.logging.every == 0 or step in (1, recipe.train.steps)
 
 
 def _end_facts(row: Row) -> list[tuple[str, str]]:

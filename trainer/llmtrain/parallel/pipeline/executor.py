@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmtrain.cluster.watch import Watch
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
 from llmtrain.parallel.pipeline.deferred import Deferred, Left, gradients
 from llmtrain.parallel.pipeline.stage import Stage
@@ -47,16 +48,16 @@ class Executor:
     """One rank's part of a pipeline, which may be the whole of it.
 
     stages: this rank's, by chunk. limit: microbatches under way at once where the schedule has no actions of its own
-    and what has arrived says what is next. count: told of every message sent.
+    and what has arrived says what is next. count: told of every message sent. watch: of waiting for one.
     """
 
     def __init__(
         self, stages: Sequence[Stage], rank: int, schedule: Schedule, limit: int, engine: Engine,
-        transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None, count: CountSent,
+        transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None, count: CountSent, watch: Watch,
     ) -> None:  # fmt: skip
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
-        self._deferred, self._count = deferred, count
+        self._deferred, self._count, self._watch = deferred, count, watch
         # Between two pieces on one rank.
         self._handed: dict[Channel, deque[Tensor]] = {}
 
@@ -174,8 +175,8 @@ class Executor:
                 yield Action(forward, 0, Kind.F)
                 forward += 1
             else:
-                awaited = [above] if forward > backward else []
-                transport.wait_any(awaited if piece.opens or forward == count else [*awaited, below])
+                awaited, not_below = [above] if forward > backward else [], piece.opens or forward == count
+                self._watch.wait(partial(transport.wait_any, awaited if not_below else [*awaited, below]))
 
     def _expect(self, rows: Sequence[Tensor], backward: bool) -> None:
         """Post what will come from other ranks."""
@@ -191,7 +192,7 @@ class Executor:
         if self._schedule.place(channel.source)[0] == self._rank:
             return self._handed[channel].popleft()
         assert self._transport is not None
-        return self._transport.receive(channel)
+        return self._watch.wait(partial(self._transport.receive, channel))
 
     def _send(self, channel: Channel, values: Tensor) -> None:
         if self._schedule.place(channel.target)[0] == self._rank:
@@ -203,7 +204,7 @@ class Executor:
 
     def _flush(self) -> None:
         if self._transport is not None:
-            self._transport.flush()
+            self._watch.wait(self._transport.flush)
 
 
 def channels(schedule: Schedule) -> Iterable[Channel]:

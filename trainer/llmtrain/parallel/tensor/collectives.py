@@ -1,13 +1,14 @@
 """What tensor-parallel ranks exchange. A collective is begun at once and waited for where its result is needed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.cluster.watch import Watch
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.weights import Count
 
@@ -18,15 +19,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way: `finish` makes the result once `work` is done."""
+    """A collective under way: `finish` makes the result once `work` is done. watch: told of waiting for it."""
 
     finish: Callable[[], Tensor]
     work: dist.Work | None = None
+    watch: Watch | None = None
 
     def wait(self) -> Tensor:
         """Return the result; on CUDA, what is queued next comes after it and the host goes on."""
         if self.work is not None:
-            self.work.wait()
+            self.work.wait() if self.watch is None else self.watch.wait(self.work.wait)
         return self.finish()
 
 
@@ -37,7 +39,7 @@ class TensorMesh:
     place: of this rank among `degree`. group: in order of their places; None where there is one rank alone. sequence:
     whether they share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2): what a rank
     holds of `[batch, sequence, ...]` is then `[batch, sequence / degree, ...]`. tier: the slowest link between them.
-    count: told of every collective.
+    count: told of every collective. watch: told of waiting for them.
 
     What is gathered from shards comes rank by rank, `[degree * batch, sequence / degree, ...]`: products and
     nonlinearities take tokens in any order, so it is brought into the order of the sequence for attention alone.
@@ -49,6 +51,7 @@ class TensorMesh:
     sequence: bool = False
     tier: str = "all"
     count: Count = lambda calls: None
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def sharded(self) -> bool:
@@ -88,14 +91,14 @@ class TensorMesh:
         """Begin to sum `x` over the ranks, in place."""
         x = x.contiguous()
         self._count("all_reduce", x.nbytes, 2)
-        return Pending(lambda: x, dist.all_reduce(x, group=self.group, async_op=True))
+        return Pending(lambda: x, dist.all_reduce(x, group=self.group, async_op=True), self.watch)
 
     def all_gather(self, x: Tensor) -> Pending:
         """Begin to join every rank's `x` along dim 0."""
         x = x.contiguous()
         whole = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
         self._count("all_gather", whole.nbytes, 1)
-        return Pending(lambda: whole, _all_gather(whole, x, group=self.group, async_op=True))
+        return Pending(lambda: whole, _all_gather(whole, x, group=self.group, async_op=True), self.watch)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks; each keeps its part along dim 0."""
@@ -103,11 +106,11 @@ class TensorMesh:
         self._count("reduce_scatter", x.nbytes, 1)
         if x.is_cuda:
             part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
-            return Pending(lambda: part, _reduce_scatter(part, x, group=self.group, async_op=True))
+            return Pending(lambda: part, _reduce_scatter(part, x, group=self.group, async_op=True), self.watch)
         # gloo's own reduce-scatter is an all-reduce, which sends twice as much.
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return Pending(partial(torch.sum, parts.unflatten(0, (self.degree, -1)), 0), work)
+        return Pending(partial(torch.sum, parts.unflatten(0, (self.degree, -1)), 0), work, self.watch)
 
     def _count(self, op: str, size: int, passes: int) -> None:
         sent = passes * (size // self.degree) * (self.degree - 1)

@@ -1,0 +1,154 @@
+"""Ranks started by srun or mpirun, of which one comes to harm: the rest stop in time, and one sentence says why."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import write_corpus
+
+RECIPE = """
+name: tiny
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 61}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: 12, global_batch: 8, microbatch: 2, eval_every: 0, compare_every: 2, timeout: {timeout}}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 4}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+TIMEOUT = 8
+# What it may take beyond the stated time until a process is gone, on a busy machine.
+MARGIN = 4
+HOST = re.escape(socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended. seconds: since the harm was done."""
+
+    codes: list[int]
+    seconds: float
+    output: list[str]
+    folder: Path
+
+    @property
+    def sentences(self) -> list[str]:
+        """What was said, by all ranks together."""
+        return [line for text in self.output for line in text.splitlines() if line.startswith("llmtrain:")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    write_corpus(folder / "set")
+    (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder, timeout=TIMEOUT))
+    return folder
+
+
+def harmed(folder: Path, world: int, fault: str, rank: int, *overrides: str, step: int = 5) -> Ended:
+    name = f"{fault}-{world}-{rank}-{len(list(folder.iterdir()))}".replace(" ", "-")
+    place = folder / name
+    place.mkdir()
+    words = [str(place), str(world), fault, str(rank), str(step)]
+    command = ["run", str(folder / "tiny.yaml"), f"name={name}", *overrides]
+    program = str(Path(__file__).with_name("faulty.py"))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMTRAIN_")}
+    done = subprocess.run(
+        [sys.executable, program, *words, *command], capture_output=True, text=True, check=True, timeout=120,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    codes, seconds = json.loads(done.stdout)
+    output = [(place / f"rank-{number}.log").read_text() for number in range(world)]
+    return Ended(codes, seconds, output, folder / "runs" / name)
+
+
+@pytest.mark.parametrize(
+    ("world", "fault", "rank", "overrides", "said"),
+    [
+        (4, "flip weight", 2, (), "rank 2 on {host} holds other weights than ranks 0, 1, 3, found after step 6"),
+        (4, "flip m", 0, ("zero.stage=2",), None),
+        (3, "flip m", 0, ("train.global_batch=12",), "rank 0 on {host} holds other optimizer states than ranks 1, 2"),
+        (2, "flip weight", 1, ("zero.stage=1",), "rank 0 on {host} and rank 1 on {host} hold different weights"),
+        (2, "flip shared", 1, ("parallel.tensor=2",), "hold different weights that tensor-parallel ranks share"),
+    ],
+)
+def test_a_flipped_bit(
+    world: int, fault: str, rank: int, overrides: tuple[str, ...], said: str | None, folder: Path
+) -> None:
+    ended = harmed(folder, world, fault, rank, *overrides)
+    if said is None:
+        # A state of which there is one copy cannot be compared.
+        assert ended.codes == [0] * world, ended.output
+        return
+    assert ended.codes == [1] * world, ended.output
+    (sentence,) = ended.sentences
+    assert said.format(host=socket.gethostname()) in sentence
+    assert "all were alike after step 4" in sentence
+    assert [path.name for path in (ended.folder / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("zero.stage=1", "precision.compute=bf16"),
+        ("zero.stage=3",),
+        ("parallel.tensor=2", "parallel.sequence=true"),
+        ("parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=true"),
+        ("parallel.pipeline=2", "pipeline.schedule=message-driven", "zero.stage=1", "model.tie_embeddings=true"),
+        ("zero.preset=zero++", "zero.secondary=2"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_alike_is_found_alike(overrides: tuple[str, ...], folder: Path) -> None:
+    ended = harmed(folder, 4, "none", -1, "train.compare_every=1", "train.steps=4", *overrides)
+    assert ended.codes == [0] * 4, ended.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "overrides", "said"),
+    [
+        ("hang", 1, (), r"the others wait for rank 1 on {host}, which stopped after step 5, in computing"),
+        ("hang", 0, ("zero.stage=3",), r"the others wait for rank 0 on {host}, which stopped after step 5, in"),
+        ("hang", 1, ("parallel.pipeline=2",), r"the others wait for rank 1 on {host}, which stopped after step 5"),
+        ("lost disk", 1, (), r"wait for rank 1 on {host}, which stopped after step 8, in writing its part of a check"),
+        ("stop", 1, ("zero.stage=3",), r"rank 1 on {host} has not answered for .* s, last seen after step \d"),
+        ("stop", 0, (), r"rank 0 on {host}.* has not answered .*last seen after step \d"),
+        ("kill", 1, ("parallel.tensor=2",), r"rank 1 on {host} has not answered for .* s, last seen after step \d"),
+        ("kill", 0, (), r"rank 0 on {host}.* has not answered .*last seen after step \d"),
+    ],
+)
+def test_a_rank_that_hangs_or_dies(fault: str, rank: int, overrides: tuple[str, ...], said: str, folder: Path) -> None:
+    ended = harmed(folder, 2, fault, rank, *overrides)
+    assert ended.codes[1 - rank] == 1, ended.output
+    assert ended.codes[rank] in (1, -9)
+    (sentence,) = ended.sentences
+    assert re.search(said.format(host=HOST), sentence), sentence
+    assert ended.seconds < TIMEOUT + MARGIN
+    assert not any("Traceback" in text for text in ended.output)
+
+
+def test_a_crash_is_shown_once(folder: Path) -> None:
+    ended = harmed(folder, 2, "crash", 1)
+    assert ended.codes == [1, 1]
+    assert ended.sentences == []
+    assert ["Traceback" in text for text in ended.output] == [False, True]
+    assert "some bug" in ended.output[1]
+    assert ended.seconds < TIMEOUT + MARGIN
+
+
+def test_a_straggler_is_named(folder: Path) -> None:
+    ended = harmed(folder, 4, "slow", 2, step=3)
+    assert ended.codes == [0] * 4, ended.output
+    warnings = [line for line in ended.output[0].splitlines() if "warning: rank" in line]
+    assert re.fullmatch(
+        rf"warning: rank 2 on {HOST} computes [\d.]+ times as long as ranks with the same work", warnings[0]
+    )
+    rows = [json.loads(line) for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]
+    samples = [row["rank_compute_s"] for row in rows if "event" not in row and row["step"] > 4]
+    assert all(sample["rank"] == 2 for sample in samples)
+    assert all(sample["slowest"] > sample["median"] + 0.02 for sample in samples)

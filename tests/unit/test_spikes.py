@@ -1,0 +1,138 @@
+"""A loss that jumps: its step is left out, or the run goes back and passes over the data."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmtrain import train as loop
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import connect
+from llmtrain.compose import Run
+from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.optim.config import SpikeConfig
+from llmtrain.optim.spike import is_spike, remember
+from llmtrain.recipe.prepare import prepared
+from llmtrain.recipe.resolve import Facts
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+model: {{family: gpt2, layers: 1, hidden: 32, heads: 4, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: 20, global_batch: 8, microbatch: 8, eval_every: 10}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 6}}
+logging: {{every: 1, dir: {folder}/runs}}
+on_spike: {{threshold: 3.0, window: 5}}
+"""
+REWIND = "on_spike.action=rewind"
+
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Train by the tiny recipe with overrides, and return the run's rows."""
+    random = np.random.default_rng(0)
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    for _ in range(200):
+        writer.add(np.cumsum(random.integers(1, 4, size=100)) % 64, np.array([100]))
+    writer.commit()
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
+
+    def run(*overrides: str) -> list[dict[str, Any]]:
+        recipe = prepared(str(tmp_path / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
+        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+        return [
+            json.loads(line) for line in (tmp_path / "runs" / recipe.name / "metrics.jsonl").read_text().splitlines()
+        ]
+
+    return run
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, batches: range, stop_after: int | None = None) -> None:
+    """Have some global batches of data make the loss jump, and ask the run to stop after a step."""
+    original = loop.forward_backward
+
+    def spoilt(run: Run, step: int) -> tuple[float, float, bool]:
+        loss, norm, stopping = original(run, step)
+        return loss * (10 if step + run.progress.passed in batches else 1), norm, stopping or step + 1 == stop_after
+
+    monkeypatch.setattr(loop, "forward_backward", spoilt)
+
+
+def steps(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in rows if "event" not in row]
+
+
+def test_what_a_spike_is() -> None:
+    config, losses = SpikeConfig(threshold=2.0, window=3), list[float]()
+    for loss in (9.0, 1.0, 2.0):
+        assert not is_spike(config, losses, 1e9)
+        remember(config, losses, loss)
+    assert losses == [9.0, 1.0, 2.0]
+    assert is_spike(config, losses, 4.1)
+    assert not is_spike(config, losses, 4.0)
+    remember(config, losses, 3.0)
+    assert losses == [1.0, 2.0, 3.0]
+    assert not is_spike(SpikeConfig(), losses, 1e9)
+
+
+def test_skipped_spike_leaves_the_weights_alone(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("train.steps=15", "optimizer.schedule=constant")
+    calm = steps(train("name=calm", *keys))
+    spoil(monkeypatch, range(13, 14))
+    rows = train(*keys)
+    curve = steps(rows)
+    assert curve[:13] == calm[:13]
+    assert curve[13] == (14, pytest.approx(10 * calm[13][1]))
+    assert rows[-1]["skipped_steps"] == 1
+    # The next loss is one of the weights before.
+    assert curve[14][1] != calm[14][1]
+
+
+def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm = steps(train("name=calm", REWIND))
+    spoil(monkeypatch, range(13, 15))
+    rows = train(REWIND)
+    curve = steps(rows)
+    assert [step for step, _ in curve] == list(range(1, 21))
+    assert curve[:12] == calm[:12]
+    assert max(loss for _, loss in curve[12:]) < 2 * calm[12][1]
+    # Back from 14 to 12 past 2 batches, of which the next one spikes at once: 3 in all.
+    assert [row["passed_batches"] for row in rows if "event" not in row] == [0] * 12 + [3] * 8
+    evaluations = [row["step"] for row in rows if row.get("event") == "eval"]
+    assert evaluations == [0, 10, 20]
+
+
+@pytest.mark.parametrize("stop_after", [9, 12, 13, 14, 17])
+def test_rewinding_survives_a_stop(train: Train, monkeypatch: pytest.MonkeyPatch, stop_after: int) -> None:
+    spoil(monkeypatch, range(13, 15))
+    whole = steps(train("name=whole", REWIND))
+    monkeypatch.undo()
+    spoil(monkeypatch, range(13, 15), stop_after)
+    with pytest.raises(PreemptedError):
+        train(REWIND)
+    monkeypatch.undo()
+    spoil(monkeypatch, range(13, 15))
+    assert steps(train(REWIND)) == whole
+
+
+def test_spike_before_the_first_checkpoint_goes_back_to_the_start(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, range(5, 6))
+    rows = train(REWIND, "train.steps=8")
+    assert [step for step, _ in steps(rows)] == list(range(1, 9))
+    assert [row["step"] for row in rows if row.get("event") == "eval"] == [0, 8]
+    assert rows[-1]["outcome"] == "finished"
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_spikes_without_end_stop_the_run(train: Train, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    spoil(monkeypatch, range(13, 1000))
+    with pytest.raises(RunFailedError, match=r"spiked \(on_spike\).*in a row"):
+        train("train.max_skipped=3", f"on_spike.action={action}")

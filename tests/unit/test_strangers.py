@@ -1,0 +1,258 @@
+"""Files from a stranger: nothing in them runs, nothing outside their folder is read, each is refused in a sentence."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.load import load_latest
+from llmtrain.checkpoint.manifest import digest
+from llmtrain.checkpoint.save import Checkpointer
+from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.verify import verify
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import model_units
+from llmtrain.recipe.load import load_recipe
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import open_split
+from llmtrain_data.errors import DataError
+from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
+
+CONFIG = GPTConfig(
+    family="gpt2", layers=1, hidden=32, heads=4, kv_heads=4, ffn=128, positions=32, vocab=65, tie_embeddings=True,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="gelu_tanh", dropout=0.0,
+)  # fmt: skip
+RANKS = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
+PART = "rank-00000.safetensors"
+REFUSED = (BadInputError, DataError, RunFailedError)
+
+
+@pytest.fixture
+def went_off(tmp_path: Path) -> Path:
+    """What a bomb makes when it goes off."""
+    return tmp_path / "went-off"
+
+
+@pytest.fixture
+def bomb(went_off: Path) -> bytes:
+    """A pickle that runs a command when it is loaded."""
+    return f"cposix\nsystem\n(S'touch {went_off}'\ntR.".encode()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A sound checkpoint of step 1, in a run's folder."""
+    folder = tmp_path / "checkpoints"
+    about = {"recipe": {}, "model": asdict(CONFIG)}
+    assert Checkpointer(folder, RANKS, 1, asynchronous=False).save(1, shards(), {}, about) is None
+    return folder / "step-00000001"
+
+
+def shards() -> list[StateShard]:
+    return [
+        StateShard(unit, 0, unit.numel, {name: torch.ones(unit.numel) for name in ("master", "m", "v")})
+        for unit in model_units(CONFIG)
+    ]
+
+
+def load(checkpoint: Path) -> list[str]:
+    """Load a checkpoint; return what was said of it. Raises RunFailedError when it is not sound."""
+    said: list[str] = []
+    load_latest(checkpoint, shards(), RANKS, said.append)
+    return said
+
+
+def test_the_bomb_would_go_off(bomb: bytes, went_off: Path) -> None:
+    """Else the tests below would prove nothing."""
+    loads = __import__("pick" + "le").loads
+    loads(bomb)
+    assert went_off.exists()
+
+
+@pytest.mark.parametrize("name", [PART, "manifest.json", "manifest.json.xxh3"])
+def test_a_bomb_in_a_checkpoint(name: str, checkpoint: Path, bomb: bytes, went_off: Path) -> None:
+    (checkpoint / name).write_bytes(bomb)
+    with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
+        load(checkpoint)
+    assert verify(checkpoint)
+    assert not went_off.exists()
+
+
+def test_a_bomb_beside_a_checkpoint(checkpoint: Path, bomb: bytes, went_off: Path) -> None:
+    for name in (".metadata", "model.pt", "optimizer.bin"):
+        (checkpoint / name).write_bytes(bomb)
+    load(checkpoint)
+    assert len(verify(checkpoint)) == 3
+    assert not went_off.exists()
+
+
+def forge(checkpoint: Path, change: Callable[[str], str]) -> None:
+    """Change the manifest as one who also corrects its checksum."""
+    text = change((checkpoint / "manifest.json").read_text()).encode()
+    (checkpoint / "manifest.json").write_bytes(text)
+    (checkpoint / "manifest.json.xxh3").write_text(f"XXH3_{digest(text)}  manifest.json\n")
+
+
+@pytest.mark.parametrize("name", ["../outside/{}", "{root}/outside/{}", "../../{}", "./{}", "{}\\u0000", "outside"])
+def test_a_manifest_that_climbs_out(name: str, checkpoint: Path) -> None:
+    outside = checkpoint.parent / "outside"
+    outside.mkdir()
+    shutil.copy(checkpoint / PART, outside / PART)
+    climbing = name.replace("{root}", str(checkpoint.parent)).replace("{}", PART)
+    forge(checkpoint, lambda text: text.replace(PART, climbing))
+    with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
+        load(checkpoint)
+    assert any("which no checkpoint has" in problem for problem in verify(checkpoint))
+
+
+@pytest.mark.parametrize("name", [PART, "manifest.json"])
+def test_a_link_in_a_checkpoint(name: str, checkpoint: Path) -> None:
+    outside = checkpoint.parent / name
+    (checkpoint / name).rename(outside)
+    (checkpoint / name).symlink_to(outside)
+    with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
+        load(checkpoint)
+
+
+def test_a_manifest_that_asks_for_too_much(checkpoint: Path) -> None:
+    forge(checkpoint, lambda text: re.sub(r'"shape":\[\d+', '"shape":[1000000000000', text, count=1))
+    with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+def test_a_bomb_in_a_hugging_face_model(name: str, tmp_path: Path, bomb: bytes, went_off: Path) -> None:
+    (tmp_path / name).write_bytes(bomb)
+    with pytest.raises(BadInputError):
+        list(hf_tensors(tmp_path, CONFIG))
+    assert not went_off.exists()
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../model.safetensors"])
+def test_an_index_of_weights_that_climbs_out(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+    with pytest.raises(BadInputError, match="expected files of the same folder"):
+        list(hf_tensors(folder, CONFIG))
+
+
+def code(went_off: Path, base: str) -> str:
+    """A module that runs as soon as it is imported."""
+    return f"open({str(went_off)!r}, 'w')\nfrom transformers import {base}\nclass Evil({base}): pass\n"
+
+
+def test_code_in_a_hugging_face_model(tmp_path: Path, went_off: Path) -> None:
+    (tmp_path / "evil.py").write_text(code(went_off, "GPT2Config"))
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInputError):
+        read_hf_config(tmp_path)
+    assert not went_off.exists()
+
+
+def test_code_in_a_tokenizer(tmp_path: Path, bomb: bytes, went_off: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil.py").write_text(code(went_off, "PreTrainedTokenizer"))
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": config["auto_map"]}))
+    (tmp_path / "vocab.pkl").write_bytes(bomb)
+    # As one who says yes to whatever is asked.
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    for read in (tokenizer_size, load_tokenizer):
+        with pytest.raises(DataError):
+            read(tmp_path)
+    assert not went_off.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_bomb_as_a_tokenizer(name: str, tmp_path: Path, bomb: bytes, went_off: Path) -> None:
+    (tmp_path / name).write_bytes(bomb)
+    for read in (tokenizer_size, load_tokenizer):
+        with pytest.raises(DataError):
+            read(tmp_path)
+    assert not went_off.exists()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_bomb_as_data(suffix: str, tmp_path: Path, bomb: bytes, went_off: Path) -> None:
+    for each in (".bin", ".idx"):
+        (tmp_path / f"set{each}").write_bytes(bomb if each == suffix else b"")
+    with pytest.raises(DataError):
+        open_split(DataConfig(path=str(tmp_path / "set"), sequence_length=16), "train")
+    assert not went_off.exists()
+
+
+TAGS = [
+    "!!python/object/apply:os.system ['touch {}']",
+    "!!python/object/new:os.system ['touch {}']",
+    "!!python/name:os.system",
+    "!!python/module:os",
+    "!!python/tuple [1]",
+    "!evil x",
+]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_yaml_tag(tag: str, tmp_path: Path, went_off: Path) -> None:
+    path, text = tmp_path / "evil.yaml", tag.replace("{}", str(went_off))
+    for content in (f"name: {text}\n", f"train: {{steps: {text}}}\n", f"{text}\n", f"? {text}\n: 1\n"):
+        path.write_text(content)
+        for read in (load_recipe, load_cluster):
+            with pytest.raises(BadInputError):
+                read(str(path))
+    with pytest.raises(BadInputError):
+        load_recipe("gpt2-124m", [f"name={text}"])
+    assert not went_off.exists()
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${no.such}", "${name}"])
+def test_a_recipe_that_would_read_the_environment(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "evil.yaml"
+    path.write_text(f"extends: gpt2-124m\nname: {text}\n")
+    with pytest.raises(BadInputError):
+        load_recipe(str(path))
+    with pytest.raises(BadInputError):
+        load_recipe("gpt2-124m", [f"name={text}"])
+
+
+@pytest.mark.parametrize("parent", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/environ", ".", "evil.yaml", "[1]"])
+def test_a_recipe_that_extends_what_is_no_recipe(parent: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "evil.yaml"
+    path.write_text(f"extends: {parent}\n")
+    with pytest.raises(BadInputError) as refused:
+        load_recipe(str(path))
+    # What it says of a file that is no recipe must not show the file.
+    assert "root:" not in str(refused.value)
+    assert "PATH=" not in str(refused.value)
+
+
+def test_a_recipe_that_grows_when_it_is_read(tmp_path: Path) -> None:
+    """Each line doubles the last, forty times over."""
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    for read in (load_recipe, load_cluster):
+        (tmp_path / "evil.yaml").write_text("\n".join(lines))
+        with pytest.raises(BadInputError):
+            read(str(tmp_path / "evil.yaml"))
+
+
+def test_a_huge_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "evil.yaml"
+    with path.open("wb") as file:
+        file.truncate(10**10)
+    for read in (load_recipe, load_cluster):
+        with pytest.raises(BadInputError):
+            read(str(path))

@@ -1,0 +1,100 @@
+"""What ranks did last, kept where their launcher can read it when they have been killed. No torch in here."""
+
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+# Set for ranks that `llmtrain run --nproc` started: the file of their notes.
+NOTES = "LLMTRAIN_NOTES"
+_PAGE = mmap.ALLOCATIONGRANULARITY
+
+
+class Ending(Enum):
+    """How a rank ended by itself. told: it said why in a sentence. crashed: it printed a traceback. lost: it lost
+    contact with another one, which has the reason."""
+
+    NONE = ""
+    TOLD = "told"
+    CRASHED = "crashed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Last:
+    """What is known of a rank. step: steps done. doing: what it began last."""
+
+    step: int = 0
+    doing: str = "starting"
+    ending: Ending = Ending.NONE
+
+    def __str__(self) -> str:
+        return f"after step {self.step}, in {self.doing}"
+
+
+class Note:
+    """A rank's page of the launcher's notes: writing it costs no system call, and it outlives the process."""
+
+    def __init__(self, path: str | None, rank: int) -> None:
+        """path: None for notes that nobody keeps, as where the file cannot be opened."""
+        self._page: mmap.mmap | None = None
+        if path is not None:
+            with suppress(OSError), open(path, "r+b") as file:
+                self._page = mmap.mmap(file.fileno(), _PAGE, offset=(rank + 1) * _PAGE)
+
+    def write(self, last: Last) -> None:
+        """Replace what was noted."""
+        if self._page is not None:
+            text = f"{last.step}\n{last.ending.value}\n{last.doing}".encode()[: _PAGE - 1]
+            self._page[: len(text) + 1] = text + b"\0"
+
+
+class Notes:
+    """The launcher's side: one page for what ranks found to be the reason of the run's end, and one for each rank.
+
+    A file in memory that is gone with this process, however it ends. Ranks open it as `path`, None where the system
+    knows no such files.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.path: str | None = None
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("llmtrain-notes")
+            os.ftruncate(self._fd, (ranks + 1) * _PAGE)
+            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def last(self, rank: int) -> Last:
+        """Return what a rank noted last; before its first step where it noted nothing."""
+        return Last() if self.path is None else read_note(self.path, rank)
+
+    @property
+    def verdict(self) -> str:
+        """The sentence that ranks left, empty if none did."""
+        return "" if self.path is None else _read(self.path, 0)
+
+    def close(self) -> None:
+        """Forget all."""
+        if self.path is not None:
+            os.close(self._fd)
+
+
+def read_note(path: str, rank: int) -> Last:
+    """Return what a rank noted last; before its first step where it noted nothing. Raises OSError."""
+    try:
+        step, ending, doing = _read(path, rank + 1).split("\n", 2)
+        return Last(int(step), doing, Ending(ending))
+    except ValueError:
+        return Last()
+
+
+def leave_verdict(path: str, sentence: str) -> None:
+    """Leave the reason for the run's end to the launcher."""
+    with open(path, "r+b") as file:
+        file.write(sentence.encode()[: _PAGE - 1] + b"\0")
+
+
+def _read(path: str, page: int) -> str:
+    with open(path, "rb") as file:
+        file.seek(page * _PAGE)
+        return file.read(_PAGE).partition(b"\0")[0].decode(errors="replace")
