@@ -1,7 +1,8 @@
-"""Ranks as srun starts them, one of which comes to harm: `faulty.py FOLDER WORLD FAULT RANK STEP ARGUMENT...`.
+"""Ranks as srun starts them, one of which comes to harm.
 
-Forked, as importing takes longer than all else. Each runs `llmtrain ARGUMENT...`; its output goes to
-`FOLDER/rank-R.log`. Prints the ranks' exit codes and the seconds from the harm to the last one's end.
+Forked for each line on stdin, as importing takes longer than all else: JSON of {folder, world, fault, rank, step,
+arguments}. Each rank runs `llmtrain ARGUMENT...`; its output goes to `FOLDER/rank-R.log`. The answer on stdout is a
+line with the ranks' exit codes and the seconds from the harm to the last one's end.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from llmtrain import start, train
@@ -54,8 +56,9 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def be_rank(folder: Path, world: int, fault: str, faulty: int, at: int, arguments: list[str], rank: int) -> int:
-    """Be one rank; return its exit code."""
+def be_rank(job: dict[str, Any], rank: int) -> int:
+    """Be one rank of a job; return its exit code."""
+    folder, world, fault, faulty, at = Path(job["folder"]), job["world"], job["fault"], job["rank"], job["step"]
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -74,44 +77,49 @@ def be_rank(folder: Path, world: int, fault: str, faulty: int, at: int, argument
         return forward(run, step)
 
     train.forward_backward = harmed
-    return main(arguments)
+    return main(job["arguments"])
 
 
 def slowed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def slow(*given: object) -> torch.Tensor:
-        time.sleep(0.03)
+        time.sleep(0.15)
         return forward(*given)
 
     return forward if forward.__name__ == "slow" else slow
 
 
+def forked(job: dict[str, Any], rank: int) -> int:
+    """Start a rank and return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = be_rank(job, rank)
+    except SystemExit as error:
+        code = int(str(error.code))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def serve() -> None:
-    """Start the ranks and wait for them."""
-    folder, world, fault, faulty, at, *arguments = sys.argv[1:]
+    """Run jobs until stdin ends."""
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
-    pids = []
-    for rank in range(int(world)):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                code = be_rank(Path(folder), int(world), fault, int(faulty), int(at), arguments, rank)
-            except SystemExit as error:
-                code = int(str(error.code))
-            except BaseException:
-                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    harmed = Path(folder) / "harmed"
-    seconds = time.time() - float(harmed.read_text()) if harmed.exists() else 0.0
-    print(json.dumps([codes, seconds]))
+    os.environ["MASTER_ADDR"] = "localhost"
+    for line in sys.stdin:
+        job = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        pids = [forked(job, rank) for rank in range(job["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        harmed = Path(job["folder"]) / "harmed"
+        seconds = time.time() - float(harmed.read_text()) if harmed.exists() else 0.0
+        print(json.dumps([codes, seconds]), flush=True)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,11 @@ class Vigil:
             threading.Thread(target=work, name="watch", daemon=True).start()
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the machine that a rank is on. Raises RuntimeError if the store is gone."""
-        return _parse(self._store.get(_key(rank))).host
+        """Return the name of the machine that a rank is on, as far as it can still be asked for."""
+        try:
+            return _parse(self._store.get(_key(rank))).host
+        except RuntimeError:
+            return "a machine that is out of reach"
 
     def leave_word(self) -> None:
         """Tell the others that this rank has said why it ends; they end a little later, without a word."""
@@ -163,9 +166,8 @@ class Vigil:
             if silent < (min(LOST_ROUNDS, self._patience) if self._watch.lost else self._patience):
                 continue
             first = self._heard.get(0, self._self)
-            # One voice for each machine, as they have nothing left to agree by; the first rank's own is not heard.
-            voice = "1" if self._watch.rank and first.host == self._self.host else "0"
-            if os.environ.get("LOCAL_RANK", "0") == voice:
+            # One voice for each machine, as they have nothing left to agree by: its first rank but the one gone.
+            if self._watch.rank == max(self._watch.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
                 self._say(
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "
                     f"{self._self.host} for {self._spent(silent)}; it was last seen {first.last}"

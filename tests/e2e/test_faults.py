@@ -1,0 +1,215 @@
+"""Random faults, one after another in one run: each ends in one clear sentence in time, and the same command goes on,
+to the very weights of an undisturbed run."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+name: {name}
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 1, eval_every: 50, timeout: {timeout}, compare_every: 20}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+checkpoint: {{every: 10}}
+logging: {{every: 1, dir: {runs}}}
+"""
+# Within which a rank that is gone or hangs ends the run, as the recipe states it, in seconds.
+TIMEOUT = 12
+# How much longer it may take until all processes are gone: torch's agent, and a busy machine.
+MARGIN = 8
+ROOM = 8 * 2**20
+SAID = {
+    "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command goes on",
+    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command goes",
+    "full disk": r"cannot be written \(.*(No space left|disk is probably full)|was not saved: .*No space left",
+}
+LAYOUTS = {
+    "one": ("1",),
+    "two": ("2",),
+    "two-zero3": ("2", "zero.stage=3"),
+    "two-tensor": ("2", "parallel.tensor=2", "parallel.sequence=true"),
+    "four": ("4",),
+    "four-zero3": ("4", "zero.stage=3", "checkpoint.async=false"),
+    "four-grid": ("4", "parallel.tensor=2", "parallel.pipeline=2"),
+    "four-stages": ("4", "parallel.pipeline=2", "zero.stage=1", "pipeline.schedule=zero-bubble"),
+}
+OF_ONE = ("launcher", "full disk", "truncate", "flip")
+OF_MORE = ("kill", "stop", *OF_ONE)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    random_numbers = np.random.default_rng(0)
+    writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
+    for _ in range(200):
+        writer.add(np.cumsum(random_numbers.integers(1, 4, size=100)) % 64, np.array([100]))
+    writer.commit()
+    return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that can be filled up; one of a file system of its own where that may be made."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@dataclass
+class Series:
+    """A run that comes to harm again and again. arguments: after the recipe's path."""
+
+    recipe: Path
+    folder: Path
+    arguments: tuple[str, ...]
+    chance: random.Random
+
+    def start(self) -> subprocess.Popen[str]:
+        """Start or go on."""
+        command = [sys.executable, "-m", "llmtrain", "run", str(self.recipe), "--nproc", *self.arguments]
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Go on to the last step."""
+        process = self.start()
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the metrics have, as far as they are written."""
+        try:
+            steps = re.findall(r'"step": (\d+)', (self.folder / "metrics.jsonl").read_text())
+        except FileNotFoundError:
+            return 0
+        return int(steps[-1]) if steps else 0
+
+    def suffer(self, fault: str, further: int) -> None:
+        """Start, come to harm some steps later, and end as that fault has to end."""
+        goal, process = self.last_step + further, self.start()
+        while self.last_step < goal:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        ranks = psutil.Process(process.pid).children()
+        time.sleep(self.chance.uniform(0, 0.1))
+        struck = time.monotonic()
+        self._strike(fault, process, ranks)
+        _, errors = process.communicate(timeout=120)
+        took = time.monotonic() - struck
+        psutil.wait_procs(ranks, timeout=5)
+        assert took < TIMEOUT + MARGIN, (fault, took)
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), fault
+        said = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+        assert "Traceback" not in errors, errors
+        if fault in SAID:
+            assert process.returncode == 1, (fault, errors)
+            assert len(said) == 1, said
+            assert re.search(SAID[fault], said[0]), said
+        else:
+            assert (process.returncode, said) == (-signal.SIGKILL, [])
+        (self.folder.parent / "ballast").unlink(missing_ok=True)
+        if fault in ("truncate", "flip"):
+            self._damage(fault)
+
+    def _strike(self, fault: str, process: subprocess.Popen[str], ranks: list[psutil.Process]) -> None:
+        if fault == "kill":
+            self.chance.choice(ranks).kill()
+        elif fault == "stop":
+            self.chance.choice(ranks).suspend()
+        elif fault == "full disk":
+            fill(self.folder.parent / "ballast")
+        else:
+            process.kill()
+
+    def _damage(self, fault: str) -> None:
+        """Damage a file of the newest checkpoint, if it is not the only one."""
+        found = sorted(path for path in (self.folder / "checkpoints").glob("step-*") if not path.suffix)
+        if len(found) < 2:
+            return
+        path = self.chance.choice(sorted(found[-1].iterdir()))
+        content = bytearray(path.read_bytes())
+        place = self.chance.randrange(len(content))
+        if fault == "truncate":
+            del content[place:]
+        else:
+            content[place] ^= 1 << self.chance.randrange(8)
+        path.write_bytes(bytes(content))
+
+
+def fill(path: Path) -> None:
+    """Leave not a byte of the file system's room."""
+    with path.open("wb", buffering=0) as file:
+        for size in (2**16, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def outcome(folder: Path) -> tuple[dict[tuple[str, int], float], dict[str, bytes]]:
+    """Return every logged loss, and the files of the last checkpoint."""
+    curve: dict[tuple[str, int], float] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        key = (row.get("event", "step"), row["step"])
+        if key[0] != "end":
+            assert key not in curve
+            curve[key] = row["loss"]
+    newest = max((folder / "checkpoints").iterdir())
+    return curve, {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> None:
+    """Have a run suffer faults at random moments, let it finish, and hold it against an undisturbed one."""
+    chance, steps = random.Random(seed), 30 * len(faults) + 30
+    recipes = {}
+    for name in ("calm", "harmed"):
+        recipes[name] = disk.parent / f"{name}.yaml"
+        recipes[name].write_text(RECIPE.format(name=name, folder=corpus, runs=disk, steps=steps, timeout=TIMEOUT))
+    Series(recipes["calm"], disk / "calm", LAYOUTS[layout], chance).finish()
+    series = Series(recipes["harmed"], disk / "harmed", LAYOUTS[layout], chance)
+    for number, fault in enumerate(faults):
+        begun = time.monotonic()
+        series.suffer(fault, chance.randint(1, 40))
+        print(f"{layout} {number}: {fault}, at step {series.last_step}, {time.monotonic() - begun:.0f} s")
+    series.finish()
+    assert outcome(disk / "harmed") == outcome(disk / "calm")
+
+
+def test_faults(corpus: Path, small_disk: Path) -> None:
+    suffer_all("two-zero3", ["stop", "flip", "full disk"], corpus, small_disk, seed=0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_faults(layout: str, part: int, corpus: Path, small_disk: Path) -> None:
+    """Four times three faults of each of eight layouts: 96; a network adds more."""
+    seed = 4 * list(LAYOUTS).index(layout) + part
+    kinds = OF_ONE if LAYOUTS[layout][0] == "1" else OF_MORE
+    suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, small_disk, seed)

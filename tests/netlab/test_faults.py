@@ -1,0 +1,106 @@
+"""A node that drops off the network: both sides stop in time and say so, and the same command goes on."""
+
+import random
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain_data.indexed import IndexedWriter
+
+from tools.netlab.lab import Lab, LabResult
+from tools.netlab.network import node_name
+from tools.netlab.spec import plain
+
+pytestmark = pytest.mark.netlab
+
+RECIPE = """
+name: {name}
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 1, eval_every: 0, timeout: {timeout}}}
+optimizer: {{lr: 1.0e-2, warmup: 4}}
+checkpoint: {{every: 10}}
+logging: {{every: 1, dir: {folder}}}
+"""
+# As the recipe states it, and what it may take beyond that on a busy machine, in seconds.
+TIMEOUT, MARGIN = 12, 8
+
+
+def command(folder: Path, name: str, steps: int, *keys: str) -> list[str]:
+    path = folder / f"{name}.yaml"
+    path.write_text(RECIPE.format(name=name, folder=folder, steps=steps, timeout=TIMEOUT))
+    return ["python", "-m", "llmtrain", "run", str(path), *keys]
+
+
+def last_step(folder: Path) -> int:
+    try:
+        steps = re.findall(r'"step": (\d+)', (folder / "metrics.jsonl").read_text())
+    except FileNotFoundError:
+        return 0
+    return int(steps[-1]) if steps else 0
+
+
+def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabResult, float]:
+    """Run, take the second node off the network after step `goal`, and put it back when the run has ended."""
+    struck = 0.0
+
+    def link(state: str) -> None:
+        subprocess.run(["ip", "-n", node_name(lab.name, 1), "link", "set", "eth0", state], check=True)
+
+    def cut() -> None:
+        nonlocal struck
+        while last_step(folder) < goal:
+            time.sleep(0.02)
+        struck = time.monotonic()
+        link("down")
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    try:
+        result = lab.run(words, timeout=150)
+    finally:
+        ended = time.monotonic()
+        cutting.join()
+        link("up")
+    return result, ended - struck
+
+
+def suffer(folder: Path, cuts: int, *keys: str) -> None:
+    writer, random_numbers = IndexedWriter(folder / "set", np.dtype(np.uint16)), np.random.default_rng(0)
+    for document in np.cumsum(random_numbers.integers(1, 4, size=(100, 100)), axis=1) % 64:
+        writer.add(document, np.array([100]))
+    writer.commit()
+    chance, steps = random.Random(0), 30 * (cuts + 1)
+    with Lab(plain(nodes=2, ranks_per_node=2)) as lab:
+        calm = lab.run(command(folder, "calm", steps, *keys), timeout=150)
+        assert calm.returncode == 0, calm.output
+        words = command(folder, "harmed", steps, *keys)
+        for _ in range(cuts):
+            result, took = cut_off(lab, words, folder / "harmed", last_step(folder / "harmed") + chance.randint(1, 40))
+            assert took < TIMEOUT + MARGIN
+            assert result.returncode == 1
+            said = [line for lines in result.output for line in lines if line.startswith("llmtrain:")]
+            assert 1 <= len(said) <= 2, said
+            assert all(re.search(r"rank [023].* on .* not answered .* after step \d+, in .+", line) for line in said)
+            assert not any("Traceback" in line for lines in result.output for line in lines)
+        last = lab.run(words, timeout=150)
+        assert last.returncode == 0, last.output
+    newest = [folder / name / "checkpoints" / f"step-{steps:08d}" for name in ("calm", "harmed")]
+    weights = [{path.name: path.read_bytes() for path in place.glob("*.safetensors")} for place in newest]
+    assert weights[0]
+    assert weights[0] == weights[1]
+
+
+def test_a_node_that_drops_off_the_network(tmp_path: Path) -> None:
+    suffer(tmp_path, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("keys", [("zero.stage=3",), ("parallel.tensor=2", "parallel.pipeline=2")], ids=" ".join)
+def test_a_node_that_drops_off_again_and_again(keys: tuple[str, ...], tmp_path: Path) -> None:
+    suffer(tmp_path, 4, *keys)
