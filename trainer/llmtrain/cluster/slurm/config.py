@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
-_SECRET = re.compile(r"(^|_)(\w*KEY|\w*TOKENS?|\w*SECRETS?|PASS|PASSWD|\w*PASSWORD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)")
+_SECRET = re.compile(
+    r"(^|_)((API|ACCESS|PRIVATE|SECRET)?KEY|\w*TOKEN|\w*SECRET|PASS|PASSWD|\w*PASSWORD|PASSPHRASE|CREDENTIALS?)(_|$)"
+)
 _LOGIN_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-(?P<after>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")

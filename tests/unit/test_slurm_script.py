@@ -1,0 +1,187 @@
+"""Batch scripts: what they ask of Slurm, and what their lines do with what becomes of the ranks."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmtrain.cluster.slurm.config import Container, Site
+from llmtrain.cluster.slurm.script import Job, array_indices, render, train_script
+from llmtrain.errors import BadInputError
+
+JOB = Job(
+    "a run", Path("/data/my runs/a run"), 2, 4, ("/env/bin/python", "-m", "llmtrain", "run", "/r/x.yaml", "seed=3")
+)
+FULL = Site(
+    account="abc", partition="gpu", qos="high", constraint="a100&nvlink", reservation="r", time="1-0", gpus_per_node=4,
+    cpus_per_rank=16, exclusive=True, margin=120, modules=("cuda/12.4", "gcc"), sbatch=("--mail-type=END",),
+    environment={"NCCL_DEBUG": "a 'b' $c", "N": 1}, srun=("--mpi=pmix",),
+)  # fmt: skip
+
+# Stand for Slurm's commands. srun ends as told, or stays until USR1 comes; scontrol notes what it is asked for.
+SRUN = """#!/bin/bash
+echo "$@" > "$NOTES/started"
+trap 'echo USR1 > "$NOTES/signal"; exit 75' USR1
+[ "$ENDS" = later ] || exit "$ENDS"
+touch "$NOTES/ready"
+for _ in $(seq 200); do sleep 0.05; done
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show config") echo "TaskPlugin              = $PLUGIN" ;;
+  "show job") echo "JobId=5 $STATE Dependency=(null)" ;;
+  *) echo "$@" >> "$NOTES/asked" ;;
+esac
+"""
+
+
+def lines(text: str, start: str) -> list[str]:
+    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
+
+
+def test_what_a_job_asks_for() -> None:
+    assert lines(render(JOB, Site()), "#SBATCH ") == [
+        "--job-name='a run'",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--output='/data/my runs/a run/slurm/%j.log'",
+        "--signal=B:USR1@300",
+        "--open-mode=append",
+        "--requeue",
+    ]
+
+
+def test_what_a_site_adds() -> None:
+    script = render(JOB, FULL)
+    assert script.startswith("#!/bin/bash -l\n")
+    asked = lines(script, "#SBATCH ")
+    for option in (
+        "--account=abc", "--partition=gpu", "--qos=high", "--constraint='a100&nvlink'", "--reservation=r", "--time=1-0",
+        "--gpus-per-node=4", "--cpus-per-task=16", "--exclusive", "--signal=B:USR1@120", "--mail-type=END",
+    ):  # fmt: skip
+        assert option in asked
+    assert lines(script, "module load ") == ["cuda/12.4 || exit 1", "gcc || exit 1"]
+    assert lines(script, "export N") == ["CCL_DEBUG=" + shlex.quote("a 'b' $c"), "=1"]
+    assert lines(script, "srun_options=") == ["(--mpi=pmix)"]
+
+
+def test_containers() -> None:
+    image = Container(image="my image.sif", mounts=("/data", "/a:/b"))
+    inside = "apptainer exec --nv --bind /data --bind /a:/b 'my image.sif' /env/bin/python -m llmtrain run"
+    assert lines(render(JOB, Site(container=image)), "set -- ")[0].startswith(inside)
+    script = render(JOB, Site(container=replace(image, runtime="pyxis")))
+    assert lines(script, "srun_options=") == ["('--container-image=my image.sif' --container-mounts=/data:/data,/a:/b)"]
+
+
+def test_seeds_are_runs_of_their_own() -> None:
+    job = replace(JOB, name="x", folder=Path("/runs/x"), array="1-3%2")
+    script = render(job, Site())
+    assert "--array=1-3%2" in lines(script, "#SBATCH ")
+    assert "--output=/runs/x-seed%a/slurm/%A_%a.log" in lines(script, "#SBATCH ")
+    words = subprocess.run(
+        ["bash", "-c", f"SLURM_ARRAY_TASK_ID=2; set -- {lines(script, 'set -- ')[0]}; printf '%s\\n' \"$@\""],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert words[-2:] == ["name=x-seed2", "seed=2"]
+    assert job.folders == [Path(f"/runs/x-seed{seed}") for seed in (1, 2, 3)]
+
+
+def test_seeds() -> None:
+    assert array_indices("0-3") == [0, 1, 2, 3]
+    assert array_indices("7,1-9:4%1") == [7, 1, 5, 9]
+    for wrong in ("", "a", "1-", "-3", "1,1", "3-1", "0-3%", "0-4:0"):
+        with pytest.raises(BadInputError, match="--array is"):
+            array_indices(wrong)
+
+
+def test_the_script_is_the_one_for_ones_own_jobs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "tools" / "slurm" / "train.sh").read_text()
+    assert text.endswith(train_script())
+    assert render(JOB, FULL).endswith(train_script())
+    assert "srun" in train_script()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job's script, in a folder with what stands for Slurm."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(render(replace(JOB, command=("train", "a b")), Site(srun=("--mpi=pmix",))))
+    return tmp_path / "job.sh"
+
+
+def start(job: Path, ends: str, state: str = "JobState=RUNNING Reason=None", **variables: str) -> subprocess.Popen[str]:
+    slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4"}
+    environment = {
+        **os.environ, "PATH": f"{job.parent}:{os.environ['PATH']}", "NOTES": str(job.parent), "ENDS": ends,
+        "STATE": state, "PLUGIN": "task/none", **slurm, **variables,
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(job)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    output, _ = process.communicate(timeout=30)
+    print(output)
+    return process.returncode
+
+
+def requeued(job: Path) -> bool:
+    notes = job.parent / "asked"
+    return notes.exists() and notes.read_text() == "requeue 5\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "again"), [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("138", 75, True)]
+)
+def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, again: bool) -> None:
+    assert end(start(job, ends)) == code
+    assert requeued(job) is again
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        ("JobState=COMPLETING Reason=TimeLimit", True),
+        ("JobState=COMPLETING Reason=None", False),
+        ("JobState=CANCELLED Reason=None", False),
+        ("JobState=PENDING Reason=BeginTime", False),
+    ],
+)
+def test_what_slurm_has_decided_stays_so(job: Path, state: str, again: bool) -> None:
+    assert end(start(job, "75", state)) == 75
+    assert requeued(job) is again
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_ranks_are_asked_to_stop(job: Path, number: int) -> None:
+    process = start(job, "later")
+    while not (job.parent / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert end(process) == 75
+    assert (job.parent / "signal").read_text() == "USR1\n"
+    assert requeued(job)
+
+
+def test_a_job_of_a_chain_leaves_it_to_the_next(job: Path) -> None:
+    job.write_text(render(replace(JOB, chained=True), Site()))
+    assert end(start(job, "75")) == 75
+    assert not requeued(job)
+
+
+def test_how_ranks_are_started(job: Path) -> None:
+    end(start(job, "0"))
+    plain = "--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --mpi=pmix train a b\n"
+    assert (job.parent / "started").read_text() == plain
+    end(start(job, "0", PLUGIN="task/cgroup,task/affinity", SLURM_CPUS_PER_TASK="3"))
+    bound = (job.parent / "started").read_text()
+    assert "--cpus-per-task=3 --cpu-bind=cores --distribution=block:block" in bound
+    assert ("--mem-bind=local" in bound) is Path("/sys/devices/system/node/node1").exists()

@@ -1,0 +1,151 @@
+"""From recipes and sites' profiles to jobs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain.cli.main import main
+from llmtrain.cluster.slurm.config import seconds
+from llmtrain.cluster.slurm.script import Job
+from llmtrain.errors import BadInputError
+from llmtrain.submit import load_site, plan
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+model: {{family: llama, layers: 4, hidden: 32, heads: 4, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{global_batch: 48}}
+logging: {{dir: {folder}/runs}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    for _ in range(20):
+        writer.add(np.arange(100) % 64, np.array([100]))
+    writer.commit()
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    return path
+
+
+def site_file(folder: Path, text: str) -> Path:
+    path = folder / "site.yaml"
+    path.write_text(text)
+    return path
+
+
+def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", nodes: int | None = None) -> Job:
+    return plan(str(recipe), overrides, load_site(site_file(recipe.parent, site)), nodes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "site", "nodes", "size"),
+    [
+        (["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"], "ranks_per_node: 4", None, (2, 4)),
+        (["parallel.tensor=2", "parallel.data=1"], "ranks_per_node: 4", None, (1, 2)),
+        (["parallel.tensor=2"], "ranks_per_node: 4", 3, (3, 4)),
+        (["parallel.data=8"], "gpus_per_node: a100:4", None, (2, 4)),
+        (["parallel.data=8"], "{gpus_per_node: 2, ranks_per_node: 4}", None, (2, 4)),
+        (["parallel.data=16", "cluster=p4d"], "{}", None, (2, 8)),
+        (["parallel.data=1"], "{}", None, (1, 1)),
+    ],
+)
+def test_nodes_and_ranks(
+    recipe: Path, overrides: list[str], site: str, nodes: int | None, size: tuple[int, int]
+) -> None:
+    job = planned(recipe, *overrides, site=site, nodes=nodes)
+    assert (job.nodes, job.ranks_per_node) == size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "site", "said"),
+    [
+        ([], "ranks_per_node: 4", "add --nodes N, or set parallel.data"),
+        (["parallel.data=6"], "ranks_per_node: 4", "6 ranks, which do not fill nodes of 4"),
+        (["parallel.data=2"], "{}", "set ranks_per_node in the site's profile"),
+        (["parallel.data=5"], "ranks_per_node: 5", "train.global_batch is 48"),
+        (["parallel.datta=5"], "{}", "did you mean parallel.data"),
+    ],
+)
+def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        planned(recipe, *overrides, site=site)
+    assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("acount: x", "acount is no key of a site; did you mean account"),
+        ("container: {imge: x}", "did you mean container.image"),
+        ("time: 10\nmargin: 600", "lower margin or raise time"),
+        ("time: 1:xx", "expected minutes, hours:minutes:seconds"),
+        ("margin: 0", "margin is 0; it must be at least 1"),
+        ("ranks_per_node: four", "ranks_per_node is four; expected a valid integer"),
+        ("environment: {WANDB_API_KEY: abc}", "environment.WANDB_API_KEY seems to hold a secret"),
+        ("environment: {HF_TOKEN: abc}", "seems to hold a secret"),
+        ("environment: {db_password: abc}", "seems to hold a secret"),
+        ("environment: {HTTPS_PROXY: 'http://me:pass@proxy'}", "seems to hold a secret"),
+        ("environment: {'A B': c}", "expected the name of a variable"),
+        ('environment: {A: "b\\nc"}', "expected printable characters"),
+        ("sbatch: ['--export=WANDB_API_KEY=x']", "sbatch has --export"),
+        ("sbatch: [mail]", "expected one option each"),
+        ('account: "x\\n#SBATCH --wrap=y"', "expected printable characters"),
+        ("- a", "holds a list"),
+    ],
+)
+def test_profiles_that_are_wrong(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        load_site(site_file(tmp_path, text))
+
+
+def test_names_that_only_sound_like_secrets(tmp_path: Path) -> None:
+    names = ("NCCL_DEBUG", "MONKEY", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PASSENGERS")
+    site = load_site(site_file(tmp_path, "environment: {" + ", ".join(f"{name}: 1" for name in names) + "}"))
+    assert tuple(site.environment) == names
+
+
+def test_times(tmp_path: Path) -> None:
+    assert load_site(site_file(tmp_path, "time: 24:00:00  # a day")).time == "24:00:00"
+    assert load_site(site_file(tmp_path, "time: 90")).time == 90
+    times = ("90", "90:30", "1:30:00", "2-0", "2-1:30", "2-1:30:15")
+    assert [seconds(time) for time in times] == [5400, 5430, 5400, 172800, 178200, 178215]
+
+
+def test_the_users_own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert load_site(None).account is None
+    (tmp_path / "llmtrain").mkdir()
+    site_file(tmp_path / "llmtrain", "account: mine")
+    assert load_site(None).account == "mine"
+    with pytest.raises(BadInputError, match="cannot be read"):
+        load_site(tmp_path / "nowhere.yaml")
+
+
+def test_a_dry_run_prints_a_script_without_secrets(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "f00dfeed")
+    site = str(site_file(recipe.parent, "ranks_per_node: 2"))
+    assert main(["submit", str(recipe), "parallel.data=4", "--site", site, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in script
+    assert f"-m llmtrain run {recipe} parallel.data=4\n" in script
+    assert "f00dfeed" not in script
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_without_slurm_it_says_so(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", str(recipe), "parallel.data=1"]) == 2
+    assert "there is no sbatch here" in capsys.readouterr().err
+
+
+def test_chains_and_arrays_do_not_go_together(recipe: Path) -> None:
+    site = load_site(site_file(recipe.parent, "{}"))
+    with pytest.raises(BadInputError, match="leave out --chain"):
+        plan(str(recipe), ["parallel.data=1"], site, array="0-1", chain=2)

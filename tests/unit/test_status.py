@@ -1,0 +1,100 @@
+"""What `llmtrain status` and `llmtrain logs` tell from folders and from Slurm."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llmtrain.cli.main import main
+from llmtrain.cluster.slurm import queue
+from llmtrain.cluster.slurm.queue import QueuedJob
+from llmtrain.cluster.slurm.record import jobs_of, log_of, note_job, slurm_folder
+from llmtrain.errors import BadInputError
+from llmtrain.status import read_log, run_folder, statuses
+
+
+def row(step: int, **changes: object) -> str:
+    return json.dumps({"step": step, "loss": 1.0 / step, "step_time_s": 2.0, **changes}) + "\n"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs in every state, where Slurm knows jobs 1 to 5."""
+    states = {"1": ("COMPLETED", "n1"), "2": ("PENDING", "Resources"), "3_1": ("RUNNING", "n2"), "5": ("FAILED", "x")}
+    known = {number: QueuedJob(number, *state) for number, state in states.items()}
+    monkeypatch.setattr(queue, "jobs", lambda numbers: {each: known[each] for each in numbers if each in known})
+    for name, jobs in (("done", ["1"]), ("next", ["1", "2"]), ("now", ["3_1"]), ("gone", []), ("bad", ["4", "5"])):
+        slurm_folder(tmp_path / name).mkdir(parents=True)
+        for number in jobs:
+            note_job(tmp_path / name, number)
+    end = json.dumps({"event": "end", "step": 4, "outcome": "finished"}) + "\n"
+    (tmp_path / "done" / "metrics.jsonl").write_text(row(2) + row(4) + end)
+    (tmp_path / "gone" / "metrics.jsonl").write_text(row(2) + '{"step": 4, "lo')
+    (tmp_path / "now" / "metrics.jsonl").write_text(row(2) * 3000 + row(5))
+    (tmp_path / "now" / "run.json").write_text('{"steps": 10}')
+    (tmp_path / "no run").mkdir()
+    return tmp_path
+
+
+def test_states(runs: Path) -> None:
+    found = {run.name: run for run in statuses([runs])}
+    assert {name: (run.state, run.job, run.detail) for name, run in found.items()} == {
+        "bad": ("failed", "5", "x"),
+        "done": ("finished", "1", ""),
+        "gone": ("stopped", None, ""),
+        "next": ("pending", "2", "Resources"),
+        "now": ("running", "3_1", "n2"),
+    }
+    assert (found["done"].step, found["done"].loss) == (4, 0.25)
+    assert (found["now"].step, found["now"].steps, found["gone"].step) == (5, 10, 2)
+
+
+def test_a_run_outside_slurm(runs: Path) -> None:
+    (runs / "gone" / "run.json").write_text('{"steps": 12}')
+    folder = runs / "gone"
+    hold = "import sys, pathlib; from llmtrain.cluster.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).take()"
+    program = f"{hold}; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        (found,) = statuses([folder])
+        holder.kill()
+    assert (found.state, found.seconds_left) == ("running", 20.0)
+    assert found.detail.startswith(f"process {holder.pid} on ")
+    assert statuses([folder])[0].state == "stopped"
+
+
+def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    assert main(["status", "."]) == 0
+    shown = capsys.readouterr().out
+    assert ["now", "running", "5/10", "0.2000", "-", "3_1", "n2"] in [line.split() for line in shown.splitlines()]
+    assert main(["status", "done", "--json"]) == 0
+    assert [run["state"] for run in json.loads(capsys.readouterr().out)] == ["finished"]
+    assert main(["status"]) == 2
+    assert "runs is not a folder" in capsys.readouterr().err
+
+
+def test_logs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_of(runs / "next", "1").write_text("one\n")
+    assert main(["logs", str(runs / "next")]) == 0
+    assert capsys.readouterr().out == "one\n"
+    log_of(runs / "next", "2").write_text("two\n")
+    assert main(["logs", str(runs / "next")]) == 0
+    assert capsys.readouterr().out == "two\n"
+    assert "".join(read_log(runs / "next", "1", follow=False)) == "one\n"
+    assert jobs_of(runs / "next") == ["1", "2"]
+
+
+def test_logs_that_are_not_there(runs: Path) -> None:
+    with pytest.raises(BadInputError, match="was not submitted to Slurm"):
+        list(read_log(runs / "gone", None, follow=False))
+    with pytest.raises(BadInputError, match=r"job 2 of .* has written nothing; Slurm says PENDING, Resources"):
+        list(read_log(runs / "next", None, follow=False))
+    with pytest.raises(BadInputError, match="expected one of 1, 2"):
+        list(read_log(runs / "next", "9", follow=False))
+    with pytest.raises(BadInputError, match="is not the folder of a run"):
+        run_folder(runs / "no run")
