@@ -1,0 +1,110 @@
+"""A run is the same whoever starts its ranks, and whoever asks it to stop; one run at a time has a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from shutil import which
+
+import numpy as np
+import pytest
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 1, eval_every: 10}}
+parallel: {{tensor: 2}}
+optimizer: {{lr: 1.0e-2, warmup: 5}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+TRAIN = ("-m", "llmtrain", "run")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN)
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *TRAIN)
+OURS = (sys.executable, *TRAIN, "--nproc", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small set whose tokens follow each other in a pattern that a model can learn."""
+    made = tmp_path_factory.mktemp("launchers")
+    writer = IndexedWriter(made / "set", np.dtype(np.uint16))
+    steps = np.random.default_rng(0).integers(1, 4, size=(100, 100))
+    for document in np.cumsum(steps, axis=1) % 64:
+        writer.add(document, np.array([100]))
+    writer.commit()
+    return made
+
+
+def start(folder: Path, name: str, *command: str, steps: int = 20) -> subprocess.Popen[str]:
+    """Start a recipe of that name with a command that takes it."""
+    path = folder / f"{name}.yaml"
+    path.write_text(RECIPE.format(folder=folder, steps=steps))
+    return subprocess.Popen(
+        [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=180)
+    return process.returncode, output, errors
+
+
+def curve(folder: Path, name: str) -> dict[tuple[str, int], float]:
+    path = folder / "runs" / name / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(row.get("event", "step"), row["step"]): row["loss"] for row in rows if row.get("event") != "end"}
+
+
+def wait_for_step(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
+    while ("step", step) not in curve(folder, name):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[tuple[str, int], float]:
+    code, output, errors = end(start(folder, "ours", *OURS))
+    assert code == 0, errors
+    assert "2 ranks, started by llmtrain" in output
+    return curve(folder, "ours")
+
+
+@pytest.mark.parametrize(
+    ("by", "command"),
+    [
+        ("torchrun", TORCHRUN),
+        pytest.param("mpirun", MPIRUN, marks=pytest.mark.skipif(which("mpirun") is None, reason="needs mpirun")),
+    ],
+)
+def test_every_launcher_starts_the_same_run(
+    folder: Path, reference: dict[tuple[str, int], float], by: str, command: tuple[str, ...]
+) -> None:
+    code, output, errors = end(start(folder, by, *command))
+    assert code == 0, errors
+    assert f"2 ranks, started by {by}" in output
+    assert len(reference) == 23
+    assert curve(folder, by) == reference
+
+
+def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
+    first = start(folder, "one", *OURS, steps=100_000)
+    wait_for_step(folder, "one", 3, first)
+    second = start(folder, "one", *OURS, steps=100_000)
+    code, _, errors = end(second)
+    assert code == 1
+    (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+    assert "runs/one is being trained in by process " in said
+    first.send_signal(signal.SIGUSR1)
+    code, _, errors = end(first)
+    assert code == 75
+    assert "stopped after step" in errors
+    steps = [step for kind, step in curve(folder, "one") if kind == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    saved = sorted((folder / "runs" / "one" / "checkpoints").iterdir())
+    assert saved[-1].name == f"step-{steps[-1]:08d}"
+    assert (folder / "runs" / "one" / "lock").read_text() == ""
