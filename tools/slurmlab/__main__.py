@@ -71,10 +71,12 @@ def _run(spec: Spec, command: list[str]) -> int:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
     with Lab(spec) as lab:
-        return subprocess.run(command, env={**os.environ, **lab.environment}, check=False).returncode
+        dies_with_this = ("setpriv", "--pdeathsig", "KILL", "--")
+        done = subprocess.run([*dies_with_this, *command], env={**os.environ, **lab.environment}, check=False)
+        return done.returncode if done.returncode >= 0 else 128 - done.returncode
 
 
 if __name__ == "__main__":

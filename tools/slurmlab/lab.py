@@ -23,6 +23,7 @@ from tools.slurmlab.files import Spec, write
 
 # Seconds in which all nodes have to come up.
 PATIENCE = 60
+_PREFIX = "slurmlab-"
 _NEEDED = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
 _NEEDED |= dict.fromkeys(("unshare", "setpriv", "mount"), "util-linux")
 
@@ -46,7 +47,8 @@ class Lab:
 
     def __enter__(self) -> Self:
         _refuse_without_means()
-        self.folder = Path(tempfile.mkdtemp(prefix="slurmlab-"))
+        _remove_leftovers()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         try:
             self._process = start(self.spec, self.folder, ("setpriv", "--pdeathsig", "KILL", "--"))
             wait_until_up(self.spec, self.folder)
@@ -140,6 +142,14 @@ _NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child",
 def _refuse_without_means() -> None:
     if (reason := why_not()) is not None:
         raise BadInputError(reason)
+
+
+def _remove_leftovers() -> None:
+    """Delete the folders of labs that were killed together with their process."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _runs(pid: int, script: str) -> bool:
