@@ -8,6 +8,7 @@ engine goes to `rank-R.json` in the run's folder.
 import gc
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.compose import Run
+from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
 from llmtrain.telemetry import about
@@ -87,6 +89,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
     os.dup2(log, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
     torch.set_num_threads(1)
+    random.seed(rank)
     ranks = connect(Layout({Axis.DATA: job["world"]}))
     for case in job["cases"]:
         run_case(case, ranks)
@@ -128,8 +131,18 @@ def wait(pids: list[int], limit: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
+def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
+    """Return `arrived` as on a network of many machines: messages come in an order that differs from rank to rank."""
+
+    def late(transport: TorchTransport, channel: Channel) -> bool:
+        return random.random() < 0.5 and arrived(transport, channel)
+
+    return late
+
+
 def main() -> None:
     """Serve jobs until stdin ends."""
+    TorchTransport.arrived = sometimes_late(TorchTransport.arrived)  # type: ignore[method-assign]
     # 0.15 s a case that measures nothing here.
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
     os.environ["MASTER_ADDR"] = "localhost"

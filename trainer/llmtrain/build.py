@@ -71,7 +71,7 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     if recipe.train.compile:
         for block in model.blocks.values():
             block.compile()
-    executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count)
+    executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count, mesh)
     return Assembly(model, engine, executor, mesh)
 
 
@@ -95,7 +95,11 @@ def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
     group = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
-    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.watch)
+    words = None
+    if not schedule_of(recipe).actions:
+        # What arrives first differs from rank to rank, and the order of a layer's collectives must not.
+        words = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank, "gloo")
+    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.watch, words)
 
 
 def _units(
@@ -156,7 +160,7 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
 
 def _executor(
     model: GPT, pieces: tuple[Piece, ...], recipe: Recipe, ranks: Ranks, schedule: Schedule, engine: Engine,
-    deferred: Deferred | None, count: Count,
+    deferred: Deferred | None, count: Count, mesh: TensorMesh,
 ) -> Executor:  # fmt: skip
     parts = ranks.layout.degree(Axis.TENSOR) if recipe.parallel.sequence else 1
     line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
@@ -177,6 +181,7 @@ def _executor(
         deferred,
         count_sent,
         ranks.watch,
+        mesh.first_says,
     )
 
 

@@ -16,30 +16,34 @@ from llmtrain.errors import BadInputError
 _GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 
-def make_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+def make_groups(
+    cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int, backend: str | None = None
+) -> dist.ProcessGroup:
     """Make process groups of these ranks, and return the one that `rank`, this one, is in. Collective over all ranks.
 
     See `join_group`; here one has `rank`.
     """
-    group = join_group(cluster, groups, rank)
+    group = join_group(cluster, groups, rank, backend)
     if group is None:
         raise ValueError(f"rank {rank} is in none of the groups {groups}")
     return group
 
 
-def join_group(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def join_group(
+    cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """Make process groups of these ranks, and return the one that `rank`, this one, is in, if any. Collective over all
     ranks.
 
     cluster: where the ranks are; None: every group takes the backend's own choice of a card. groups: those that are
     used at the same time; none overlap. Every rank names all of them in the same order: groups that only their members
-    know are named after what each has made before, which ranks need not agree on. Raises BadInputError when this
-    machine has no such card.
+    know are named after what each has made before, which ranks need not agree on. backend: None for the run's. Raises
+    BadInputError when this machine has no such card.
     """
-    card = card_of(cluster, groups, rank)
+    card, backend = card_of(cluster, groups, rank), backend or dist.get_backend()
     with gloo_over(card):
         group, _ = dist.new_subgroups_by_enumeration(
-            [list(members) for members in groups], pg_options=group_options(dist.get_backend(), cluster, card)
+            [list(members) for members in groups], backend=backend, pg_options=group_options(backend, cluster, card)
         )
     return group
 

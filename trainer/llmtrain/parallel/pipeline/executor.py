@@ -22,6 +22,9 @@ ShapeOf = Callable[[int, int], torch.Size]
 # Told of every message's channel and bytes.
 CountSent = Callable[[Channel, int], None]
 
+# Returns what one of several ranks chooses.
+FirstSays = Callable[[Callable[[], bool]], bool]
+
 
 @dataclass(frozen=True)
 class _Passed:
@@ -48,16 +51,18 @@ class Executor:
     """One rank's part of a pipeline, which may be the whole of it.
 
     stages: this rank's, by chunk. limit: microbatches under way at once where the schedule has no actions of its own
-    and what has arrived says what is next. count: told of every message sent. watch: of waiting for one.
+    and what has arrived says what is next; first_says: has the first of the ranks that share each layer choose it, as
+    all of them have to do the same. count: told of every message sent. watch: of waiting for one.
     """
 
     def __init__(
         self, stages: Sequence[Stage], rank: int, schedule: Schedule, limit: int, engine: Engine,
         transport: Transport | None, shape_of: ShapeOf, deferred: Deferred | None, count: CountSent, watch: Watch,
+        first_says: FirstSays,
     ) -> None:  # fmt: skip
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
-        self._deferred, self._count, self._watch = deferred, count, watch
+        self._deferred, self._count, self._watch, self._first_says = deferred, count, watch, first_says
         # Between two pieces on one rank.
         self._handed: dict[Channel, deque[Tensor]] = {}
 
@@ -162,21 +167,28 @@ class Executor:
 
     def _as_it_comes(self, step: _Step) -> Iterator[Action]:
         """Yield what to do next by what has arrived, backward passes first (AxoNN, Algorithm 2)."""
-        transport, piece, count = self._transport, self._stages[0].piece, len(step.rows)
-        assert transport is not None
-        below, above = Channel(piece.stage - 1, piece.stage), Channel(piece.stage + 1, piece.stage)
         forward = backward = 0
-        while backward < count:
-            # The last stage has its gradients from its own loss, the first one its tokens.
-            if forward > backward and (piece.closes or transport.arrived(above)):
+        while backward < len(step.rows):
+            if self._first_says(partial(self._is_backward_next, forward, backward, len(step.rows))):
                 yield Action(backward, 0, Kind.B)
                 backward += 1
-            elif forward < count and (forward - backward < self._limit if piece.opens else transport.arrived(below)):
+            else:
                 yield Action(forward, 0, Kind.F)
                 forward += 1
-            else:
-                awaited, not_below = [above] if forward > backward else [], piece.opens or forward == count
-                self._watch.wait(partial(transport.wait_any, awaited if not_below else [*awaited, below]))
+
+    def _is_backward_next(self, forward: int, backward: int, count: int) -> bool:
+        """Wait until something can be done after so many passes of `count` microbatches, and return what it is."""
+        transport, piece = self._transport, self._stages[0].piece
+        assert transport is not None
+        below, above = Channel(piece.stage - 1, piece.stage), Channel(piece.stage + 1, piece.stage)
+        while True:
+            # The last stage has its gradients from its own loss, the first one its tokens.
+            if forward > backward and (piece.closes or transport.arrived(above)):
+                return True
+            if forward < count and (forward - backward < self._limit if piece.opens else transport.arrived(below)):
+                return False
+            awaited, not_below = [above] if forward > backward else [], piece.opens or forward == count
+            self._watch.wait(partial(transport.wait_any, awaited if not_below else [*awaited, below]))
 
     def _expect(self, rows: Sequence[Tensor], backward: bool) -> None:
         """Post what will come from other ranks."""
