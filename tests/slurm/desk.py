@@ -32,17 +32,17 @@ class Desk:
     folder: Path
     lab: Lab
 
-    def slurm(self, *command: str) -> str:
+    def succeed(self, *command: str) -> str:
         """Return what a command prints that has to succeed."""
-        done = self.llmtrain_or_slurm(*command)
+        done = self.execute(*command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def llmtrain(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run llmtrain's command line."""
-        return self.llmtrain_or_slurm(sys.executable, "-m", "llmtrain", *arguments)
+        return self.execute(sys.executable, "-m", "llmtrain", *arguments)
 
-    def llmtrain_or_slurm(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command where Slurm's commands find the lab."""
         environment = {**os.environ, **self.lab.environment, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
@@ -74,7 +74,7 @@ class Desk:
     def wait_for_state(self, number: str, *states: str, seconds: float = 150) -> None:
         """Return when a job is in one of these states."""
         query = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
-        self.wait(lambda: self.slurm(*query).strip() in states, f"job {number} to be {' or '.join(states)}", seconds)
+        self.wait(lambda: self.succeed(*query).strip() in states, f"job {number} to be {' or '.join(states)}", seconds)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
         """Return when a condition holds; fail when it does not in time."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from desk import Curve, Desk
 
 pytestmark = pytest.mark.slurm
 
+TRAIN = ("-m", "llmtrain", "run")
 STEPS, LONG = 60, 300
 
 
@@ -49,18 +51,18 @@ def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
     second = desk.llmtrain("submit", "requeued.yaml", "--site", "site.yaml")
     assert second.returncode == 2
     assert f"job {number} (RUNNING) is there for" in second.stderr
-    desk.slurm("scontrol", "requeue", number)
+    desk.succeed("scontrol", "requeue", number)
     desk.wait_for_state(number, "COMPLETED")
     (went_on,) = check(desk, "requeued", [number], STEPS)
     assert 10 <= went_on < STEPS
 
 
 def ask(desk: Desk, number: str) -> None:
-    desk.slurm("scancel", "--signal=USR1", number)
+    desk.succeed("scancel", "--signal=USR1", number)
 
 
 def ask_all(desk: Desk, number: str) -> None:
-    desk.slurm("scancel", "--signal=USR1", "--full", number)
+    desk.succeed("scancel", "--signal=USR1", "--full", number)
 
 
 @pytest.mark.soak
@@ -107,7 +109,7 @@ def test_a_job_that_is_cancelled_stays_so(desk: Desk) -> None:
     desk.write("cancelled", 100_000)
     (number,) = desk.submit("cancelled")
     desk.wait_for_step("cancelled", 10)
-    desk.slurm("scancel", number)
+    desk.succeed("scancel", number)
     desk.wait_for_state(number, "CANCELLED")
     shown = json.loads(desk.llmtrain("status", str(desk.run("cancelled")), "--json").stdout)
     assert shown[0]["state"] == "preempted"
@@ -140,17 +142,37 @@ def test_eight_ranks_in_all_three_dimensions(desk: Desk) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("by", "command"),
+    [
+        ("llmtrain", (sys.executable, *TRAIN, "--nproc", "4")),
+        (
+            "torchrun",
+            (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *TRAIN),
+        ),
+        ("mpirun", ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable, *TRAIN)),
+    ],
+)
+def test_other_launchers_give_the_same_curve(desk: Desk, by: str, command: tuple[str, ...]) -> None:
+    desk.write(by, STEPS)
+    said = desk.succeed(*command, f"{by}.yaml")
+    assert f"4 ranks, started by {by}" in said
+    assert desk.curve(by) == trained(desk, STEPS)
+
+
+@pytest.mark.soak
 def test_two_jobs_on_one_folder(desk: Desk) -> None:
     """The second says who has the folder, and leaves it as it is."""
     desk.write("shared", 100_000)
     (number,) = desk.submit("shared")
     desk.wait_for_step("shared", 5)
     script = desk.run("shared") / "slurm" / "job.sh"
-    other = desk.slurm("sbatch", "--parsable", str(script)).strip()
+    other = desk.succeed("sbatch", "--parsable", str(script)).strip()
     desk.wait_for_state(other, "FAILED")
     said = [line for line in desk.log("shared", other).splitlines() if line.startswith("llmtrain:")]
     assert len(said) == 1
     assert re.search(rf"shared is being trained in by job {number}, process \d+ of root on n1, since ", said[0])
-    desk.slurm("scancel", number)
+    desk.succeed("scancel", number)
     desk.wait_for_state(number, "CANCELLED")
     desk.curve("shared")

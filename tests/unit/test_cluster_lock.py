@@ -117,6 +117,18 @@ def test_jobs_on_other_hosts(
         assert f"by job {changes['job']}, process 1 of she on elsewhere" in said
 
 
+def test_after_a_crash_a_login_node_sees_that_the_job_is_over(
+    tmp_path: Path, slurm: Callable[[bool | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.delenv("SLURM_CLUSTER_NAME")
+    write(tmp_path, job="6")
+    slurm(True)
+    assert holder_of(tmp_path) is not None
+    slurm(False)
+    assert holder_of(tmp_path) is None
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(37, "No locks available")

@@ -57,6 +57,7 @@ def test_nodes_and_ranks(
 ) -> None:
     job = planned(recipe, *overrides, site=site, nodes=nodes)
     assert (job.nodes, job.ranks_per_node) == size
+    assert ("--nproc" in job.command) is (size == (1, 1))
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def plan(
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
     where = name if name in shipped_names() else str(find_recipe(name).absolute())
     python = site.python or ("python" if site.container else sys.executable)
-    command = (python, "-m", "llmtrain", "run", where, *overrides)
+    # srun says nothing of ranks to a single one, which would start one for each GPU.
+    alone = ["--nproc", "1"] if nodes * ranks_per_node == 1 else []
+    command = (python, "-m", "llmtrain", "run", *alone, where, *overrides)
     return Job(recipe.name, folder, nodes, ranks_per_node, command, array, chained=chain > 1)
 
 

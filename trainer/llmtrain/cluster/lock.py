@@ -118,7 +118,8 @@ def _is_gone(holder: Holder, kernel_says_so: bool) -> bool:
     mine = _myself(os.environ)
     if holder.host == mine.host:
         return kernel_says_so or not _lives(holder)
-    if holder.job is None or holder.cluster != mine.cluster:
+    # Outside of jobs nothing names the cluster; squeue then asks the one that is there.
+    if holder.job is None or mine.cluster not in (None, holder.cluster):
         return False
     # A job runs once at a time: this is a later start of it.
     return holder.job == mine.job or still_active(holder.job) is False
