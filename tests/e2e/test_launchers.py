@@ -39,12 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def start(folder: Path, name: str, *command: str, steps: int = 20) -> subprocess.Popen[str]:
-    """Start a recipe of that name with a command that takes it."""
+def start(folder: Path, name: str, *command: str, steps: int = 20, override: str = "seed=1") -> subprocess.Popen[str]:
+    """Start a recipe of that name with a command that takes it and an override."""
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(folder=folder, steps=steps))
     return subprocess.Popen(
-        [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, str(path), override], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_every_launcher_starts_the_same_run(
 def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
     first = start(folder, "one", *OURS, steps=100_000)
     wait_for_step(folder, "one", 3, first)
-    second = start(folder, "one", *OURS, steps=100_000)
+    second = start(folder, "one", sys.executable, *TRAIN, steps=100_000, override="parallel.tensor=1")
     code, _, errors = end(second)
     assert code == 1
     (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
