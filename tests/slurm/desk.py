@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.cluster.slurm.queue import ENDED
+
 from tools.slurmlab.lab import Lab
 
 # Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, as measured speeds may differ from run to run.
@@ -74,7 +76,13 @@ class Desk:
     def wait_for_state(self, number: str, *states: str, seconds: float = 150) -> None:
         """Return when a job is in one of these states."""
         query = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
-        self.wait(lambda: self.succeed(*query).strip() in states, f"job {number} to be {' or '.join(states)}", seconds)
+
+        def there() -> bool:
+            state = self.succeed(*query).strip()
+            assert state in states or state not in ENDED, f"job {number} is {state}\n{self._logs()}"
+            return state in states
+
+        self.wait(there, f"job {number} to be {' or '.join(states)}", seconds)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
         """Return when a condition holds; fail when it does not in time."""
