@@ -48,7 +48,7 @@ LAYOUTS = {
     "four-grid": ("4", "parallel.tensor=2", "parallel.pipeline=2"),
     "four-stages": ("4", "parallel.pipeline=2", "zero.stage=1", "pipeline.schedule=zero-bubble"),
 }
-OF_ONE = ("launcher", "full disk", "truncate", "flip")
+OF_ONE = ("launcher", "full disk", "truncate", "flip", "two jobs")
 OF_MORE = ("kill", "stop", *OF_ONE)
 
 
@@ -114,6 +114,8 @@ class Series:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         ranks = psutil.Process(process.pid).children()
+        if fault == "two jobs":
+            self._refuse_another()
         time.sleep(self.chance.uniform(0, 0.1))
         struck = time.monotonic()
         self._strike(fault, process, ranks)
@@ -133,6 +135,14 @@ class Series:
         (self.folder.parent / "ballast").unlink(missing_ok=True)
         if fault in ("truncate", "flip"):
             self._damage(fault)
+
+    def _refuse_another(self) -> None:
+        """Start the same run once more, which must leave the first alone."""
+        other = self.start()
+        _, errors = other.communicate(timeout=120)
+        (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+        assert other.returncode in (1, 2), errors
+        assert "is being trained in by" in said
 
     def _strike(self, fault: str, process: subprocess.Popen[str], ranks: list[psutil.Process]) -> None:
         if fault == "kill":
@@ -202,6 +212,32 @@ def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: i
 
 def test_faults(corpus: Path, small_disk: Path) -> None:
     suffer_all("two-zero3", ["stop", "flip", "full disk"], corpus, small_disk, seed=0)
+
+
+def last_words(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+
+
+def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: Path) -> None:
+    """The same rank is lost twice before there is a checkpoint: the third attempt does without it."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE.format(name="tiny", folder=corpus, runs=tmp_path, steps=60, timeout=TIMEOUT))
+    series = Series(recipe, tmp_path / "tiny", ("2", "checkpoint.every=40", "train.max_restarts=2"), random.Random(0))
+    process, lost = series.start(), set[int]()
+    for _ in range(2):
+        ranks: list[psutil.Process] = []
+        while series.last_step < 3 or len(ranks) < 2:
+            assert process.poll() is None, process.communicate()
+            ranks = [rank for rank in psutil.Process(process.pid).children() if rank.pid not in lost]
+            time.sleep(0.01)
+        lost |= {rank.pid for rank in ranks}
+        ranks[1].kill()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    first, second = last_words(errors)
+    assert re.search(r"rank 1 was killed by SIGKILL .*; restart 1 of 2 from the start on 2 ranks", first)
+    assert re.search(r"rank 1 was killed by SIGKILL .*; restart 2 of 2 from the start on 1 ranks", second)
+    assert json.loads((tmp_path / "tiny" / "run.json").read_text())["world"] == 1
 
 
 @pytest.mark.soak

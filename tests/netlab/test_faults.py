@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -82,7 +83,8 @@ def suffer(folder: Path, cuts: int, *keys: str) -> None:
         for _ in range(cuts):
             result, took = cut_off(lab, words, folder / "harmed", last_step(folder / "harmed") + chance.randint(1, 40))
             assert took < TIMEOUT + MARGIN
-            assert result.returncode == 1
+            # On one machine, whatever nodes it plays, a rank that does not answer is killed by those that notice.
+            assert result.returncode in (1, -signal.SIGKILL)
             said = [line for lines in result.output for line in lines if line.startswith("llmtrain:")]
             assert 1 <= len(said) <= 2, said
             assert all(re.search(r"rank [023].* on .* not answered .* after step \d+, in .+", line) for line in said)
