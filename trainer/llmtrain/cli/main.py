@@ -31,6 +31,7 @@ GROUPS = {
     "recipes": "List and show recipes, their schema and the models known by name.",
     "data": "Prepare corpora, train tokenizers, look at prepared data.",
     "cluster": "Show a cluster, and where a run's groups of ranks lie on it.",
+    "bench": "Measure how fast the links of a cluster are.",
     "pipeline": "Show how the stages of a recipe's pipeline work together.",
     "ckpt": "List, inspect, verify and convert checkpoints.",
 }

@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -40,10 +41,24 @@ def join_group(
     know are named after what each has made before, which ranks need not agree on. backend: None for the run's. Raises
     BadInputError when this machine has no such card.
     """
-    card, backend = card_of(cluster, groups, rank), backend or dist.get_backend()
+    return group_over(cluster, card_of(cluster, groups, rank), groups, backend)
+
+
+def group_over(
+    cluster: Cluster | None, card: Nic | None, groups: Sequence[Sequence[int]], backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup | None:  # fmt: skip
+    """Make process groups as `join_group` does, of which this rank's speaks through `card`; None: as the backend likes.
+
+    timeout: of meeting, and of everything that is done in them; None: torch's own.
+    """
+    backend = backend or dist.get_backend()
     with gloo_over(card):
         group, _ = dist.new_subgroups_by_enumeration(
-            [list(members) for members in groups], backend=backend, pg_options=group_options(backend, cluster, card)
+            [list(members) for members in groups],
+            timeout=timeout,
+            backend=backend,
+            pg_options=group_options(backend, cluster, card),
         )
     return group
 

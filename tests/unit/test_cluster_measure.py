@@ -1,0 +1,213 @@
+"""What `bench comm` measures between whom, what it finds where nobody describes a cluster, and what it writes."""
+
+import os
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from socket import AF_INET
+from typing import Any
+
+import psutil
+import pytest
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.measure.discover import Card, Machine, discovered, networks, this_machine
+from llmtrain.cluster.measure.links import Link, links, socket_links
+from llmtrain.cluster.measure.result import Measured, Timing, as_data, described, without_slow_cards
+from llmtrain.cluster.quantity import quantity, written
+from llmtrain.errors import BadInputError
+
+UNEVEN: dict[str, Any] = {
+    "node": {"ranks": 2},
+    "clusters": [
+        {"name": "a", "nodes": 1, "nic": {"kind": "infiniband", "interface": "ib0", "bandwidth": "400mbit"}},
+        {"name": "b", "nodes": 3, "nic": {"kind": "roce", "interface": "roce0"}},
+    ],
+    "between": {"interface": "eth0"},
+}
+
+
+def found(link: Link, rate: float = 1e6, latency: float = 1e-4) -> Measured:
+    return Measured(link, latency, rate, (Timing("all-reduce", 1024, 1e-3),))
+
+
+def test_every_tier_and_card_of_a_node_is_measured() -> None:
+    frontier = load_cluster("frontier")
+    measured = links(frontier, 16, one_machine=False, each_card=True)
+    assert [(link.tier, link.card, link.sharing) for link in measured] == [
+        ("die", None, 1), ("node", None, 1), *(("cluster", card, 8) for card in (0, 1, 2, 3, None)),
+    ]  # fmt: skip
+    die, node, *cards = (link.groups for link in measured)
+    assert die == tuple((rank, rank + 1) for rank in range(0, 16, 2))
+    # Those that differ only in which die's pair they are in.
+    assert node == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert set(cards) == {tuple((rank, rank + 8) for rank in range(8))}
+    interfaces = [[link.nic(frontier, rank).interface for rank in range(8)] for link in measured[2:]]  # type: ignore[union-attr]
+    assert interfaces[1] == ["hsn1"] * 8
+    assert interfaces[4] == ["hsn0", "hsn0", "hsn1", "hsn1", "hsn2", "hsn2", "hsn3", "hsn3"]
+
+
+def test_clusters_are_measured_one_by_one_and_between() -> None:
+    cluster = load_cluster(UNEVEN)
+    node, own, between = links(cluster, 8, one_machine=False, each_card=True)
+    assert node.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    # A single node has nobody to speak to through its own card.
+    assert (own.cluster, own.groups) == (1, ((2, 4, 6), (3, 5, 7)))
+    assert between.groups == ((0, 2), (1, 3))
+    assert [link.nic(cluster, 2) and link.nic(cluster, 2).interface for link in (node, own, between)] == [  # type: ignore[union-attr]
+        None, "roce0", "eth0",
+    ]  # fmt: skip
+    assert own.nic(cluster, 0) is None
+
+
+def test_one_machine_has_no_use_for_cards() -> None:
+    assert [link.tier for link in links(load_cluster("lab-2x2"), 4, one_machine=True, each_card=True)] == ["node"]
+    assert [link.groups for link in links(load_cluster("p4d"), 3, one_machine=True, each_card=True)] == [((0, 1, 2),)]
+
+
+def test_a_rate_is_what_all_ranks_at_a_card_send() -> None:
+    cluster = load_cluster(UNEVEN)
+    node, own, between = links(cluster, 8, one_machine=False, each_card=True)
+    written_as = described(cluster, [found(node, 2e9, 3e-6), found(own, 12.5e6), found(between, 3.125e6, 5e-3)])
+    data = as_data(written_as)
+    assert data["node"] == {"ranks": 2, "tiers": [{"name": "node", "ranks": 2, "bandwidth": "2GB/s", "latency": "3us"}]}
+    assert data["clusters"][0] == UNEVEN["clusters"][0]
+    nic = {"kind": "roce", "interface": "roce0", "bandwidth": "200Mbit/s", "latency": "100us"}
+    assert data["clusters"][1] == {"name": "b", "nodes": 3, "nic": nic}
+    assert data["between"] == {"kind": "ethernet", "interface": "eth0", "bandwidth": "50Mbit/s", "latency": "5ms"}
+    assert load_cluster(data) == written_as
+
+
+def test_cards_that_cannot_be_told_apart_share_what_they_do_together() -> None:
+    cluster = load_cluster("frontier")
+    together = links(cluster, 16, one_machine=False, each_card=False)[-1]
+    cards = described(cluster, [found(together, 1e9)]).clusters[0].cards
+    assert [card.bandwidth for card in cards] == ["16Gbit/s"] * 4
+
+
+def test_messages_between_given_processors_are_not_the_link() -> None:
+    cluster = load_cluster(UNEVEN)
+    own = links(cluster, 8, one_machine=False, each_card=True)[1]
+    near = found(replace(own, sockets="same"), 5e7)
+    assert described(cluster, [found(own, 1e6), near]) == described(cluster, [found(own, 1e6)])
+
+
+def test_who_is_on_which_processor() -> None:
+    cluster = load_cluster({"node": {"ranks": 4}, "clusters": [{"name": "c", "nodes": 2, "nic": {}}]})
+    node, card = links(cluster, 8, one_machine=False, each_card=True)
+    sockets = [0, 0, 1, 1] * 2
+    same, cross = socket_links(node, sockets, None)
+    assert (same.groups, cross.groups) == (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
+    same, cross = socket_links(card, sockets, 1)
+    assert (same.groups, cross.groups, same.sharing) == (((2, 6), (3, 7)), ((0, 4), (1, 5)), 2)
+    assert socket_links(card, sockets, None) == []
+    assert socket_links(node, [0] * 8, None) == []
+
+
+def machine(*cards: tuple[str, str, str], kind: str = "ethernet") -> Machine:
+    return Machine(tuple(Card(name, kind, address, network) for name, address, network in cards), 1, 0)
+
+
+def test_networks_of_some_nodes_make_clusters() -> None:
+    machines = [
+        machine(("ib0", f"10.0.0.{node}", "10.0.0.0/16"), ("eth0", f"10.2.0.{node}", "10.2.0.0/16")) for node in (1, 2)
+    ]
+    machines += [
+        machine(("roce0", f"10.1.0.{node}", "10.1.0.0/16"), ("eth0", f"10.2.0.{node}", "10.2.0.0/16"))
+        for node in (3, 4, 5)
+    ]
+    clusters, between = networks(machines)
+    assert [(each.nodes, [card.interface for card in each.cards]) for each in clusters] == [
+        (2, ["ib0"]),
+        (3, ["roce0"]),
+    ]
+    assert between is not None
+    assert between.interface == "eth0"
+    with pytest.raises(BadInputError, match="not next to each other among the ranks"):
+        networks([machines[0], machines[2], machines[1], machines[3]])
+
+
+def test_cards_that_join_nothing_are_left_out() -> None:
+    inside = ("docker0", "172.17.0.1", "172.17.0.0/16")
+    cards = [("eth0", "10.0.0.{}", "10.0.0.0/16"), ("eth1", "10.1.0.{}", "10.1.0.0/16"), inside]
+    cards.append(("usb0", "10.9.{0}.1", "10.9.{0}.0/24"))
+    machines = [
+        machine(*((name, address.format(node), network.format(node)) for name, address, network in cards))
+        for node in (1, 2)
+    ]
+    clusters, between = networks(machines)
+    assert [[card.interface for card in each.cards] for each in clusters] == [["eth0", "eth1"]]
+    assert between is None
+    # Whatever the backend takes by itself.
+    (unknown,), _ = networks([machine(inside), machine(inside)])
+    assert [card.interface for card in unknown.cards] == [None]
+    assert discovered(machines, 4, one_machine=True).clusters == ()
+
+
+def test_slow_cards_are_for_something_else() -> None:
+    clusters, _ = networks(
+        [machine(*((f"eth{card}", f"10.{card}.0.{node}", f"10.{card}.0.0/16") for card in range(3))) for node in (1, 2)]
+    )
+    cluster = Cluster(node=load_cluster(UNEVEN).node, clusters=clusters)
+    rates = (1e9, 1.25e8, 0.9e9)
+    measured = [found(link, rates[link.card]) for link in links(cluster, 4, False, True)[1:] if link.card is not None]
+    kept = without_slow_cards(described(cluster, measured)).clusters[0]
+    assert [card.interface for card in kept.cards] == ["eth0", "eth2"]
+
+
+def test_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for core, socket in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        folder = tmp_path / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{socket}\n")
+    for name, files in {
+        "ib0": {"type": "32", "device/local_cpulist": "2-3", "device/numa_node": "1"},
+        "eth0": {"type": "1", "device/infiniband/mlx5_0": ""},
+        "eth1": {"type": "1"},
+        "docker0": {"type": "1", "bridge/forward_delay": ""},
+    }.items():
+        for file, text in files.items():
+            path = tmp_path / "class/net" / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    address, state = namedtuple("address", "family address netmask"), namedtuple("state", "isup speed")
+    names = ["ib0", "eth0", "eth1", "docker0"]
+    addresses = {name: [address(AF_INET, f"10.{place}.0.7", "255.255.0.0")] for place, name in enumerate(names)}
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {**addresses, "lo": [address(AF_INET, "127.0.0.1", "255.0.0.0")]}
+    )
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: state(True, 100) for name in [*names, "lo"]})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+
+    ranks = [this_machine(rank, 4, sys=tmp_path) for rank in range(4)]
+    assert [each.socket for each in ranks] == [0, 0, 1, 1]
+    assert bound == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+    assert [(card.interface, card.kind, card.socket) for card in ranks[0].cards] == [
+        ("ib0", "infiniband", 1), ("eth0", "roce", None), ("eth1", "ethernet", None),
+    ]  # fmt: skip
+    assert ranks[0].cards[0].network == "10.0.0.0/16"
+    assert Machine.of(ranks[3].as_data()) == ranks[3]
+    # One that was bound by its launcher stays there.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert this_machine(0, 4, sys=tmp_path).socket == 1
+    assert len(bound) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (12.5e6, "bit/s", "100Mbit/s"),
+        (12.5e6, "byte/s", "12.5MB/s"),
+        (25e9, "bit/s", "200Gbit/s"),
+        (1234567.0, "byte/s", "1.235MB/s"),
+        (0.00345, "s", "3.45ms"),
+        (3e-6, "s", "3us"),
+        (85e9, "byte", "79.16GiB"),
+        (0.25, "byte/s", "0.25B/s"),
+    ],
+)
+def test_numbers_are_written_as_they_are_read(value: float, unit: str, text: str) -> None:
+    assert written(value, unit) == text  # type: ignore[arg-type]
+    assert quantity(text, "byte/s" if unit == "bit/s" else unit) == pytest.approx(value, rel=1e-3)  # type: ignore[arg-type]

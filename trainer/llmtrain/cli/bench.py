@@ -1,0 +1,34 @@
+"""`llmtrain bench`: what a cluster does."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure what a cluster does.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `comm` a word of its own."""
+
+
+@app.command()
+def comm(
+    cluster: Annotated[
+        str | None, typer.Option(help="A description to start from: its file or name. [default: what is found]")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=2, help="Ranks to start on this machine; default: one for each GPU.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the cluster, as measured, for `cluster:`.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw times and rates into this PNG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every size.")] = False,
+) -> None:
+    """Measure latency and bandwidth between ranks: inside a node, over each network card, and between clusters.
+
+    Start it as a run is started: through torchrun, srun, mpirun or --nproc.
+    """
+    from llmtrain.bench import CommBench, bench_comm
+
+    bench_comm(CommBench(cluster, output, plot, as_json), nproc)
