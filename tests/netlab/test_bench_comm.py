@@ -19,9 +19,9 @@ pytestmark = pytest.mark.netlab
 
 RECIPE = """
 name: run
-model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
+model: {{family: llama, layers: 4, hidden: 128, heads: 4, kv_heads: 2, vocab: 64}}
 data: {{path: {folder}/set, sequence_length: 16}}
-train: {{steps: 3, global_batch: 8, microbatch: 1, eval_every: 0}}
+train: {{steps: 8, global_batch: 8, microbatch: 1, eval_every: 0}}
 zero: {{partition: {{weights: node, gradients: node, optimizer: all}}}}
 optimizer: {{warmup: 0}}
 logging: {{every: 1, dir: {folder}}}
@@ -90,6 +90,16 @@ def test_rates_are_found_and_a_run_takes_the_file(lab: Lab, tmp_path: Path) -> N
     trained = lab.run(llmtrain("run", str(tmp_path / "run.yaml")), timeout=300)
     assert trained.returncode == 0, trained.output
     assert f"interface: {cluster.clusters[0].cards[0].interface}" in (tmp_path / "run/recipe.resolved.yaml").read_text()
+
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    carried = {row["node"]: row["links"] for row in rows if row.get("event") == "links"}
+    assert set(carried) == {0, 1}
+    for links in carried.values():
+        sent = links["nic eth0"]["sent"]
+        assert 0 < sent["average"] <= sent["peak"] < 1.1 * 12.5e6
+        # Half of what is exchanged stays in the node.
+        assert links["nic lo"]["sent"]["average"] > 0
+    assert rows[-2]["link_bytes_per_s"] or rows[-4]["link_bytes_per_s"]
 
 
 @pytest.mark.soak

@@ -86,6 +86,21 @@ def test_page_needs_nothing_else_and_trusts_nothing(tmp_path: Path) -> None:
     assert not re.search(r"https?://|url\(|@import", text)
 
 
+def test_the_links_of_each_node_are_shown(tmp_path: Path) -> None:
+    figures = {"average": 1_500_000, "p90": 12_500_000, "peak": 25_000_000_000}
+    busiest = {"nic eth0": {"node": 1, **figures}}
+    going_on = write_report(leave(tmp_path, [step_row(1), step_row(2, link_bytes_per_s=busiest)])).read_text()
+    cells = ("nic eth0", "1.50 MB/s", "12.5 MB/s", "25.0 GB/s")
+    assert f"<td>1</td>{''.join(f'<td>{cell}</td>' for cell in cells)}<td></td><td></td>" in going_on
+    links = {"nic eth0": {"both": figures, "sent": {"average": 999}, "received": {"average": 5000}}, HOSTILE: 3}
+    ends = [{"event": "links", "step": 2, "node": node, "links": links} for node in (0, 1)]
+    ended = write_report(leave(tmp_path, [ends[0], step_row(1), step_row(2), *ends])).read_text()
+    for node in (0, 1):
+        row = (str(node), *cells, "999 B/s", "5.00 kB/s")
+        assert ended.count("".join(f"<td>{cell}</td>" for cell in row)) == 1
+    assert "Bandwidth of the links" not in write_report(leave(tmp_path, [step_row(1)])).read_text()
+
+
 def pixels(picture: bytes) -> Any:
     return matplotlib.image.imread(BytesIO(picture), format="png")
 
@@ -114,7 +129,7 @@ def test_an_outlier_does_not_flatten_the_curve() -> None:
         [step_row(1, loss=None)],
         [step_row(step, loss=None if step % 3 else 2.0, tokens_per_s=None) for step in range(1, 200)],
         [step_row(step, loss=2.0) for step in range(1, 30)],
-        [{"step": 1}, {"step": 2, "loss": "high", "memory_bytes": 5, "comm_bytes": [], "elapsed_s": None}],
+        [{"step": 1}, {"step": 2, "loss": "high", "memory_bytes": 5, "comm_bytes": [], "link_bytes_per_s": {"a": []}}],
         [step_row(1, tokens_per_s=0.0, memory_bytes={"rss": 0})],
     ],
     ids=["one", "none finite", "gaps", "constant", "malformed", "zeros"],

@@ -31,6 +31,7 @@ from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry.links import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
 
@@ -100,7 +101,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         host_of=ranks.host_of,
     )
     checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
-    with lock, RunLogger(folder, recipe, about, ranks.is_main, comm) as log:
+    with lock, LinkSampler(ranks) as links, RunLogger(folder, recipe, about, ranks.is_main, comm, links) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
             recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,

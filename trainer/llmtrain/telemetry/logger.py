@@ -19,6 +19,7 @@ from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry import units
 from llmtrain.telemetry.about import RunInfo, describe, facts, write_run_file
 from llmtrain.telemetry.console import RunConsole
+from llmtrain.telemetry.links import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
 from llmtrain.telemetry.stragglers import Stragglers
@@ -53,14 +54,20 @@ class RunLogger:
     """
 
     def __init__(
-        self, run_dir: Path, recipe: Recipe, about: RunInfo, enabled: bool, comm: CommMeter | None = None
+        self,
+        run_dir: Path,
+        recipe: Recipe,
+        about: RunInfo,
+        enabled: bool,
+        comm: CommMeter | None = None,
+        links: LinkSampler | None = None,
     ) -> None:
         """Log into `run_dir`, which exists. enabled: whether this is the main rank.
 
-        comm: counter that the collectives of this rank add to.
+        comm: counter that the collectives of this rank add to. links: what samples the links of the nodes.
         """
         self.comm = comm or CommMeter()
-        self._session = _Session(run_dir, recipe, about) if enabled else None
+        self._session = _Session(run_dir, recipe, about, links) if enabled else None
 
     def start(self, resumed_step: int, decisions: list[str]) -> None:
         """Begin after `resumed_step` (0: anew), dropping what was logged beyond it.
@@ -111,9 +118,9 @@ class RunLogger:
 class _Session:
     """The main rank's side of RunLogger."""
 
-    def __init__(self, run_dir: Path, recipe: Recipe, about: RunInfo) -> None:
+    def __init__(self, run_dir: Path, recipe: Recipe, about: RunInfo, links: LinkSampler | None) -> None:
         self.console = RunConsole(recipe.train.steps)
-        self._run_dir, self._recipe, self._about = run_dir, recipe, about
+        self._run_dir, self._recipe, self._about, self._links = run_dir, recipe, about, links
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
@@ -200,6 +207,7 @@ class _Session:
             "mfu_measured": per_rank / run["measured_peak"],
             "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
             **sent,
+            "link_bytes_per_s": self._links.busiest() if self._links else {},
             "skipped_steps": record.skipped_steps,
             "passed_batches": record.passed_batches,
             "elapsed_s": self._elapsed(),
@@ -224,6 +232,10 @@ class _Session:
         self.console.evaluation(step, split, loss, perplexity)
 
     def end(self, summary: dict[str, Any], exit_code: int) -> None:
+        if self._links is not None:
+            self._links.stop()
+            for node, links in sorted(self._links.nodes().items()):
+                self._write({"event": "links", "step": self._last, "node": node, "links": links})
         row = {"event": "end", **self._summary(), **summary}
         self._write(row)
         if exit_code == 0:

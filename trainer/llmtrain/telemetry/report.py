@@ -76,6 +76,7 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
         _section("Decided", _table(((), *((text,) for text in _decisions(run))))),
         _section("Evaluations", _table((("step", "split", "loss", "perplexity"), *map(_evaluation, evaluations)))),
         _section("Bytes handed to collectives in the last logged step", _table(_communication(steps[-1]))),
+        _section("Bandwidth of the links, both directions together", _table(_bandwidth(rows))),
         _section("Recipe", _recipe(run_dir)),
     ]
     tiles = (
@@ -159,6 +160,33 @@ def _communication(row: Row) -> list[tuple[str, ...]]:
         if isfinite(count := number_at(ops, op))
     ]
     return [("group", "operation", "bytes"), *found]
+
+
+def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
+    """What each node's links carried, until the run's end; where it has none, until the last step."""
+    last = max(index for index, row in enumerate(rows) if "event" not in row)
+    ended = [row for row in rows[last:] if row.get("event") == "links"]
+    found = [
+        (str(row.get("node")), link, *_rates(rates, "both"), _rates(rates, "sent")[0], _rates(rates, "received")[0])
+        for row in ended
+        for link, rates in _entries(row.get("links"))
+    ]
+    if not ended:
+        found = [
+            (str(rates.get("node")), link, *_rates({"both": rates}, "both"), "", "")
+            for link, rates in _entries(rows[last].get("link_bytes_per_s"))
+        ]
+    return [("node", "link", "average", "90th percentile", "peak", "sent, average", "received, average"), *found]
+
+
+def _entries(value: Any) -> list[tuple[str, Row]]:
+    pairs = value.items() if isinstance(value, dict) else ()
+    return [(str(key), item) for key, item in pairs if isinstance(item, dict)]
+
+
+def _rates(row: Row, direction: str) -> list[str]:
+    values = (number_at(row, direction, key) for key in ("average", "p90", "peak"))
+    return [units.rate(value) if isfinite(value) else "" for value in values]
 
 
 def _recipe(run_dir: Path) -> str:

@@ -34,6 +34,14 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def rate(bytes_per_s: float) -> str:
+    """Format bytes per second with a decimal suffix: 12.5e6 is `12.5 MB/s`."""
+    for scale, suffix in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= scale:
+            return f"{_three_digits(bytes_per_s / scale)} {suffix}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
 def flops(rate: float) -> str:
     """Format operations per second: 312e12 is `312 TFLOP/s`."""
     for scale, suffix in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")):

@@ -1,0 +1,211 @@
+"""What links carry during training: spreads of rates, who hears of them, and machines where little can be read."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.telemetry import counters, links
+from llmtrain.telemetry.counters import Counts, HostLinks, NvidiaLinks
+from llmtrain.telemetry.links import LinkMeter, LinkSampler, Spread
+
+
+class Counting:
+    """A link whose every reading is given."""
+
+    def __init__(self, *readings: Counts) -> None:
+        self.readings: Iterator[Counts] = iter(readings)
+
+    def counts(self) -> Counts:
+        return next(self.readings)
+
+
+class Growing:
+    """A card that sends a megabyte and receives half of it from one reading to the next."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def counts(self) -> Counts:
+        self.readings += 1
+        return {"nic eth0": (1e6 * self.readings, 5e5 * self.readings), "nic eth1": (7.0, 7.0)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that a test sets."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    for module in (links, counters):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_spread_is_that_of_all_samples() -> None:
+    spread, rates = Spread(), [*range(1, 1000), 50_000]
+    for rate in rates:
+        spread.add(2.0 * rate, 2.0)
+    figures = spread.figures()
+    assert figures["average"] == pytest.approx(sum(rates) / len(rates), abs=0.5)
+    assert figures["p90"] == pytest.approx(900, rel=0.015)
+    assert figures["peak"] == 50_000
+
+
+def test_a_link_that_rests_has_a_percentile_of_nothing() -> None:
+    spread = Spread()
+    for moved in [0.0] * 95 + [100.0] * 5:
+        spread.add(moved, 1.0)
+    assert spread.figures() == {"average": 5, "p90": 0, "peak": 100}
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    spread = Spread()
+    for sample in range(100_000):
+        spread.add(1e9 + 1e4 * (sample % 9973), 1.0)
+    assert len(spread._samples) < 20
+
+
+def test_rates_are_per_second_in_each_direction(clock: SimpleNamespace) -> None:
+    meter = LinkMeter([Counting({"nic a": (0, 0)}, {"nic a": (100, 20)}, {"nic a": (400, 20)})])
+    for clock.now in (1.0, 2.5):
+        meter.sample()
+    rates = meter.rates()["nic a"]
+    assert (rates["sent"]["average"], rates["sent"]["peak"]) == (160, 200)
+    assert (rates["received"]["average"], rates["received"]["peak"]) == (8, 20)
+    assert (rates["both"]["average"], rates["both"]["peak"]) == (168, 200)
+
+
+def test_what_makes_no_rate_is_left_out(clock: SimpleNamespace) -> None:
+    readings: list[Counts] = [
+        {"idle": (5, 5), "reset": (1000, 0)},
+        {"idle": (5, 5), "reset": (10, 0), "new": (1e6, 0)},
+        {},
+        {"new": (2e6, 0)},
+        {"new": (2e6 + 50, 0)},
+    ]
+    meter = LinkMeter([Counting(*readings)])
+    for clock.now in range(1, 5):
+        meter.sample()
+    assert {link: rates["sent"]["peak"] for link, rates in meter.rates().items()} == {"new": 50}
+
+
+def test_too_soon_for_a_rate(clock: SimpleNamespace) -> None:
+    meter = LinkMeter([Counting({"a": (0, 0)}, {"a": (9, 9)}, {"a": (20, 0)})])
+    clock.now = 0.01
+    meter.sample()
+    clock.now = 1.0
+    meter.sample()
+    assert meter.rates()["a"]["sent"] == {"average": 20, "p90": 20, "peak": 20}
+
+
+def ranks(rank: int, local_rank: int, store: dist.Store | None) -> Ranks:
+    return Ranks(rank, local_rank, Layout({Axis.DATA: 4}), torch.device("cpu"), store)
+
+
+def test_the_main_rank_hears_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "PERIOD", 0.02)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store = dist.PrefixStore("test", dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+    with (
+        LinkSampler(ranks(0, 0, store), [Growing()]) as main,
+        LinkSampler(ranks(1, 1, store), [Growing()]) as beside,
+        LinkSampler(ranks(2, 0, store), [Growing()]),
+    ):
+        until = time.monotonic() + 20
+        while len(main.nodes()) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        main.stop()
+    assert set(main.nodes()) == {0, 1}
+    for rates in main.nodes().values():
+        assert set(rates) == {"nic eth0"}
+        assert rates["nic eth0"]["sent"]["average"] == pytest.approx(
+            2 * rates["nic eth0"]["received"]["average"], abs=2
+        )
+    assert beside.nodes() == {}
+    averages = {node: rates["nic eth0"]["both"]["average"] for node, rates in main.nodes().items()}
+    busiest = main.busiest()["nic eth0"]
+    assert busiest["average"] == max(averages.values()) == averages[int(busiest["node"])]
+
+
+def test_a_lost_store_ends_the_thread_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(dist.HashStore):
+        def clone(self) -> "Lost":
+            return self
+
+        def add(self, key: str, amount: int) -> int:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(links, "PERIOD", 0.01)
+    monkeypatch.setattr("threading.excepthook", lambda arguments: pytest.fail(str(arguments.exc_value)))
+    with LinkSampler(ranks(2, 0, Lost()), [Growing()]) as sampler:
+        sampler.stop()
+
+
+def test_this_machine_counts() -> None:
+    before = HostLinks().counts()
+    assert any(link.startswith("nic ") for link in before)
+    assert not any(link.startswith(("disk loop", "disk ram")) for link in before)
+
+
+def test_where_nothing_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(**_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/net/dev")
+
+    def absent(**_: Any) -> None:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(psutil, "net_io_counters", refuse)
+    monkeypatch.setattr(psutil, "disk_io_counters", absent)
+    assert HostLinks().counts() == {}
+    assert LinkMeter([HostLinks()]).rates() == {}
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: {})
+    monkeypatch.setattr(counters, "_BLOCK_DEVICES", tmp_path)
+    assert HostLinks().counts() == {}
+
+
+def nvml(fail: bool = False) -> SimpleNamespace:
+    """What NVML of two cards says, by its documentation: KiB so far, and KB/s at the moment."""
+
+    class NVMLError(Exception):
+        pass
+
+    def throughput(handle: int, counter: int) -> int:
+        if fail:
+            raise NVMLError
+        return 1000 * (handle + 1) + counter
+
+    def values(handle: int, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
+        assert [link for _, link in fields] == [0xFFFFFFFF] * 2
+        counted = {138: 10, 139: 20}
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=counted[field])) for field, _ in fields]
+
+    return SimpleNamespace(
+        NVMLError=NVMLError, NVML_SUCCESS=0, NVML_PCIE_UTIL_TX_BYTES=0, NVML_PCIE_UTIL_RX_BYTES=1,
+        NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX=138, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX=139,
+        nvmlDeviceGetPcieThroughput=throughput, nvmlDeviceGetFieldValues=values,
+    )  # fmt: skip
+
+
+def test_cards_of_nvidia(clock: SimpleNamespace) -> None:
+    cards = NvidiaLinks(nvml(), [0, 1])
+    clock.now = 2.0
+    # Two cards together.
+    assert cards.counts() == {"nvlink": (20 * 1024, 40 * 1024), "pcie": (2 * 3e6, 2 * 3.002e6)}
+    clock.now = 3.0
+    assert cards.counts()["pcie"] == (3 * 3e6, 3 * 3.002e6)
+    assert set(NvidiaLinks(nvml(fail=True), [0]).counts()) == {"nvlink"}
+
+
+def test_without_nvml_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert NvidiaLinks.open() is None
+    assert [type(source) for source in counters.all_sources()] == [HostLinks]
