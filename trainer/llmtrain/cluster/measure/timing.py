@@ -96,7 +96,8 @@ class _Course:
             dist.recv(message, pair[0], group=self._group)
             dist.send(message, pair[0], group=self._group)
 
-        return min(self._repeated({pair[0]: there, pair[1]: back}.get(rank))) / 2
+        call = {pair[0]: there, pair[1]: back}.get(rank)
+        return min(self._repeated(call, call)) / 2
 
     def sizes(self, operation: str) -> list[Timing]:
         """Time an operation on messages of growing size."""
@@ -165,13 +166,16 @@ class _Course:
         # Of zeros, which sums leave as they are.
         return [torch.zeros(numel, device=self._ranks.device) for numel in numels]
 
-    def _repeated(self, call: Call | None) -> list[float]:
-        """Return times of a call, each the mean of some in a row if they are short."""
+    def _repeated(self, call: Call | None, before: Call | None = None) -> list[float]:
+        """Return times of a call, each the mean of some in a row if they are short.
+
+        before: what has all that take part begin together; None: the call itself if it is short, which is as quick as
+        it gets, or else a small sum over the group.
+        """
         # The first one has connections and buffers made.
         first = self._seconds(call, 1, call)
         times = min(max(int(BATCH / first), 1), MOST_CALLS)
-        # Short ones meet in the call itself, which is as quick as it gets.
-        before = call if times > 1 else self._touch
+        before = before or (call if times > 1 else self._touch)
         return [self._seconds(call, times, before) for _ in range(REPEATS)]
 
     def _touch(self) -> None:
