@@ -65,7 +65,7 @@ class _Signals:
             child.send_signal(number)
 
 
-def launch(ranks: int, arguments: Sequence[str], restarts: Restarts) -> None:
+def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = None) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
     SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
@@ -75,6 +75,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts) -> None:
     # The agent logs its own tables; what went wrong is said here, in one sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    restarts = restarts or Restarts(0, lambda: None, lambda ranks: ranks)
     signals, threads = _Signals(), os.environ.get("OMP_NUM_THREADS")
     tried, before, lost = 0, restarts.newest(), None
     while True:

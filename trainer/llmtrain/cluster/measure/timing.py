@@ -65,7 +65,7 @@ class _Course:
         self._touched = torch.zeros(1, device=ranks.device)
         card = link.nic(cluster, ranks.rank)
         try:
-            self._group = group_over(cluster, card, link.groups, MEETING)
+            self._group = group_over(cluster, card, link.groups, timeout=MEETING)
             if self._members:
                 # Connections are made when they are first used.
                 self._touch()
