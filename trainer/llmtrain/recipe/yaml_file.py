@@ -17,7 +17,7 @@ def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> Any:
     """Return what OmegaConf makes of a file. wrong: what is said of one that is not as it should be, such as `is not a
     recipe`. mend: changes its text first. Raises BadInputError."""
     try:
-        if not path.is_file():
+        if path.exists() and not path.is_file():
             raise BadInputError(f"{path} {wrong}: it is no plain file")
         if (size := path.stat().st_size) > _LARGEST_BYTES:
             raise BadInputError(f"{path} {wrong}: it is {size} bytes long, expected at most {_LARGEST_BYTES}")
