@@ -8,9 +8,8 @@ from pathlib import Path
 from llmtrain.errors import BadInputError, RunFailedError
 
 # States that a job ends in; in any other it may still run, or run again.
-ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "REVOKED"}) | {
-    "OUT_OF_MEMORY"
-}
+ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"})
+ENDED |= {"OUT_OF_MEMORY", "REVOKED"}
 # Seconds after which a controller that does not answer is given up.
 _PATIENCE = 20
 

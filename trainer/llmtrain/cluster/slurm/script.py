@@ -141,4 +141,5 @@ def _command(job: Job, site: Site) -> Iterator[str]:
         yield shlex.quote(site.container.image)
     yield from map(shlex.quote, job.command)
     if job.array is not None:
-        yield f'{shlex.quote(f"name={seed_name(job.name, str())}")}"{INDEX}" seed="{INDEX}"'
+        name = shlex.quote(seed_name(f"name={job.name}", ""))
+        yield f'{name}"{INDEX}" seed="{INDEX}"'
