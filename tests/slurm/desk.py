@@ -24,6 +24,8 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 25}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
+# In the environment of whoever submits, and nowhere else.
+SECRET = "1f00dfeed1f00dfeed1f00dfeed1f00dfeed1f00"
 Curve = dict[tuple[str, int], float]
 
 
@@ -46,7 +48,7 @@ class Desk:
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command where Slurm's commands find the lab."""
-        environment = {**os.environ, **self.lab.environment, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **self.lab.environment, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET}
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def write(self, name: str, steps: int, site: str = "ranks_per_node: 2\n") -> None:

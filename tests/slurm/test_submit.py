@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from desk import Curve, Desk
+from desk import SECRET, Curve, Desk
 
 pytestmark = pytest.mark.slurm
 
@@ -42,6 +42,11 @@ def test_a_recipe_of_three_dimensions_trains(desk: Desk) -> None:
     assert "job 1 on n[1-2] begins" in log
     assert "4 ranks, started by srun" in log
     assert "Traceback" not in log
+    written = [path for path in desk.run(name).rglob("*") if path.is_file()]
+    assert {"job.sh", "1.log", "metrics.jsonl", "recipe.resolved.yaml", "manifest.json"} <= {
+        path.name for path in written
+    }
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
 def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
