@@ -146,6 +146,17 @@ def test_a_rank_that_hangs_or_dies(
     assert not any("Traceback" in text for text in ended.output)
 
 
+def test_a_disk_that_is_lost_to_the_only_rank(patient: Patient) -> None:
+    ended = patient.harmed(1, "lost disk", 0)
+    assert ended.codes == [1]
+    (sentence,) = ended.sentences
+    assert re.search(
+        rf"the run waits for rank 0 on {HOST}, which stopped after step \d+, in writing its part of a", sentence
+    )
+    # The save that hangs is waited for when the next one is due, some steps later.
+    assert ended.seconds < TIMEOUT + MARGIN
+
+
 def test_a_crash_is_shown_once(patient: Patient) -> None:
     ended = patient.harmed(2, "crash", 1)
     assert ended.codes == [1, 1]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmtrain_data.dataset import Samples, open_split
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from llmtrain.build import build
 from llmtrain.checkpoint.convert.read import hf_tensors
@@ -205,7 +205,10 @@ def go_back(run: Run) -> None:
 
 
 def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
-    run.progress = Progress(**saved)  # type: ignore[arg-type]
+    try:
+        run.progress = TypeAdapter(Progress).validate_python(saved)
+    except ValidationError as error:
+        raise RunFailedError(f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}") from error
     if run.progress.step:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
 
@@ -227,6 +230,7 @@ def _import_hf(run: Run, folder: Path) -> None:
             places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
             offset += last - first
     for name, values in hf_tensors(folder, run.config):
+        run.ranks.watch.moving()
         if name in places:
             held, first, last = places[name]
             held.copy_(values.flatten()[first:last])

@@ -85,7 +85,7 @@ def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
 
 def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: Facts) -> None:
     from llmtrain.cluster.launch import die_with_launcher
-    from llmtrain.cluster.ranks import connect, disconnect
+    from llmtrain.cluster.ranks import connect, disconnect, watched
     from llmtrain.train import train
 
     said = []
@@ -95,7 +95,9 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         said.append(f"{place.world} ranks, started by {place.by}")
     facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
-    ranks = connect(layout, facts.tiers, timedelta(seconds=resolved.train.timeout), facts.cluster)
+    timeout = timedelta(seconds=resolved.train.timeout)
+    ranks = connect(layout, facts.tiers, timeout, facts.cluster)
+    ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
     try:
         if _is_split_by_speed(recipe, layout, facts):
             resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
@@ -108,6 +110,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
             raise SystemExit(EXIT_CODES[type(error)]) from error
         if ranks.vigil is not None and not isinstance(error, PreemptedError):
             ranks.vigil.leave_word()
+            ranks.vigil.end()
         raise
     except BaseException as error:
         _end_apart(error, ranks)
@@ -124,6 +127,7 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
         # Of a file that cannot be read or written the command line makes a sentence.
         ranks.watch.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
         ranks.vigil.leave_word()
+        ranks.vigil.end()
         return
     # What gloo and NCCL raise when a peer is gone.
     ranks.watch.ended(Ending.LOST)

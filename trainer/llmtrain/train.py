@@ -183,6 +183,7 @@ def fail(run: Run, why: str) -> NoReturn:
 def evaluate(run: Run) -> None:
     """Log the validation loss, if there is a validation split. Collective."""
     if run.valid_data is not None:
+        run.ranks.watch.note("evaluating")
         count = run.recipe.train.eval_batches * run.recipe.train.global_batch
         microbatch = int(run.recipe.train.microbatch)
 

@@ -75,7 +75,7 @@ def _load(
     progress: dict[str, JsonValue] = {}
     failure: Exception | None = None
     try:
-        progress = _fill(folder, shards, model)
+        progress = _fill(folder, shards, model, ranks.watch.moving)
     except (DamagedError, BadInputError) as error:
         failure = error
         exchange.tell(type(error).__name__, str(error))
@@ -88,7 +88,9 @@ def _load(
     return progress
 
 
-def _fill(folder: Path, shards: list[StateShard], model: GPTConfig | None) -> dict[str, JsonValue]:
+def _fill(
+    folder: Path, shards: list[StateShard], model: GPTConfig | None, moving: Callable[[], None]
+) -> dict[str, JsonValue]:
     with CheckpointReader(folder) as reader:
         if model is not None:
             _check_model(reader, model)
@@ -102,6 +104,7 @@ def _fill(folder: Path, shards: list[StateShard], model: GPTConfig | None) -> di
                 offset = 0
                 for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
                     for position, read in reader.read(tensor.name, state, first, last):
+                        moving()
                         begin = offset + position - first
                         values[begin : begin + len(read)].copy_(read)
                     offset += last - first

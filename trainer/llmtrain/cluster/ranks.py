@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -108,7 +108,8 @@ def connect(
         return Ranks(0, 0, layout, device)
     store, rank = _meet(timeout)
     watch = Watch(rank, os.environ.get(NOTES))
-    vigil = Vigil(watch, dist.PrefixStore("watch", store), layout.world, timeout.total_seconds())
+    own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
+    vigil = Vigil(watch, own, layout.world, timeout.total_seconds())
     backend = "nccl" if device.type == "cuda" else "gloo"
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
@@ -138,6 +139,11 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
             f"at {where} (MASTER_ADDR, MASTER_PORT); see whether all ranks were started and reach that address"
         ) from error
     return store, rank
+
+
+def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
+    """Return the only rank of a run with a vigil over it: it may hang in a file system that is gone."""
+    return replace(ranks, vigil=Vigil(ranks.watch, dist.HashStore(), 1, timeout.total_seconds()))
 
 
 def disconnect(ranks: Ranks) -> None:

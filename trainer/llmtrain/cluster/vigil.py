@@ -55,12 +55,12 @@ class Beat:
 class Vigil:
     """One rank's eye on the others, in two threads; what it finds ends the process with exit code 1.
 
-    timeout: seconds within which silence or standstill has ended all ranks.
+    store: a connection of its own, as the training loop may wait for an answer in its. timeout: seconds within which
+    silence or standstill has ended all ranks.
     """
 
     def __init__(self, watch: Watch, store: dist.Store, world: int, timeout: float) -> None:
-        # A connection of its own, as the training loop may wait for an answer in its.
-        self._watch, self._store, self._timeout = watch, store.clone(), timeout  # type: ignore[attr-defined]
+        self._watch, self._store, self._timeout = watch, store, timeout
         self._pause = min(LONGEST_ROUND, timeout / ROUNDS)
         # Two rounds are for the others to hear of it.
         self._patience = max(2, int(timeout / self._pause) - 2)
@@ -73,8 +73,9 @@ class Vigil:
         process = psutil.Process()
         self._self = Beat(socket.gethostname(), process.pid, process.create_time())
         self._tell()
-        for work in (self._talk, self._guard):
-            threading.Thread(target=work, name="watch", daemon=True).start()
+        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._talk, self._guard)]
+        for thread in self._threads:
+            thread.start()
 
     def host_of(self, rank: int) -> str:
         """Return the name of the machine that a rank is on, as far as it can still be asked for."""
@@ -95,6 +96,9 @@ class Vigil:
     def end(self) -> None:
         """Watch no more."""
         self._over.set()
+        for thread in self._threads:
+            # One that waits for a store that is gone is left to end with the process.
+            thread.join(1)
 
     def _talk(self) -> None:
         """Tell, hear and judge, round by round."""
@@ -150,10 +154,10 @@ class Vigil:
         if self._still >= self._patience:
             # A checkpoint is written beside the training, which waits for it in the end.
             first = min(beats, key=lambda rank: (not beats[rank].writing, beats[rank].moved))
+            whom = "the run waits for" if len(beats) == 1 else "the others wait for"
             self._condemn(
-                f"no rank has moved for {self._spent(self._still)}: the others wait for rank {first} on "
-                f"{beats[first].host}, which stopped {beats[first].last}; where a step may take as long, raise "
-                "train.timeout",
+                f"nothing has moved for {self._spent(self._still)}: {whom} rank {first} on {beats[first].host}, which "
+                f"stopped {beats[first].last}; where a step may take as long, raise train.timeout",
                 [first] if first else [],
             )
 

@@ -69,7 +69,7 @@ class Watch:
     def own_seconds(self) -> float:
         """Return the seconds since `start_timing` in which this rank did not wait for others."""
         self._timing = False
-        if self._stalls:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._waited = sum(before.elapsed_time(after) for before, after in self._stalls) / 1000
             self._stalls.clear()

@@ -132,6 +132,7 @@ class Executor:
     def _pass(self, chunk: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Do a forward pass; return what came in and what came out."""
         stage = self._stages[chunk]
+        self._watch.moving()
         if stage.piece.opens:
             given = rows[:, :-1]
         else:
