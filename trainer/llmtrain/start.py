@@ -96,7 +96,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
     timeout = timedelta(seconds=resolved.train.timeout)
-    ranks = connect(layout, facts.tiers, timeout, facts.cluster)
+    ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
     ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
     try:
         if _is_split_by_speed(recipe, layout, facts):
@@ -108,8 +108,9 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         _skip_finalization(EXIT_CODES[type(error)])
         if _has_been_said(error, ranks):
             raise SystemExit(EXIT_CODES[type(error)]) from error
-        if ranks.vigil is not None and not isinstance(error, PreemptedError):
-            ranks.vigil.leave_word()
+        if ranks.vigil is not None:
+            if not isinstance(error, PreemptedError):
+                ranks.vigil.leave_word()
             ranks.vigil.end()
         raise
     except BaseException as error:

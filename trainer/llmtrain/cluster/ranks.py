@@ -90,12 +90,14 @@ def connect(
     tiers: tuple[Tier, ...] = ALONE,
     timeout: timedelta = timedelta(minutes=10),
     cluster: Cluster | None = None,
+    noted: bool = False,
 ) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
     gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group. cluster: see Ranks;
     the group of all ranks is on the network that joins them all. Where one machine has all ranks (LOCAL_WORLD_SIZE),
-    whatever nodes it plays, no card is asked for. timeout: within which a rank that is gone or hangs ends the others.
+    whatever nodes it plays, no card is asked for. timeout: within which a rank that is gone ends the others, as does,
+    where ranks note what they do (noted), one that hangs.
     Raises BadInputError when this machine has no such card, RunFailedError when the ranks do not find each other.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
@@ -109,7 +111,7 @@ def connect(
     store, rank = _meet(timeout)
     watch = Watch(rank, os.environ.get(NOTES))
     own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
-    vigil = Vigil(watch, own, layout.world, timeout.total_seconds())
+    vigil = Vigil(watch, own, layout.world, timeout.total_seconds(), noted)
     backend = "nccl" if device.type == "cuda" else "gloo"
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
@@ -143,7 +145,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
 
 def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
     """Return the only rank of a run with a vigil over it: it may hang in a file system that is gone."""
-    return replace(ranks, vigil=Vigil(ranks.watch, dist.HashStore(), 1, timeout.total_seconds()))
+    return replace(ranks, vigil=Vigil(ranks.watch, dist.HashStore(), 1, timeout.total_seconds(), noted=True))
 
 
 def disconnect(ranks: Ranks) -> None:

@@ -56,11 +56,11 @@ class Vigil:
     """One rank's eye on the others, in two threads; what it finds ends the process with exit code 1.
 
     store: a connection of its own, as the training loop may wait for an answer in its. timeout: seconds within which
-    silence or standstill has ended all ranks.
+    silence or standstill has ended all ranks. noted: whether ranks note what they do, else standstill looks like work.
     """
 
-    def __init__(self, watch: Watch, store: dist.Store, world: int, timeout: float) -> None:
-        self._watch, self._store, self._timeout = watch, store, timeout
+    def __init__(self, watch: Watch, store: dist.Store, world: int, timeout: float, noted: bool) -> None:
+        self._watch, self._store, self._timeout, self._noted = watch, store, timeout, noted
         self._pause = min(LONGEST_ROUND, timeout / ROUNDS)
         # Two rounds are for the others to hear of it.
         self._patience = max(2, int(timeout / self._pause) - 2)
@@ -142,7 +142,7 @@ class Vigil:
             self._condemn(self._named(gone), gone)
         elif self._apart > 2 * LOST_ROUNDS:
             self._condemn(f"ranks lost contact with each other {self._watch.last}, though each still answers", [])
-        elif self._watch.rank == 0 and len(self._heard) == len(self._others):
+        elif self._noted and self._watch.rank == 0 and len(self._heard) == len(self._others):
             self._judge_standstill()
 
     def _judge_standstill(self) -> None:
