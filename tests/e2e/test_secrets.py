@@ -35,8 +35,8 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "llmtrain", "run", str(recipe)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **SECRETS}
     said = ""
-    # On two ranks, on as a single one, and into an error that quotes what it was given.
-    for arguments in (["--nproc", "2", "train.steps=2"], [], ["name=${oc.env:HF_TOKEN}"], ["model.hidden=33"]):
+    # On two ranks, and into errors that quote what they were given.
+    for arguments in (["--nproc", "2"], ["name=${oc.env:HF_TOKEN}"]):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
         said += done.stdout + done.stderr
         assert "Traceback" not in done.stderr

@@ -23,6 +23,7 @@ checkpoint: {{every: 4}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
 TIMEOUT = 8
+SOAK = pytest.mark.soak
 # What it may take beyond the stated time until a process is gone, on a busy machine.
 MARGIN = 4
 HOST = re.escape(socket.gethostname())
@@ -83,9 +84,18 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
     ("world", "fault", "rank", "overrides", "said"),
     [
         (4, "flip weight", 2, (), "rank 2 on {host} holds other weights than ranks 0, 1, 3, found after step 6"),
-        (4, "flip m", 0, ("zero.stage=2",), None),
-        (3, "flip m", 0, ("train.global_batch=12",), "rank 0 on {host} holds other optimizer states than ranks 1, 2"),
-        (2, "flip weight", 1, (), "rank 0 on {host} and rank 1 on {host} hold different weights"),
+        pytest.param(4, "flip m", 0, ("zero.stage=2",), None, marks=SOAK),
+        pytest.param(
+            3,
+            "flip m",
+            0,
+            ("train.global_batch=12",),
+            "rank 0 on {host} holds other optimizer states than ranks 1, 2",
+            marks=SOAK,
+        ),
+        pytest.param(
+            2, "flip weight", 1, (), "rank 0 on {host} and rank 1 on {host} hold different weights", marks=SOAK
+        ),
         (2, "flip shared", 1, ("parallel.tensor=2",), "hold different weights that tensor-parallel ranks share"),
     ],
 )
@@ -108,11 +118,11 @@ def test_a_flipped_bit(
     "overrides",
     [
         ("zero.stage=1", "precision.compute=bf16"),
-        ("zero.stage=3",),
-        ("parallel.tensor=2", "parallel.sequence=true"),
+        pytest.param(("zero.stage=3",), marks=SOAK),
+        pytest.param(("parallel.tensor=2", "parallel.sequence=true"), marks=SOAK),
         ("parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=true"),
         ("parallel.pipeline=2", "pipeline.schedule=message-driven", "zero.stage=1", "model.tie_embeddings=true"),
-        ("zero.preset=zero++", "zero.secondary=2"),
+        pytest.param(("zero.preset=zero++", "zero.secondary=2"), marks=SOAK),
     ],
     ids=" ".join,
 )
@@ -125,12 +135,36 @@ def test_what_is_alike_is_found_alike(overrides: tuple[str, ...], patient: Patie
     ("fault", "rank", "overrides", "said"),
     [
         ("hang", 1, (), r"the others wait for rank 1 on {host}, which stopped after step 5, in computing"),
-        ("hang", 0, ("zero.stage=3",), r"the others wait for rank 0 on {host}, which stopped after step 5, in"),
-        ("hang", 1, ("parallel.pipeline=2",), r"the others wait for rank 1 on {host}, which stopped after step 5"),
+        pytest.param(
+            "hang",
+            0,
+            ("zero.stage=3",),
+            r"the others wait for rank 0 on {host}, which stopped after step 5, in",
+            marks=SOAK,
+        ),
+        pytest.param(
+            "hang",
+            1,
+            ("parallel.pipeline=2",),
+            r"the others wait for rank 1 on {host}, which stopped after step 5",
+            marks=SOAK,
+        ),
         ("lost disk", 1, (), r"wait for rank 1 on {host}, which stopped after step \d+, in writing its part of a"),
-        ("stop", 1, ("zero.stage=3",), r"rank 1 on {host} has not answered for .* s, last seen after step \d"),
+        pytest.param(
+            "stop",
+            1,
+            ("zero.stage=3",),
+            r"rank 1 on {host} has not answered for .* s, last seen after step \d",
+            marks=SOAK,
+        ),
         ("stop", 0, (), r"rank 0 on {host}.* has not answered .*last seen after step \d"),
-        ("kill", 1, ("parallel.tensor=2",), r"rank 1 on {host} has not answered for .* s, last seen after step \d"),
+        pytest.param(
+            "kill",
+            1,
+            ("parallel.tensor=2",),
+            r"rank 1 on {host} has not answered for .* s, last seen after step \d",
+            marks=SOAK,
+        ),
         ("kill", 0, (), r"rank 0 on {host}.* has not answered .*last seen after step \d"),
     ],
 )
