@@ -92,7 +92,7 @@ def test_rates_are_found_and_a_run_takes_the_file(lab: Lab, tmp_path: Path) -> N
     assert f"interface: {cluster.clusters[0].cards[0].interface}" in (tmp_path / "run/recipe.resolved.yaml").read_text()
 
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    carried = {row["node"]: row["links"] for row in rows if row.get("event") == "links"}
+    carried = {int(node): links for node, links in rows[-1]["links"].items()}
     assert set(carried) == {0, 1}
     for links in carried.values():
         sent = links["nic eth0"]["sent"]

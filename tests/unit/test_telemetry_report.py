@@ -93,8 +93,8 @@ def test_the_links_of_each_node_are_shown(tmp_path: Path) -> None:
     cells = ("nic eth0", "1.50 MB/s", "12.5 MB/s", "25.0 GB/s")
     assert f"<td>1</td>{''.join(f'<td>{cell}</td>' for cell in cells)}<td></td><td></td>" in going_on
     links = {"nic eth0": {"both": figures, "sent": {"average": 999}, "received": {"average": 5000}}, HOSTILE: 3}
-    ends = [{"event": "links", "step": 2, "node": node, "links": links} for node in (0, 1)]
-    ended = write_report(leave(tmp_path, [ends[0], step_row(1), step_row(2), *ends])).read_text()
+    end = {"event": "end", "step": 2, "links": {"0": links, "1": links}}
+    ended = write_report(leave(tmp_path, [end, step_row(1), step_row(2), end])).read_text()
     for node in (0, 1):
         row = (str(node), *cells, "999 B/s", "5.00 kB/s")
         assert ended.count("".join(f"<td>{cell}</td>" for cell in row)) == 1

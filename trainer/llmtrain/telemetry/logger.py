@@ -232,11 +232,10 @@ class _Session:
         self.console.evaluation(step, split, loss, perplexity)
 
     def end(self, summary: dict[str, Any], exit_code: int) -> None:
+        row = {"event": "end", **self._summary(), **summary}
         if self._links is not None:
             self._links.stop()
-            for node, links in sorted(self._links.nodes().items()):
-                self._write({"event": "links", "step": self._last, "node": node, "links": links})
-        row = {"event": "end", **self._summary(), **summary}
+            row["links"] = {str(node): links for node, links in sorted(self._links.nodes().items())}
         self._write(row)
         if exit_code == 0:
             self.console.end([*_end_facts(row), ("folder", str(self._run_dir))])

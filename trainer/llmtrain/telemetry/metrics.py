@@ -1,8 +1,7 @@
 """`metrics.jsonl`: one JSON object per logged step, per evaluation and for the end of the run.
 
-A logged step has no `event`; the others have `"event": "eval"`, `"links"` (what a node's links carried, at
-the end) or `"end"`. JSON has no NaN and no infinity, so a number that is not finite is written as null. A line
-is one append, so a killed process leaves at most its last line torn.
+A logged step has no `event`; the others have `"event": "eval"` or `"end"`. JSON has no NaN and no infinity, so a number
+that is not finite is written as null. A line is one append, so a killed process leaves at most its last line torn.
 """
 
 import json

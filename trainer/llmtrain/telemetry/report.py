@@ -165,11 +165,11 @@ def _communication(row: Row) -> list[tuple[str, ...]]:
 def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
     """What each node's links carried, until the run's end; where it has none, until the last step."""
     last = max(index for index, row in enumerate(rows) if "event" not in row)
-    ended = [row for row in rows[last:] if row.get("event") == "links"]
+    ended = [entry for row in rows[last:] for entry in _entries(row.get("links"))]
     found = [
-        (str(row.get("node")), link, *_rates(rates, "both"), _rates(rates, "sent")[0], _rates(rates, "received")[0])
-        for row in ended
-        for link, rates in _entries(row.get("links"))
+        (node, link, *_rates(rates, "both"), _rates(rates, "sent")[0], _rates(rates, "received")[0])
+        for node, links in ended
+        for link, rates in _entries(links)
     ]
     if not ended:
         found = [
