@@ -9,7 +9,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once."""
+    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once.
+
+    After the block SIGUSR1 is ignored, as the process is about to end.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -24,6 +27,8 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # What has ended must not die of being asked to: its exit code would tell that it has to be run again.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
