@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -19,13 +18,14 @@ from llmtrain.cluster.measure.links import Link, links, socket_links
 from llmtrain.cluster.measure.result import Measured, as_data, described, without_slow_cards
 from llmtrain.cluster.quantity import written
 from llmtrain.cluster.tiers import tiers
-from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.errors import BadInputError
+from llmtrain.start import ending_as_one
 
 if TYPE_CHECKING:
     from llmtrain.cluster.ranks import Ranks
 
-# For what one rank waits for another, however slow the link.
-PATIENCE = timedelta(minutes=5)
+# Within which ranks that wait for one which is gone end.
+PATIENCE = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -
         tiers(given, place.world, place.ranks_per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     machine = this_machine(local_rank, place.ranks_per_node, _accelerator_address(local_rank))
-    with _losing_ranks(place.rank):
-        ranks = connect(Layout({Axis.DATA: place.world}), timeout=PATIENCE, cluster=given)
+    ranks = connect(Layout({Axis.DATA: place.world}), timeout=PATIENCE, cluster=given, noted=True)
+    with ending_as_one(ranks):
         machines = _tell_all(ranks, machine)
         cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
@@ -95,16 +95,7 @@ def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -
             _report(asked, cluster, found, place.world, discovered=given is None)
         # Rank 0 has the store that the others need to leave.
         ranks.all_agree(True)
-        disconnect(ranks)
-
-
-@contextmanager
-def _losing_ranks(rank: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise RunFailedError(f"rank {rank} lost contact with the others: {first}") from error
+    disconnect(ranks)
 
 
 def _tell_all(ranks: "Ranks", machine: Machine) -> list[Machine]:

@@ -3,7 +3,8 @@
 import atexit
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -98,11 +99,19 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     timeout = timedelta(seconds=resolved.train.timeout)
     ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
     ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
-    try:
+    with ending_as_one(ranks):
         if _is_split_by_speed(recipe, layout, facts):
             resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
             said.append(speeds)
         train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)])
+    disconnect(ranks)
+
+
+@contextmanager
+def ending_as_one(ranks: "Ranks") -> Iterator[None]:
+    """Have one rank say what the block raises on any of them, and all end after an error on one of them."""
+    try:
+        yield
     except tuple(EXIT_CODES) as error:
         ranks.watch.ended(Ending.TOLD)
         _skip_finalization(EXIT_CODES[type(error)])
@@ -116,7 +125,6 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     except BaseException as error:
         _end_apart(error, ranks)
         raise
-    disconnect(ranks)
 
 
 def _end_apart(error: BaseException, ranks: "Ranks") -> None:

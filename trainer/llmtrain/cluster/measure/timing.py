@@ -32,7 +32,7 @@ STREAM, LARGE_MESSAGE = 0.3, 2**20
 # Short calls are repeated for so many seconds at a time, as ranks do not begin at the very same moment.
 BATCH, MOST_CALLS, REPEATS = 0.02, 100, 5
 # Seconds for ranks to find each other over a card. Cards that do not reach each other must not hold up the run.
-MEETING = timedelta(seconds=30)
+MEETING = timedelta(minutes=1)
 
 # As newer versions of torch call them.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -71,9 +71,9 @@ class _Course:
                 self._touch()
         except RuntimeError as error:
             over = f" over {card.interface}" if card and card.interface else ""
+            members = " and ".join(map(str, self._members or ()))
             raise RunFailedError(
-                f"rank {ranks.rank} does not reach ranks {', '.join(map(str, self._members or ()))}{over}: "
-                f"{str(error).splitlines()[0]}"
+                f"ranks {members} do not reach each other{over}; leave the card out of the description, or correct it"
             ) from error
 
     def __enter__(self) -> "_Course":
@@ -186,6 +186,7 @@ class _Course:
 
         before: what comes first and has the ranks that take part begin together.
         """
+        self._ranks.watch.note(f"measuring {self._link.tier}")
         self._slowest(0.0)
         if call is None or before is None:
             return self._slowest(0.0)
