@@ -176,6 +176,8 @@ class Vigil:
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "
                     f"{self._self.host} for {self._spent(silent)}; it was last seen {first.last}"
                 )
+            # One that is only stopped would outlive the run.
+            self._kill([asdict(first)])
             os._exit(EXIT_FAILED)
 
     def _named(self, gone: Sequence[int]) -> str:
