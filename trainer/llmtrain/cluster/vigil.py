@@ -104,6 +104,9 @@ class Vigil:
         """Tell, hear and judge, round by round."""
         # A store that is gone is for `_guard` to notice, as is one that never answers.
         with suppress(RuntimeError):
+            if self._watch.rank:
+                # Known from the start, so that it is named and ended however soon it falls silent.
+                self._heard[0] = _parse(self._store.get(_key(0)))
             while not self._over.wait(self._pause):
                 self._tell()
                 self._hear()
