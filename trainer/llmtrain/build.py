@@ -145,6 +145,13 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
     if recipe.parallel.sequence and copies > 1:
         # Groups of their own, as these sums are made beside the layers'.
         partial = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
+    stage = None
+    if spread.gradients is not None and copies > 1:
+        stages = range(layout.degree(Axis.PIPELINE))
+        members = [
+            [rank for rank in range(layout.world) if layout.coordinate(rank, Axis.PIPELINE) == one] for one in stages
+        ]
+        stage = make_groups(ranks.cluster, members, ranks.rank)
     schedule = schedule_of(recipe)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
@@ -155,7 +162,7 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
         if any(piece.closes for piece in pieces):
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
             second = frozenset({"embedding"})
-    return replace(spread, alike=Alike(copies, partial, tied, second))
+    return replace(spread, alike=Alike(copies, partial, stage, tied, second))
 
 
 def _executor(

@@ -38,12 +38,15 @@ class Alike:
     """What ranks beyond the data-parallel ones hold alike.
 
     copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
-    each has only its part of that suffix's gradients (sequence parallelism). tied: by unit, the ranks of two pipeline
-    stages that both compute with it. second: units of which an earlier stage has the first copy.
+    each has only its part of that suffix's gradients (sequence parallelism). stage: all ranks of this pipeline stage,
+    where gradients are packed: rounded by what lies beside it in a block, that suffix would drift apart. tied: by unit,
+    the ranks of two pipeline stages that both compute with it. second: units of which an earlier stage has the first
+    copy.
     """
 
     copies: int = 1
     partial: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
     tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     second: frozenset[str] = frozenset()
 
@@ -134,8 +137,27 @@ class GradientReducer:
         if self._degrees.ranks == 1:
             for unit in self._units.values():
                 self._sum_partial(unit, unit.gradient)
+        if self.alike.stage is not None:
+            self._level(self.alike.stage)
         for name, group in self.alike.tied.items():
             dist.all_reduce(self._units[name].owned_gradient, group=group)
+
+    def _level(self, stage: dist.ProcessGroup) -> None:
+        """Bring the replicated suffixes of all units to the mean of what the stage's ranks have of them."""
+        units = self._units.values()
+        sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
+        every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
+        held: list[tuple[Tensor, Tensor]] = []
+        for unit, whole in zip(units, every.split(sizes), strict=True):
+            start, end = (max(place - unit.spec.replicated, 0) for place in unit.cut.optimizer)
+            place = unit.own(unit.spec.replicated)
+            held.append((unit.owned_gradient[place : place + len(whole[start:end])], whole[start:end]))
+        for own, part in held:
+            part.copy_(own)
+        dist.all_reduce(every, group=stage)
+        every.mul_(self._degrees.optimizer / (self._degrees.ranks * self.alike.copies))
+        for own, part in held:
+            own.copy_(part)
 
     @contextmanager
     def held(self) -> Iterator[list[Received]]:
@@ -164,7 +186,7 @@ class GradientReducer:
         """Leave the parameters alone, and the process groups of what is held alike."""
         for hook in self._hooks:
             hook.remove()
-        for group in (self.alike.partial, *self.alike.tied.values()):
+        for group in (self.alike.partial, self.alike.stage, *self.alike.tied.values()):
             if group is not None:
                 dist.destroy_process_group(group)
 
