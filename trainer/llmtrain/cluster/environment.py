@@ -10,6 +10,9 @@ from llmtrain.errors import BadInputError
 # Set for ranks that `llmtrain run --nproc` started: the pid of the process that started them.
 LAUNCHER_PID = "LLMTRAIN_LAUNCHER_PID"
 
+# Where runs meet: below the ports that Linux hands out to whoever asks for any (from 32768).
+FIRST_PORT, PORTS = 20000, 12000
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -49,7 +52,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
             "machine's name, as in mpirun -x MASTER_ADDR=node1"
         )
     # Runs that share a machine meet on different ports: each has an mpirun of its own, the ranks' parent.
-    port = 40000 + os.getppid() % 20000
+    port = FIRST_PORT + os.getppid() % PORTS
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -64,7 +67,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
 def _from_slurm(environment: Mapping[str, str]) -> Launched:
     rank, world = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
     # Every job has an id of its own, so that jobs that share a node meet on different ports.
-    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,

@@ -136,6 +136,10 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise RunFailedError(
+                f"ranks were to meet at {where}, but another program has that port; set MASTER_PORT to a free one"
+            ) from error
         raise RunFailedError(
             f"rank {os.environ.get('RANK')} waited {timeout.total_seconds():g} s (train.timeout) in vain for others "
             f"at {where} (MASTER_ADDR, MASTER_PORT); see whether all ranks were started and reach that address"
