@@ -42,6 +42,6 @@ def some(world: int, node: int, accumulation: int, *picked: int) -> list[tuple[C
 COVERING = [
     *some(2, 1, 4, 0, 1, 2, 3, 6), *some(2, 1, 1, 8, 12, 13), (Case(2, ("zero.preset=zero++",), node=1), True),
     *some(4, 2, 4), *some(4, 1, 1, 3, 8),
-    *some(6, 3, 1), *some(6, 2, 4, 3, 5, 6, 7),
-    *some(8, 4, 1), *some(8, 2, 4, 5, 7),
+    *some(6, 3, 1, 0, 2, 5, 7, 11, 15), *some(6, 2, 4, 3, 5, 6, 7),
+    *some(8, 4, 1, 1, 3, 5, 8, 9, 12, 16, 18, 26), *some(8, 2, 4, 5, 7),
 ]  # fmt: skip

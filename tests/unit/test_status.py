@@ -98,3 +98,5 @@ def test_logs_that_are_not_there(runs: Path) -> None:
         list(read_log(runs / "next", "9", follow=False))
     with pytest.raises(BadInputError, match="is not the folder of a run"):
         run_folder(runs / "no run")
+    with pytest.raises(BadInputError, match="is not the folder of a run and holds none"):
+        statuses([runs / "next" / "slurm"])

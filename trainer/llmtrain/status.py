@@ -80,9 +80,10 @@ def _pieces(path: Path, number: str | None) -> Iterator[str]:
 def _runs_in(path: Path) -> list[Path]:
     if not path.is_dir():
         raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs")
-    if _is_run(path):
-        return [path]
-    return sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+    found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+    if not found:
+        raise BadInputError(f"{path} is not the folder of a run and holds none")
+    return found
 
 
 def _is_run(path: Path) -> bool:

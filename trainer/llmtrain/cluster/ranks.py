@@ -13,6 +13,7 @@ from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.groups import gloo_over, group_options
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.note import NOTES
+from llmtrain.cluster.rounds import sum_over
 from llmtrain.cluster.tiers import Tier
 from llmtrain.cluster.vigil import Vigil
 from llmtrain.cluster.watch import Watch
@@ -55,7 +56,7 @@ class Ranks:
             return values
         self.watch.note("all_reduce over all ranks")
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.watch.wait(lambda: dist.all_reduce(summed))
+        self.watch.wait(lambda: sum_over(summed))
         return [float(value) for value in summed.tolist()]
 
     def gather_all(self, values: list[int]) -> list[list[int]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.rounds import sum_over
 from llmtrain.sharding.arena import Arena
 from llmtrain.sharding.collectives import Packing, Stage, all_gather, own_part, reduce_scatter
 from llmtrain.sharding.flights import Flights
@@ -140,7 +141,7 @@ class GradientReducer:
         if self.alike.stage is not None:
             self._level(self.alike.stage)
         for name, group in self.alike.tied.items():
-            dist.all_reduce(self._units[name].owned_gradient, group=group)
+            sum_over(self._units[name].owned_gradient, group)
 
     def _level(self, stage: dist.ProcessGroup) -> None:
         """Bring the replicated suffixes of all units to the mean of what the stage's ranks have of them."""
@@ -154,7 +155,7 @@ class GradientReducer:
             held.append((unit.owned_gradient[place : place + len(whole[start:end])], whole[start:end]))
         for own, part in held:
             part.copy_(own)
-        dist.all_reduce(every, group=stage)
+        sum_over(every, stage)
         every.mul_(self._degrees.optimizer / (self._degrees.ranks * self.alike.copies))
         for own, part in held:
             own.copy_(part)
@@ -290,7 +291,7 @@ class GradientReducer:
         """Add up what each tensor-parallel rank has of the gradients of what they all hold."""
         part = whole[unit.spec.replicated : unit.spec.numel]
         if self.alike.partial is not None and len(part):
-            dist.all_reduce(part, group=self.alike.partial)
+            sum_over(part, self.alike.partial)
 
     def _first_stages(self, unit: ShardedUnit, buffer: Tensor, first: bool, flight: Scratch) -> list[Stage]:
         """Sum one microbatch's gradients over the ranks that its sum is cut over."""

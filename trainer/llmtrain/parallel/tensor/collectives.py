@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.cluster.rounds import begin_gather, begin_sum, in_one_round
 from llmtrain.cluster.watch import Watch
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.weights import Count
 
-# Their names since torch 2.13, which warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# Its name since torch 2.13, which warns of the old one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -101,15 +101,16 @@ class TensorMesh:
     def all_reduce(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks, in place."""
         x = x.contiguous()
-        self._count("all_reduce", x.nbytes, 2)
-        return Pending(lambda: x, dist.all_reduce(x, group=self.group, async_op=True), self.watch)
+        self._count("all_reduce", x.nbytes, self.degree if in_one_round(x, self.degree) else 2)
+        work, finish = begin_sum(x, self.group)
+        return Pending(finish, work, self.watch)
 
     def all_gather(self, x: Tensor) -> Pending:
         """Begin to join every rank's `x` along dim 0."""
         x = x.contiguous()
-        whole = x.new_empty(self.degree * x.shape[0], *x.shape[1:])
-        self._count("all_gather", whole.nbytes, 1)
-        return Pending(lambda: whole, _all_gather(whole, x, group=self.group, async_op=True), self.watch)
+        parts = x.new_empty(self.degree, *x.shape)
+        self._count("all_gather", parts.nbytes, 1)
+        return Pending(lambda: parts.flatten(0, 1), begin_gather(parts, x, self.group), self.watch)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks; each keeps its part along dim 0."""
