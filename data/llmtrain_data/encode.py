@@ -39,10 +39,6 @@ WATCHED = 64
 LONG = 500
 """Mean ids of a text from which on texts are copied one by one."""
 
-LONG_TEXT = 4096
-"""Mean length of texts from which on gigatoken takes them one by one: as fast, and a batch has it import awkward, which
-takes 0.2 s."""
-
 Texts = list[str] | list[bytes]
 """As text or as its UTF-8."""
 
@@ -148,7 +144,7 @@ class Gigatoken:
 
     def _watch(self, tokenizer: Any, texts: Texts) -> None:
         text = _sampled(texts, 1)[0] if texts else ""
-        if encode_one(tokenizer, text).tolist() != _reference_ids(self._reference, [text])[0]:
+        if encode_with(tokenizer, [text])[0].tolist() != _reference_ids(self._reference, [text])[0]:
             raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers")
 
 
@@ -200,18 +196,11 @@ def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk]
 
 def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
-    if sum(map(len, texts)) >= LONG_TEXT * len(texts):
-        rows = [encode_one(tokenizer, text) for text in texts]
-        return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)
+    if not texts:
+        return np.empty(0, np.uint32), np.empty(0, np.int64)
     layout = tokenizer.encode_batch(texts, parallel=False).layout
     offsets = np.asarray(layout.offsets)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-
-def encode_one(tokenizer: Any, text: str | bytes) -> np.ndarray:
-    """Return the ids of a text (uint32) by a gigatoken tokenizer in this thread."""
-    ids: np.ndarray = tokenizer.encode(text)
-    return ids
 
 
 def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
@@ -279,8 +268,10 @@ def choose_encoder(
 
 def _difference(tokenizer: Any, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
     """Return why the gigatoken tokenizer cannot stand in for `tokenizers`, None if it can."""
-    for text, expected in zip(texts, _reference_ids(reference, texts), strict=True):
-        if encode_one(tokenizer, text).tolist() != expected:
+    ids, lengths = encode_with(tokenizer, texts)
+    rows = np.split(ids, np.cumsum(lengths)[:-1])
+    for text, row, expected in zip(texts, rows, _reference_ids(reference, texts), strict=True):
+        if row.tolist() != expected:
             return f"gigatoken gives other ids than tokenizers, first for {text[:40]!r}"
     return None
 
