@@ -32,7 +32,9 @@ logging: {{every: 1, dir: {runs}}}
 TIMEOUT = 12
 # How much longer it may take until all processes are gone: torch's agent, and a busy machine.
 MARGIN = 8
-ROOM = 8 * 2**20
+# Steps, over the number of ranks, that keep a run going until another start of it has got as far as the lock.
+LONG = 2000
+ROOM = 16 * 2**20
 SAID = {
     "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command goes on",
     "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command goes",
@@ -195,7 +197,8 @@ def outcome(folder: Path) -> tuple[dict[tuple[str, int], float], dict[str, bytes
 
 def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> None:
     """Have a run suffer faults at random moments, let it finish, and hold it against an undisturbed one."""
-    chance, steps = random.Random(seed), 30 * len(faults) + 30
+    chance = random.Random(seed)
+    steps = 30 * len(faults) + 30 + ("two jobs" in faults) * LONG // int(LAYOUTS[layout][0])
     recipes = {}
     for name in ("calm", "harmed"):
         recipes[name] = disk.parent / f"{name}.yaml"

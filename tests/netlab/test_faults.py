@@ -4,6 +4,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -34,7 +35,7 @@ TIMEOUT, MARGIN = 12, 8
 def command(folder: Path, name: str, steps: int, *keys: str) -> list[str]:
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(name=name, folder=folder, steps=steps, timeout=TIMEOUT))
-    return ["python", "-m", "llmtrain", "run", str(path), *keys]
+    return [sys.executable, "-m", "llmtrain", "run", str(path), *keys]
 
 
 def last_step(folder: Path) -> int:
