@@ -37,7 +37,7 @@ ranks = connect(layout, cluster=load_cluster(os.environ["CLUSTER"]))
 found = {}
 for name, groups in {**{axis.value: layout.groups(axis) for axis in Axis}, "world": [list(range(world))]}.items():
     environment = dict(os.environ)
-    group = make_groups(ranks.cluster, groups, ranks.rank)
+    group = make_groups(ranks, groups)
     assert dict(os.environ) == environment
     values = torch.full((int(os.environ["BYTES"]) // 4,), float(2**ranks.rank))
     before = sent()

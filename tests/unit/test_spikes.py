@@ -121,6 +121,30 @@ def test_rewinding_survives_a_stop(train: Train, monkeypatch: pytest.MonkeyPatch
     assert steps(train(REWIND)) == whole
 
 
+def test_nothing_is_left_of_steps_that_were_gone_back_from(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop leaves a checkpoint of step 15; the run then goes back to step 12, and is stopped again at step 13."""
+    spoil(monkeypatch, range(16, 17))
+    whole = steps(train("name=whole", REWIND))
+    for stop_after in (15, 13):
+        monkeypatch.undo()
+        spoil(monkeypatch, range(16, 17), stop_after)
+        with pytest.raises(PreemptedError):
+            train(REWIND)
+    monkeypatch.undo()
+    spoil(monkeypatch, range(16, 17))
+    assert steps(train(REWIND)) == whole
+
+
+def test_run_that_began_with_another_goes_back_to_there(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("name=other", "train.steps=6")
+    spoil(monkeypatch, range(8, 9))
+    rows = train(REWIND, f"checkpoint.resume={tmp_path}/runs/other", "checkpoint.every=0", "train.steps=12")
+    assert [step for step, _ in steps(rows)] == list(range(7, 13))
+    assert [row["passed_batches"] for row in rows if "event" not in row] == [3] * 6
+
+
 def test_spike_before_the_first_checkpoint_goes_back_to_the_start(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

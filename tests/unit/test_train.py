@@ -98,6 +98,17 @@ def test_fp16_overflow_halves_the_scale_and_is_skipped(train: Train, folder: Pat
     assert curve[-1] < curve[0] - 0.5
 
 
+def test_fp16_takes_its_own_scale_where_there_was_none(train: Train, folder: Path) -> None:
+    train("train.steps=6")
+    train("name=half", f"checkpoint.resume={folder}/runs/tiny", "precision.compute=fp16", "train.steps=8")
+    train("name=back", f"checkpoint.resume={folder}/runs/half", "train.steps=9")
+    assert [row["loss_scale"] for row in rows(folder / "runs" / "half") if "event" not in row] == [65536.0] * 2
+
+
+def test_any_seed_will_do(train: Train) -> None:
+    assert len(train("seed=9000000000000000000", "model.dropout=0.1", "train.steps=5")) == 5
+
+
 def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -> None:
     original = loop.forward_backward
 

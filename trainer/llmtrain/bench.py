@@ -19,7 +19,7 @@ from llmtrain.cluster.measure.result import Measured, as_data, described, withou
 from llmtrain.cluster.quantity import written
 from llmtrain.cluster.tiers import tiers
 from llmtrain.errors import BadInputError
-from llmtrain.start import ending_as_one
+from llmtrain.start import check_gpus, ending_as_one
 
 if TYPE_CHECKING:
     from llmtrain.cluster.ranks import Ranks
@@ -63,6 +63,7 @@ def bench_comm(asked: CommBench, nproc: int | None) -> None:
             f"there {'is 1 rank' if world else 'are 0 ranks'}, and bench comm measures the links between at least 2; "
             "add --nproc N, or start it through torchrun, srun or mpirun"
         )
+    check_gpus(torch.cuda.device_count(), place, world)
     if place is not None:
         _measure_as_rank(asked, given, place)
         return

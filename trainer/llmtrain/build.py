@@ -92,13 +92,13 @@ def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
     degree = layout.degree(Axis.TENSOR)
     if degree == 1:
         return TensorMesh()
-    group = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
+    group = make_groups(ranks, layout.groups(Axis.TENSOR))
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
     words = None
     if not schedule_of(recipe).actions:
         # What arrives first differs from rank to rank, and the order of a layer's collectives must not.
-        words = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank, "gloo")
+        words = make_groups(ranks, layout.groups(Axis.TENSOR), "gloo")
     return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.watch, words)
 
 
@@ -129,10 +129,10 @@ def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tu
     weights = WeightPolicy(
         packing=Packing(8, quantize.block) if quantize.weights == "int8" else None,
         secondary=Packing(8, quantize.block) if quantize.secondary == "int8" else None,
-        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
-        together=max(_recompute(recipe), 2),
+        together=_together(recipe),
         # What arrives first differs from replica to replica, and the order of gathers must not.
         held=not schedule_of(recipe).actions,
+        alike=ranks.layout.degree(Axis.TENSOR) > 1,
     )
     gradients = Packing(4, quantize.block) if quantize.gradients == "int4" else None
     return Spread(degrees, hops, weights, gradients), levels
@@ -144,20 +144,20 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
     partial = None
     if recipe.parallel.sequence and copies > 1:
         # Groups of their own, as these sums are made beside the layers'.
-        partial = make_groups(ranks.cluster, layout.groups(Axis.TENSOR), ranks.rank)
+        partial = make_groups(ranks, layout.groups(Axis.TENSOR))
     stage = None
     if spread.gradients is not None and copies > 1:
         stages = range(layout.degree(Axis.PIPELINE))
         members = [
             [rank for rank in range(layout.world) if layout.coordinate(rank, Axis.PIPELINE) == one] for one in stages
         ]
-        stage = make_groups(ranks.cluster, members, ranks.rank)
+        stage = make_groups(ranks, members)
     schedule = schedule_of(recipe)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
     if pieces[0].tied and ends[0] != ends[1]:
         pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
-        group = join_group(ranks.cluster, pairs, ranks.rank)
+        group = join_group(ranks, pairs)
         tied = {} if group is None else {"embedding": group}
         if any(piece.closes for piece in pieces):
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
@@ -203,7 +203,7 @@ def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | 
         ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
         # Every rank takes part in making every group, in the same order.
         if not over_mpi:
-            groups[channel] = join_group(ranks.cluster, [[line[end] for end in ends] for line in lines], ranks.rank)
+            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
     if over_mpi:
@@ -213,6 +213,16 @@ def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | 
         ranks.device,
         dtype,
     )
+
+
+def _together(recipe: Recipe) -> int:
+    """Return how many blocks have to be whole at once."""
+    split = recipe.pipeline.split
+    assert not isinstance(split, str)
+    # A backward pass whose gradients of weights wait tells of no block that it is done with it, only of all.
+    piece = max(split) if schedule_of(recipe).splits_backward else 0
+    # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
+    return max(_recompute(recipe), piece, 2)
 
 
 def _recompute(recipe: Recipe) -> int:

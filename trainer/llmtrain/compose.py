@@ -11,6 +11,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from llmtrain.build import build
 from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
+from llmtrain.checkpoint.folder import drop_later
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
@@ -40,7 +41,8 @@ from llmtrain.telemetry.meters import CommMeter
 class Progress:
     """How far the run is; saved with every checkpoint.
 
-    step: steps done. applied: those of them that were not skipped. skipped_in_row: skipped steps just before. passed:
+    step: steps done. applied: those of them that were not skipped. skipped_in_row: skipped steps just before.
+    loss_scale: None where the loss is not scaled. passed:
     global batches that were passed over. rewinds: times in a row that the run went back to its newest checkpoint.
     losses: what spikes are told by.
     """
@@ -49,7 +51,7 @@ class Progress:
     applied: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
     good_steps: int = 0
     passed: int = 0
     rewinds: int = 0
@@ -157,13 +159,15 @@ def save(run: Run) -> None:
         run.log.warn(failure)
 
 
-def resume(run: Run) -> None:
-    """Bring the states to where the recipe says the run starts from. Collective."""
+def resume(run: Run) -> bool:
+    """Bring the states to where the recipe says the run starts from; return whether it has checkpoints of its own.
+    Collective."""
     run.ranks.watch.note("loading the checkpoint")
     run.checkpoints.reserve(_my_shards(run))
     start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
     progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.config)
-    if progress is not None and start == "never":
+    goes_on = progress is not None
+    if goes_on and start == "never":
         raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
     if progress is None and start not in ("auto", "never"):
         progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.config)
@@ -178,6 +182,7 @@ def resume(run: Run) -> None:
     if run.ranks.is_main:
         # Only now: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
         _record(run)
+    return goes_on
 
 
 def go_back(run: Run) -> None:
@@ -202,6 +207,10 @@ def go_back(run: Run) -> None:
     run.progress.rewinds = gone.rewinds + 1
     run.engine.update()
     run.log.rewind(run.progress.step)
+    if run.ranks.is_main:
+        # Later ones are of steps that have not been.
+        with _writing(own):
+            drop_later(own, run.progress.step)
 
 
 def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
@@ -209,7 +218,8 @@ def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
         run.progress = TypeAdapter(Progress).validate_python(saved)
     except ValidationError as error:
         raise RunFailedError(f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}") from error
-    if run.progress.step:
+    scaled = run.recipe.precision.compute == "fp16"
+    if scaled and run.progress.loss_scale is not None:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
 
 

@@ -31,7 +31,8 @@ def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop
     generator = torch.Generator(device).manual_seed(sampling.seed)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(count):
-        logits = model(tokens[:, -model.config.positions :])[0, -1].float()
+        x = model.run(model.embedding(tokens[:, -model.config.positions :]), 0, model.config.layers)
+        logits = model.finish(x[:, -1:], None)[0, -1].float()
         drawn = draw(logits, sampling, generator)
         if drawn == stop_at:
             return

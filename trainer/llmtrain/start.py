@@ -54,6 +54,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         apex=_has_apex(),
     )
     resolved = settle(recipe, facts, read_hf_config)
+    check_gpus(gpus, place, world)
     if dry_run:
         sys.stdout.write(to_yaml(resolved))
     elif place is not None or world == 1:
@@ -62,6 +63,20 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         from llmtrain.cluster.launch import launch
 
         launch(world, ["run", name, *overrides], _restarts(recipe, facts))
+
+
+def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
+    """Raise BadInputError where this machine is to have more ranks than it has GPUs.
+
+    place: this rank's, None where all `world` ranks are started here. Where a launcher gives each rank a GPU of its
+    own, a rank sees but that one.
+    """
+    here = world if place is None else place.ranks_per_node
+    if gpus and here > gpus and (place is None or gpus > 1):
+        raise BadInputError(
+            f"{here} ranks are to run on a machine with {gpus} GPUs; start at most one rank for each GPU, or hide the "
+            "GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
+        )
 
 
 def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":

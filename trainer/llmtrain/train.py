@@ -29,9 +29,9 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
     """
     steps = recipe.train.steps
     with StopRequest() as stop, compose(recipe, ranks, stop) as run:
-        resume(run)
+        goes_on = resume(run)
         run.log.start(run.progress.step, decisions)
-        if run.progress.step == 0:
+        if not goes_on or run.progress.step == 0:
             begin(run)
         while run.progress.step < steps:
             before = run.progress.step
@@ -55,7 +55,8 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
 
 def begin(run: Run) -> None:
     """Log where the run starts from, and save it where a spike may have to go back to it. Collective."""
-    evaluate(run)
+    if run.progress.step == 0:
+        evaluate(run)
     if run.recipe.on_spike.threshold and run.recipe.on_spike.action == "rewind":
         save(run)
 
@@ -70,7 +71,7 @@ def train_step(run: Run, step: int) -> bool:
         # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
         # ranks, unless each has its own part of the sequence.
         alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
-        torch.manual_seed((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike)
+        torch.manual_seed(((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
     loss, norm, stopping = forward_backward(run, step)
     seconds = own_seconds(run, step)
     norm_value = norm / run.scale.value
@@ -142,7 +143,7 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     """Keep count of skipped steps; too many in a row end the run."""
     progress, dynamic, before = run.progress, run.recipe.precision.compute == "fp16", run.scale.value
     run.scale.update(finite, dynamic)
-    progress.loss_scale, progress.good_steps = run.scale.value, run.scale.good_steps
+    progress.loss_scale, progress.good_steps = run.scale.value if dynamic else None, run.scale.good_steps
     if finite and not spike:
         progress.skipped_in_row = 0
         return

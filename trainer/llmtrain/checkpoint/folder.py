@@ -7,6 +7,7 @@ them up.
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, check, encode
@@ -67,7 +68,16 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
 def prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the `keep` newest checkpoints up to `step`; those of later steps are not this run's."""
     upto = [path for path in step_folders(folder) if step_of(path) <= step]
-    for path in upto[:-keep]:
+    _delete(folder, upto[:-keep])
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Delete the checkpoints of steps after `step`."""
+    _delete(folder, [path for path in step_folders(folder) if step_of(path) > step])
+
+
+def _delete(folder: Path, paths: Iterable[Path]) -> None:
+    for path in paths:
         gone = path.rename(path.with_name(path.name + ".pruned"))
         sync_folder(folder)
         shutil.rmtree(gone)

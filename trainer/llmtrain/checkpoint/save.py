@@ -68,6 +68,8 @@ class Checkpointer:
 
     def reserve(self, shards: list[StateShard]) -> None:
         """Allocate the host copies now, so that the first asynchronous save takes no longer than the next."""
+        if not self._asynchronous and not any(state.is_cuda for state in _states(shards)):
+            return
         sizes = [state.numel() for state in _states(shards)]
         if [buffer.numel() for buffer in self._staging] != sizes:
             pinned = any(state.is_cuda for state in _states(shards))

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -13,35 +13,35 @@ from llmtrain.cluster.cards import card_of, nccl_net
 from llmtrain.cluster.config import Cluster, Nic
 from llmtrain.errors import BadInputError
 
+if TYPE_CHECKING:
+    from llmtrain.cluster.ranks import Ranks
+
 # gloo reads it whenever it makes a group.
 _GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 
-def make_groups(
-    cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Make process groups of these ranks, and return the one that `rank`, this one, is in. Collective over all ranks.
+def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """Make process groups of the run's ranks, and return the one that this rank is in. Collective over all ranks.
 
-    See `join_group`; here one has `rank`.
+    See `join_group`; here one has this rank.
     """
-    group = join_group(cluster, groups, rank, backend)
+    group = join_group(ranks, groups, backend)
     if group is None:
-        raise ValueError(f"rank {rank} is in none of the groups {groups}")
+        raise ValueError(f"rank {ranks.rank} is in none of the groups {groups}")
     return group
 
 
-def join_group(
-    cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Make process groups of these ranks, and return the one that `rank`, this one, is in, if any. Collective over all
+def join_group(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make process groups of the run's ranks, and return the one that this rank is in, if any. Collective over all
     ranks.
 
-    cluster: where the ranks are; None: every group takes the backend's own choice of a card. groups: those that are
-    used at the same time; none overlap. Every rank names all of them in the same order: groups that only their members
-    know are named after what each has made before, which ranks need not agree on. backend: None for the run's. Raises
-    BadInputError when this machine has no such card.
+    Without a cluster every group takes the backend's own choice of a card. groups: those that are used at the same
+    time; none overlap. Every rank names all of them in the same order: groups that only their members know are named
+    after what each has made before, which ranks need not agree on. backend: None for the run's. Raises BadInputError
+    when this machine has no such card.
     """
-    return group_over(cluster, card_of(cluster, groups, rank), groups, backend)
+    card = card_of(ranks.cluster, groups, ranks.rank)
+    return group_over(ranks.cluster, card, groups, backend, ranks.timeout)
 
 
 def group_over(

@@ -29,6 +29,7 @@ class Ranks:
     store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
     tiers: of links between all ranks, fastest first. cluster: whose network cards the process groups are made on; None
     for the default of each machine. watch: takes notes of what this rank does. vigil: what watches over all ranks.
+    timeout: of everything that ranks do together; None: torch's own.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Ranks:
     cluster: Cluster | None = None
     watch: Watch = field(default_factory=Watch)
     vigil: Vigil | None = None
+    timeout: timedelta | None = None
 
     @property
     def is_main(self) -> bool:
@@ -82,8 +84,9 @@ class Ranks:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """Return the local rank's CUDA device, or the CPU where there is none."""
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    """Return the local rank's CUDA device, the only one where it sees no other, or the CPU where there is none."""
+    count = torch.cuda.device_count()
+    return torch.device("cuda", 0 if count == 1 else local_rank) if count else torch.device("cpu")
 
 
 def connect(
@@ -118,17 +121,19 @@ def connect(
     if backend == "nccl" and card is not None and card.interface is not None:
         # Read once, for where ranks meet and for sockets: = stands for the whole name.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
+    # The vigil ends what hangs, and can say why.
+    patience = 2 * timeout
     with gloo_over(card):
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
             world_size=layout.world,
-            # The vigil ends what hangs, and can say why.
-            timeout=2 * timeout,
+            timeout=patience,
             pg_options=group_options(backend, cluster, card),
         )
-    return Ranks(rank, local_rank, layout, device, dist.PrefixStore("llmtrain", store), tiers, cluster, watch, vigil)
+    store = dist.PrefixStore("llmtrain", store)
+    return Ranks(rank, local_rank, layout, device, store, tiers, cluster, watch, vigil, patience)
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int]:

@@ -25,6 +25,7 @@ class Watch:
         self.last, self.moved, self.writing, self.lost = Last(), time.time(), False, False
         self._timing, self._began, self._waited = False, 0.0, 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._stream: torch.cuda.Stream | None = None
         self._thread = threading.get_ident()
 
     def note(self, doing: str, step: int | None = None) -> None:
@@ -45,12 +46,16 @@ class Watch:
     def start_timing(self) -> None:
         """Tell work from waiting until `own_seconds` is asked for."""
         self._timing, self._began, self._waited = True, time.perf_counter(), 0.0
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def wait(self, wait: Callable[[], T]) -> T:
         """Return what `wait` returns, which waits for other ranks: the thread does, or the current CUDA stream."""
         if not self._timing:
             return wait()
-        if torch.cuda.is_initialized():
+        if self._stream is not None:
+            if torch.cuda.current_stream() != self._stream:
+                # Another stream's wait holds up no computation.
+                return wait()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             result = wait()
@@ -69,7 +74,7 @@ class Watch:
     def own_seconds(self) -> float:
         """Return the seconds since `start_timing` in which this rank did not wait for others."""
         self._timing = False
-        if torch.cuda.is_initialized():
+        if self._stream is not None:
             torch.cuda.synchronize()
             self._waited = sum(before.elapsed_time(after) for before, after in self._stalls) / 1000
             self._stalls.clear()

@@ -86,7 +86,7 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
     def hop(level: Level, order: Sequence[int], name: str) -> Hop:
         places = level.groups(ranks.layout.degrees[Axis.DATA])
         groups = [[axis[place] for place in group] for axis in axes for group in places]
-        group = make_groups(ranks.cluster, groups, ranks.rank)
+        group = make_groups(ranks, groups)
         lanes = lane(ranks.device, f"{name} over {level.tier}", ranks.watch)
         return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device))
 

@@ -12,6 +12,7 @@ class Scratch:
 
     device: torch.device
     _buffers: dict[str, Tensor] = field(default_factory=dict)
+    _outgrown: list[Tensor] = field(default_factory=list)
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer `name` as `[numel]` of `dtype`, with whatever it holds."""
@@ -19,8 +20,9 @@ class Scratch:
         held = self._buffers.get(name)
         if held is None or held.numel() < nbytes:
             if held is not None and held.is_cuda:
-                # Another stream may still use the smaller one, whose memory goes back now.
-                torch.cuda.synchronize(self.device)
+                # Another stream may still use the smaller one, and waiting for all streams would wait for messages
+                # that are received ahead.
+                self._outgrown.append(held)
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return held[:nbytes].view(dtype)
 

@@ -15,6 +15,7 @@ from llmtrain.sharding.hops import Hop, Hops
 from llmtrain.sharding.lane import Ticket
 from llmtrain.sharding.order import UseOrder
 from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.suffix import Suffix
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -34,13 +35,15 @@ class Whole:
 class WeightPolicy:
     """How weights travel and rest. packing: of gathers; secondary: of the second copy. lookahead: units gathered ahead
     of need, and uses within which a unit is kept. together: units that compute at one time. held: whether a unit stays
-    whole until its weights are stepped."""
+    whole until its weights are stepped. alike: whether tensor-parallel ranks share a part of each unit, which then
+    travels by itself where the rest is packed."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     lookahead: int = 2
     together: int = 1
     held: bool = False
+    alike: bool = False
 
     @property
     def buffers(self) -> int:
@@ -71,6 +74,9 @@ class WeightKeeper:
         self._backward = False
         for unit in units.values():
             unit.secondary = self._new_secondary(unit)
+        apart = policy.alike and degrees.optimizer > 1 and (policy.packing or policy.secondary) is not None
+        shared = [name for name, unit in units.items() if apart and unit.spec.replicated < unit.spec.numel]
+        self._suffixes = {name: Suffix(units[name]) for name in shared}
 
     def start_pass(self, name: str) -> None:
         """Begin a pass called `name`, which uses the units in the same order as earlier ones of that name."""
@@ -121,18 +127,24 @@ class WeightKeeper:
         self._copied.discard(unit.spec.name)
         if unit.spec.name in self._whole:
             self._drop(unit.spec.name)
-        hops, packing = self._hops.gather(self._degrees.weights, self._degrees.optimizer), self._policy.packing
+        degrees, packing, suffix = self._degrees, self._policy.packing, self._suffixes.get(unit.spec.name)
+        hops, all_hops = (self._hops.gather(inner, degrees.optimizer) for inner in (degrees.weights, 1))
         if not hops:
             unit.publish()
-            return
+            if suffix is None:
+                return
 
         def stages(flight: Scratch) -> list[Stage]:
-            if packing is not None:
-                return all_gather_packed(unit.weight, unit.master, hops, packing, flight)
-            first, *rest = all_gather(unit.weight, hops)
-            return [first.first(unit.publish), *rest]
+            if packing is not None and hops:
+                found = all_gather_packed(unit.weight, unit.master, hops, packing, flight)
+            else:
+                found = all_gather(unit.weight, hops)
+                found[:1] = [first.first(unit.publish) for first in found[:1]]
+            return found if suffix is None else [*found, *suffix.stages(all_hops)]
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
+        if suffix is not None:
+            self._count(suffix.traffic(all_hops))
         self._updates[unit.spec.name] = self.flights.start(stages)[-1]
 
     def settle(self) -> None:
@@ -180,10 +192,18 @@ class WeightKeeper:
         hops = self._hops.gather(1, degrees.secondary if second else degrees.weights)
         packing, purpose = (policy.secondary, "secondary") if second else (policy.packing, "weights")
         copy = unit.secondary is not None and name not in self._copied
+        # It goes over other hops, on lanes that do not wait for this one's.
+        update, suffix = self._updates.pop(name, None), self._suffixes.get(name)
 
         def stages(flight: Scratch) -> list[Stage]:
-            *rest, last = self._stages(unit, buffer, hops, packing, second, flight)
-            return [*rest, last.then(lambda: self._copy(unit, buffer)) if copy else last]
+            found = self._stages(unit, buffer, hops, packing, second, flight)
+            if suffix is not None:
+                found[-1] = found[-1].then(lambda: suffix.put(buffer, 0))
+            if copy:
+                found[-1] = found[-1].then(lambda: self._copy(unit, buffer))
+            if update is not None:
+                found[0] = found[0].first(update.wait)
+            return found
 
         self._count(gather_traffic(purpose, hops, buffer.numel(), buffer.itemsize, packing))
         if copy:

@@ -54,7 +54,7 @@ class MpiTransport:
         self._peers, self._stages, self._device, self._dtype = peers, stages, device, dtype
         self._direct = device.type == "cpu" or _reaches_cuda()
         self._inboxes: dict[Channel, _Inbox] = {}
-        self._sent: list[tuple[Tensor, Any]] = []
+        self._sent: deque[tuple[Tensor, Any]] = deque()
 
     def expect(self, channel: Channel, shapes: Iterable[torch.Size]) -> None:
         """Say which messages come next on a channel."""
@@ -93,6 +93,8 @@ class MpiTransport:
             # MPI reads the memory itself, behind no stream.
             torch.cuda.current_stream().synchronize()
         request = self._world.Isend(_bytes(values), self._peers[channel], self._tag(channel))
+        while self._sent and self._sent[0][1].Test():
+            self._sent.popleft()
         self._sent.append((values, request))
 
     def flush(self) -> None:
@@ -108,6 +110,9 @@ class MpiTransport:
         while inbox.shapes and len(inbox.posted) < AHEAD:
             values = torch.empty(inbox.shapes.popleft(), dtype=self._dtype, device=self._device)
             host = values if self._direct else torch.empty_like(values, device="cpu", pin_memory=True)
+            if host.is_cuda:
+                # MPI writes behind no stream, and this memory may be what a queued kernel still reads.
+                torch.cuda.current_stream().synchronize()
             request = self._world.Irecv(_bytes(host), self._peers[channel], self._tag(channel))
             inbox.posted.append(_Message(values, host, request))
 

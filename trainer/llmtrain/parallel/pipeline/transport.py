@@ -67,9 +67,11 @@ class TorchTransport:
     ) -> None:
         self._peers, self._device, self._dtype = peers, device, dtype
         self._inboxes: dict[Channel, _Inbox] = {}
-        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._sent: dict[Channel, deque[tuple[Tensor, dist.Work]]] = {channel: deque() for channel in peers}
         # gloo tells that a message is there only to those who wait for it.
         self._watchers = ThreadPoolExecutor(max(len(peers), 1), "pipeline") if device.type == "cpu" else None
+        if device.type == "cuda":
+            self._connect()
 
     def expect(self, channel: Channel, shapes: Iterable[torch.Size]) -> None:
         """Say which messages come next on a channel."""
@@ -87,6 +89,10 @@ class TorchTransport:
         else:
             work.wait()
         self._post(channel, inbox)
+        there = self._sent.get(Channel(channel.target, channel.source))
+        if there and channel.source > channel.target:
+            # A gradient comes back after the activation has arrived, whose memory is free now.
+            there.popleft()[1].wait()
         return values
 
     def arrived(self, channel: Channel) -> bool:
@@ -113,13 +119,16 @@ class TorchTransport:
         values = values.contiguous()
         work = dist.isend(values, peer, group=group)
         assert work is not None
-        self._sent.append((values, work))
+        sent = self._sent[channel]
+        while sent and sent[0][1].is_completed():
+            sent.popleft()
+        sent.append((values, work))
 
     def flush(self) -> None:
         """Wait until all that was sent is on its way."""
-        for _, work in self._sent:
-            work.wait()
-        self._sent.clear()
+        for sent in self._sent.values():
+            while sent:
+                sent.popleft()[1].wait()
 
     def close(self) -> None:
         """End the threads and leave the process groups."""
@@ -127,6 +136,13 @@ class TorchTransport:
             self._watchers.shutdown()
         for group, _ in self._peers.values():
             dist.destroy_process_group(group)
+
+    def _connect(self) -> None:
+        """Have NCCL connect the two sides of each channel, in an order that all ranks share: it does so at the first
+        message, and holds up the host until the other side comes to one, which may be behind what waits for this."""
+        one = torch.zeros(1, dtype=self._dtype, device=self._device)
+        for group, peer in self._peers.values():
+            (dist.send if dist.get_rank() < peer else dist.recv)(one, peer, group=group)
 
     def _post(self, channel: Channel, inbox: _Inbox) -> None:
         group, peer = self._peers[channel]
