@@ -75,6 +75,14 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "stages: 2, 1" in shown(capsys, str(recipe))
 
 
+def test_names_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "own[x].yaml"
+    own.write_text("node: {ranks: 2}\nclusters: [{name: 'a[red]', nodes: 1}, {name: '[/b]', nodes: 1}]\n")
+    text = shown(capsys, str(own))
+    assert "on own[x], 2 on each node" in text
+    assert "across a[red], [/b]" in text
+
+
 def test_without_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     found = described(capsys, "--ranks", "4")
     assert (found["name"], found["clusters"], found["tiers"][0]["ranks"]) == (None, [], 4)

@@ -78,6 +78,16 @@ def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "runs is not a folder" in capsys.readouterr().err
 
 
+def test_names_and_reasons_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = {"event": "end", "step": 4, "outcome": "failed", "reason": "[/__w/pytorch/gloo] Read error :x:"}
+    (tmp_path / "x[small]").mkdir()
+    (tmp_path / "x[small]" / "metrics.jsonl").write_text(row(4) + json.dumps(end) + "\n")
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].startswith("x[small] ")
+    assert "[/__w/pytorch/gloo] Read error :x:" in shown
+
+
 def test_logs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_of(runs / "next", "1").write_text("one\n")
     assert main(["logs", str(runs / "next")]) == 0

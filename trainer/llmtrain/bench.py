@@ -158,7 +158,7 @@ def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: in
         print(json.dumps(plain(found, cluster, after, dist.get_backend(), world)))
         return
     # A file has no width.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 130)
     for table in tables(found, cluster):
         console.print(table)
     if asked.output is not None:

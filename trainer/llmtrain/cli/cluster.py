@@ -35,6 +35,6 @@ def show(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for part in tables(found):
         console.print(part)

@@ -32,4 +32,5 @@ def status(
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         left = "-" if run.seconds_left is None else units.duration(run.seconds_left)
         table.add_row(run.name, run.state, step, loss, left, run.job or "-", run.detail)
-    Console(highlight=False, soft_wrap=True).print(table)
+    # Names and reasons are shown as they are: Read error at [/x] is no markup.
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
