@@ -65,6 +65,10 @@ def degrees(world: int, node: int, *overrides: str) -> tuple[int, ...]:
         (8, 4, ["zero.partition={weights: 2, gradients: node, optimizer: all}"], (2, 4, 8, 0)),
         (8, 4, ["zero.partition={weights: 2, gradients: node, optimizer: all}", "zero.secondary=all"], (2, 4, 8, 8)),
         (8, 4, ["zero.partition={weights: auto, optimizer: all}"], (4, 4, 8, 0)),
+        # What is not auto decides which numbers there are to choose from.
+        (8, 4, ["zero.stage=2", "zero.partition.optimizer=auto"], (1, 8, 8, 0)),
+        (8, 4, ["zero.partition={weights: auto, gradients: 2, optimizer: 8}"], (2, 2, 8, 0)),
+        (8, 1, ["zero.partition.weights=auto", "zero.secondary=2"], (2, 2, 2, 2)),
         (8, 4, ["zero.preset=mics"], (4, 4, 4, 0)),
         (8, 4, ["zero.preset=mics", "zero.partition.weights=2"], (2, 2, 2, 0)),
         (8, 4, ["zero.preset=zero++"], (8, 8, 8, 4)),
@@ -125,6 +129,29 @@ def test_auto_is_the_smallest_that_fits(per_parameter: float, expected: int) -> 
         degrees(8, 2, "zero.partition.weights=auto", "cluster={accelerator: {memory: 1kB}, node: {ranks: 2}}")
 
 
+@pytest.mark.parametrize(
+    ("per_parameter", "overrides", "expected"),
+    [
+        # fp32: weights take 4 bytes, gradients 4, the optimizer 8.
+        (12.1, "zero.partition.optimizer=auto", (1, 1, 2, 0)),
+        (9.1, "zero.partition.optimizer=auto", (1, 1, 8, 0)),
+        (6.1, "zero.partition={gradients: auto}", (1, 8, 8, 0)),
+        (6.1, "zero.partition={weights: auto, optimizer: 8}", (2, 2, 8, 0)),
+        (6.1, "zero.stage=1 zero.partition.gradients=auto", (1, 4, 8, 0)),
+        # The second copy takes 4 bytes over 2 ranks.
+        (5.1, "zero.partition.weights=auto zero.secondary=2", (8, 8, 8, 2)),
+        (6.1, "zero.partition.weights=auto zero.secondary=2", (4, 4, 4, 2)),
+    ],
+)
+def test_auto_counts_what_the_run_will_hold(per_parameter: float, overrides: str, expected: tuple[int, ...]) -> None:
+    parameters = parameter_count(shape(settled(8, 2)))
+    room = f"{per_parameter * parameters / STATES_SHARE:.0f}B"
+    memory = f"cluster={{accelerator: {{memory: {room}}}, node: {{ranks: 2}}}}"
+    assert degrees(8, 2, *re.split(r" (?=[a-z]+\.)", overrides), memory) == expected
+    with pytest.raises(BadInputError, match="do not fit the 8 ranks' memory"):
+        degrees(8, 2, "zero.partition.optimizer=auto", memory.replace(room, f"{8 * parameters:.0f}B"))
+
+
 PARTITION = "zero.partition="
 REFUSED = {
     # Not nested.
@@ -135,6 +162,7 @@ REFUSED = {
     f"{PARTITION}{{weights: 3}}": r"zero\.partition\.weights is 3; expected a divisor of the 8 data-parallel ranks",
     f"{PARTITION}{{weights: 16}}": r"zero\.partition\.weights is 16; expected a divisor of the 8",
     f"{PARTITION}{{optimizer: 6}}": r"zero\.partition\.optimizer is 6; expected a divisor of the 8",
+    f"{PARTITION}{{gradients: auto, optimizer: 6}}": r"zero\.partition\.optimizer is 6; expected a multiple",
     f"{PARTITION}{{weights: 0}}": r"zero\.partition\.weights is 0; expected at least 1",
     f"{PARTITION}{{gradients: -2}}": r"zero\.partition\.gradients is -2",
     # Secondary copies.
@@ -148,6 +176,7 @@ REFUSED = {
     "zero.stage=3 quantize.secondary=int8": r"quantize\.secondary is int8, but there is no secondary copy",
     "zero.preset=zero++ zero.secondary=0 quantize.secondary=int8": r"quantize\.secondary is int8, but there is no",
     "zero.stage=3 quantize.gradients=int4 quantize.block=33": r"quantize.*block is 33; .* must be even",
+    "zero.preset=zero++ quantize.block=33": r"quantize\.block is 33; .* must be even",
     "quantize.block=0": r"quantize.*block is 0; it must be at least 1",
     "quantize.weights=int4": r"quantize\.weights is int4",
     "quantize.gradients=int8": r"quantize\.gradients is int8",

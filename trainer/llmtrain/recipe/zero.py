@@ -1,6 +1,7 @@
 """The `zero` and `quantize` sections made concrete: presets, tier names and `auto` become numbers of ranks. Pure."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -28,28 +29,7 @@ def resolve_zero(
     where the cluster does not state it: `auto` is then a node. Raises BadInputError naming the key and the rule.
     """
     zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
-    given = [getattr(zero.partition, state) for state in _STATES]
-    smallest = _smallest(given, ranks, tiers, fits) if "auto" in given else ranks
-    staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
-    numbers: list[int] = []
-    for place, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
-        if degree is not None:
-            number = _number(f"zero.partition.{state}", degree, smallest, tiers)
-        elif zero.stage is not None or (not numbers and all(value is None for value in given)):
-            number = staged[zero.stage or 0][place]
-        else:
-            # Without a stage, a state left out is cut as the one before it.
-            number = numbers[-1] if numbers else 1
-        numbers.append(number)
-    if zero.secondary == "auto":
-        raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
-    secondary = _number("zero.secondary", zero.secondary or 0, smallest, tiers)
-    weights, gradients, optimizer = numbers
-    degrees = Degrees(ranks, weights, gradients, optimizer, secondary)
-    if ranks == 1 or (recipe.zero.preset and degrees.weights == 1):
-        # A recipe for many ranks is fine on one, where there is nothing to spread or send.
-        degrees = replace(degrees, secondary=0)
-    _check(degrees)
+    degrees = _degrees(zero, ranks, tiers, fits)
     partition = PartitionConfig(weights=degrees.weights, gradients=degrees.gradients, optimizer=degrees.optimizer)
     hierarchical = True if zero.hierarchical == "auto" else zero.hierarchical
     resolved = replace(zero, partition=partition, secondary=degrees.secondary, hierarchical=hierarchical)
@@ -77,7 +57,10 @@ def _with_preset(
         partition=_filled(zero.partition, partition),
         secondary=secondary if zero.secondary is None else zero.secondary,
     )
-    return zero, _filled(quantize, packed)
+    try:
+        return zero, _filled(quantize, packed)
+    except ValueError as error:
+        raise BadInputError(f"quantize.{error}") from error
 
 
 def _presets(fastest: str) -> dict[str, tuple[PartitionConfig, Degree, QuantizeConfig]]:
@@ -98,29 +81,60 @@ def _filled(own: Section, preset: Section) -> Section:
     return replace(own, **missing)
 
 
-def _smallest(
-    given: Sequence[Degree | None], ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
-) -> int:
-    """Return the smallest degree for every `auto` (MiCS, section 3.2) that fits."""
-    if fits is None:
-        return min(tier_ranks(tiers, "node"), ranks)
-    for degree in (number for number in range(1, ranks + 1) if ranks % number == 0):
-        numbers = [
-            degree if value in ("auto", None) else _number("zero.partition", value, degree, tiers) for value in given
-        ]
-        if fits(Degrees(ranks, *numbers)):
-            return degree
+def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None) -> Degrees:
+    """Return the degrees that a section says, with the smallest number for every `auto` (MiCS, section 3.2) that goes
+    with what else it says and fits; where nothing says what fits, the one nearest to a node, rather above it."""
+    if zero.secondary == "auto":
+        raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
+    if "auto" not in (getattr(zero.partition, state) for state in _STATES):
+        return _with_auto(zero, ranks, tiers, ranks)
+    first = 1 if fits else min(tier_ranks(tiers, "node"), ranks)
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    allowed = []
+    for number in sorted(divisors, key=lambda number: (number < first, abs(number - first))):
+        with suppress(BadInputError):
+            allowed.append(_with_auto(zero, ranks, tiers, number))
+    if not allowed:
+        # Which says why not.
+        return _with_auto(zero, ranks, tiers, ranks)
+    fitting = [degrees for degrees in allowed if fits is None or fits(degrees)]
+    if fitting:
+        return fitting[0]
     raise BadInputError(
-        f"zero.partition is auto, but the model states do not fit the {ranks} ranks' memory even when all of them "
-        "share them (cluster.accelerator.memory); use more ranks or a smaller model"
+        f"zero.partition is auto, but the model states do not fit the {ranks} ranks' memory at any number "
+        "(cluster.accelerator.memory); use more ranks, a smaller model, or auto for more of zero.partition"
     )
 
 
-def _number(key: str, degree: Degree | None, smallest: int, tiers: Sequence[Tier]) -> int:
+def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -> Degrees:
+    """Return the degrees that a section says where `auto` stands for a number. Raises BadInputError."""
+    given = [getattr(zero.partition, state) for state in _STATES]
+    staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
+    numbers: list[int] = []
+    for place, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
+        if degree is not None:
+            number = _number(f"zero.partition.{state}", degree, auto, tiers)
+        elif zero.stage is not None or (not numbers and all(value is None for value in given)):
+            number = staged[zero.stage or 0][place]
+        else:
+            # Without a stage, a state left out is cut as the one before it.
+            number = numbers[-1] if numbers else 1
+        numbers.append(number)
+    weights, gradients, optimizer = numbers
+    secondary = _number("zero.secondary", zero.secondary or 0, auto, tiers)
+    if ranks == 1 or (zero.preset and weights == 1):
+        # A recipe for many ranks is fine on one, where there is nothing to spread or send.
+        secondary = 0
+    degrees = Degrees(ranks, weights, gradients, optimizer, secondary)
+    _check(degrees)
+    return degrees
+
+
+def _number(key: str, degree: Degree, auto: int, tiers: Sequence[Tier]) -> int:
     if isinstance(degree, int):
         return degree
     if degree == "auto":
-        return smallest
+        return auto
     try:
         return tier_ranks(tiers, str(degree))
     except BadInputError as error:
