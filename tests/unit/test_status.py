@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from llmtrain import status
 from llmtrain.cli.main import main
 from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.queue import QueuedJob
@@ -78,6 +79,15 @@ def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "runs is not a folder" in capsys.readouterr().err
 
 
+def test_an_end_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+    end = {"event": "end", "step": 4, "outcome": "finished", "links": {"0": {"eth0": "x" * 300_000}}}
+    (tmp_path / "metrics.jsonl").write_text(row(4) + json.dumps(end) + "\n")
+    (found,) = statuses([tmp_path])
+    assert (found.state, found.step, found.loss) == ("finished", 4, 0.25)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(end) + "\n")
+    assert statuses([tmp_path])[0].state == "finished"
+
+
 def test_names_and_reasons_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end = {"event": "end", "step": 4, "outcome": "failed", "reason": "[/__w/pytorch/gloo] Read error :x:"}
     (tmp_path / "x[small]").mkdir()
@@ -97,6 +107,22 @@ def test_logs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "two\n"
     assert "".join(read_log(runs / "next", "1", follow=False)) == "one\n"
     assert jobs_of(runs / "next") == ["1", "2"]
+
+
+def test_logs_are_followed_past_a_silent_slurm(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_LOOK", 0.0)
+    monkeypatch.setattr(status, "_ASK", -1.0)
+    log = log_of(runs / "next", "2")
+    log.write_text("one\n")
+    answers = iter((True, None, False))
+
+    def answer(number: str) -> bool | None:
+        with log.open("a") as file:
+            file.write("more\n")
+        return next(answers)
+
+    monkeypatch.setattr(queue, "still_active", answer)
+    assert "".join(read_log(runs / "next", "2", follow=True)) == "one\n" + "more\n" * 3
 
 
 def test_logs_that_are_not_there(runs: Path) -> None:

@@ -73,8 +73,8 @@ def _pieces(path: Path, number: str | None) -> Iterator[str]:
             return
         time.sleep(_LOOK)
         if number is not None and time.monotonic() - asked > _ASK:
-            # What it wrote last is read once more.
-            asked, over = time.monotonic(), not queue.still_active(number)
+            # What it wrote last is read once more. A Slurm that does not answer says nothing of the job.
+            asked, over = time.monotonic(), queue.still_active(number) is False
 
 
 def _runs_in(path: Path) -> list[Path]:

@@ -24,14 +24,21 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def last_rows(path: Path, size: int = 2**16) -> list[Row]:
-    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order; none if there is no file."""
+    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order; none if there is no file.
+
+    Of more bytes where these hold no logged step: the end of a run on many nodes alone may be longer.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
+            start = max(0, path.stat().st_size - size)
+            file.seek(start)
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [row for line in lines if (row := _parse(line)) is not None]
+    rows = [row for line in lines if (row := _parse(line)) is not None]
+    if start and all("event" in row for row in rows):
+        return last_rows(path, 2 * size)
+    return rows
 
 
 class MetricsFile:
