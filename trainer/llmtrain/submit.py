@@ -13,7 +13,7 @@ from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.config import Site
 from llmtrain.cluster.slurm.record import jobs_of, note_job, slurm_folder
 from llmtrain.cluster.slurm.script import Job, render
-from llmtrain.errors import BadInputError
+from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
 from llmtrain.recipe.resolve import Facts
@@ -77,7 +77,15 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
         script.write_text(render(job, site), encoding="utf-8")
     numbers: list[str] = []
     for _ in range(chain):
-        number = queue.submit(script, after=numbers)
+        try:
+            number = queue.submit(script, after=numbers)
+        except RunFailedError as error:
+            if not numbers:
+                raise
+            raise RunFailedError(
+                f"{error}; of the chain of {chain} jobs {', '.join(numbers)} are in the queue, take them out with "
+                f"`scancel {' '.join(numbers)}` or let them run"
+            ) from error
         numbers.append(number)
         if job.array is None:
             note_job(job.folder, number)
@@ -124,7 +132,7 @@ def _cluster(source: str | Cluster) -> Cluster | None:
 def _gpus(site: Site) -> int | None:
     """Return the GPUs of a node, as `4` or `a100:4` says it."""
     number = str(site.gpus_per_node).rpartition(":")[2]
-    return int(number) if number.isdigit() else None
+    return int(number) or None if number.isdigit() else None
 
 
 def _refuse_second(folder: Path) -> None:
