@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from llmtrain.cli.main import main
 from llmtrain.cluster.slurm.config import seconds
+from llmtrain.cluster.slurm.record import jobs_of
 from llmtrain.cluster.slurm.script import Job
 from llmtrain.errors import BadInputError
 from llmtrain.submit import load_site, plan
@@ -50,6 +51,7 @@ def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", node
         (["parallel.data=8"], "{gpus_per_node: 2, ranks_per_node: 4}", None, (2, 4)),
         (["parallel.data=16", "cluster=p4d"], "{}", None, (2, 8)),
         (["parallel.data=1"], "{}", None, (1, 1)),
+        (["parallel.data=1"], "gpus_per_node: 0", None, (1, 1)),
     ],
 )
 def test_nodes_and_ranks(
@@ -65,6 +67,7 @@ def test_nodes_and_ranks(
     [
         ([], "ranks_per_node: 4", "add --nodes N, or set parallel.data"),
         (["parallel.data=6"], "ranks_per_node: 4", "6 ranks, which do not fill nodes of 4"),
+        (["parallel.data=2"], "gpus_per_node: 0", "set ranks_per_node in the site's profile"),
         (["parallel.data=2"], "{}", "set ranks_per_node in the site's profile"),
         (["parallel.data=5"], "ranks_per_node: 5", "train.global_batch is 48"),
         (["parallel.datta=5"], "{}", "did you mean parallel.data"),
@@ -89,6 +92,9 @@ def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said
         ("environment: {HF_TOKEN: abc}", "seems to hold a secret"),
         ("environment: {db_password: abc}", "seems to hold a secret"),
         ("environment: {HTTPS_PROXY: 'http://me:pass@proxy'}", "seems to hold a secret"),
+        ("container: {image: 'docker://me:pass@registry/x'}", "container.image or mounts seems to hold a secret"),
+        ("sbatch: ['--comment=https://me:pass@host']", "sbatch seems to hold a secret"),
+        ("srun: ['--container-image=docker://me:pass@host/x']", "srun seems to hold a secret"),
         ("environment: {'A B': c}", "expected the name of a variable"),
         ('environment: {A: "b\\nc"}', "expected printable characters"),
         ("sbatch: ['--export=WANDB_API_KEY=x']", "sbatch has --export"),
@@ -144,6 +150,24 @@ def test_without_slurm_it_says_so(
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", str(recipe), "parallel.data=1"]) == 2
     assert "there is no sbatch here" in capsys.readouterr().err
+
+
+def test_a_chain_that_is_refused_midway_names_the_jobs_before(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = recipe.parent / "sbatch"
+    sbatch.write_text(f"""#!/bin/bash
+        echo x >> {recipe.parent}/asked; n=$(wc -l < {recipe.parent}/asked)
+        [ "$n" -le "$MOST" ] && echo $((40 + n)) || {{ echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }}
+    """)
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{recipe.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("MOST", "2")
+    assert main(["submit", str(recipe), "parallel.data=1", "--chain", "4"]) == 1
+    error = capsys.readouterr().err
+    assert "QOSMaxSubmitJobPerUserLimit; of the chain of 4 jobs 41, 42 are in the queue" in error
+    assert "`scancel 41 42`" in error
+    assert jobs_of(recipe.parent / "runs" / "tiny") == ["41", "42"]
 
 
 def test_chains_and_arrays_do_not_go_together(recipe: Path) -> None:

@@ -29,7 +29,7 @@ class Container:
         if not self.image.strip():
             raise ValueError("image is empty; expected a container image")
         for text in (self.image, *self.mounts):
-            _refuse_unprintable("image or mounts", text)
+            _check_text("image or mounts", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Site:
             if value is not None and value < 1:
                 raise ValueError(f"{key} is {value}; it must be at least 1")
         for key, text in self._texts():
-            _refuse_unprintable(key, text)
+            _check_text(key, text)
         if self.time is not None and seconds(str(self.time)) <= self.margin:
             raise ValueError(
                 f"margin is {self.margin} seconds, but time is {self.time}, so the run would be told to stop as it "
@@ -109,12 +109,9 @@ def seconds(time: str) -> int:
 def _check_variable(name: str, value: str) -> None:
     if not _VARIABLE.fullmatch(name):
         raise ValueError(f"environment has {name!r}; expected the name of a variable")
-    _refuse_unprintable(f"environment.{name}", value)
-    if _SECRET.search(name.upper()) or _LOGIN_IN_ADDRESS.search(value):
-        raise ValueError(
-            f"environment.{name} seems to hold a secret, which would be readable in the job's script; leave it out and "
-            "set it in the shell that submits, whose variables the job inherits"
-        )
+    _check_text(f"environment.{name}", value)
+    if _SECRET.search(name.upper()):
+        raise _secret(f"environment.{name}")
 
 
 def _check_option(key: str, option: str) -> None:
@@ -124,7 +121,16 @@ def _check_option(key: str, option: str) -> None:
         raise ValueError(f"{key} has --export; use environment, and the variables of the shell that submits")
 
 
-def _refuse_unprintable(key: str, text: str) -> None:
+def _check_text(key: str, text: str) -> None:
     # A line's end would begin a new line of the script.
     if not text.isprintable():
         raise ValueError(f"{key} is {text!r}; expected printable characters")
+    if _LOGIN_IN_ADDRESS.search(text):
+        raise _secret(key)
+
+
+def _secret(key: str) -> ValueError:
+    return ValueError(
+        f"{key} seems to hold a secret, which would be readable in the job's script; leave it out and set it in the "
+        "shell that submits, whose variables the job inherits"
+    )
