@@ -80,13 +80,14 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
 
 def _config(words: list[str], sequence_length: int, split: tuple[float, float, float]) -> DataConfig:
     path: list[str | float] = [word if _number(word) is None else float(word) for word in words]
-    if all(isinstance(word, str) for word in path):
-        sizes = [
-            len(open_split(DataConfig(path=str(word), sequence_length=sequence_length, split=split), "train"))
-            for word in path
-        ]
-        path = [value for size, word in zip(sizes, path, strict=True) for value in (round(size / sum(sizes), 6), word)]
     try:
+        if all(isinstance(word, str) for word in path):
+            sizes = [
+                len(open_split(DataConfig(path=str(word), sequence_length=sequence_length, split=split), "train"))
+                for word in path
+            ]
+            shares = [round(size / sum(sizes), 6) for size in sizes]
+            path = [value for pair in zip(shares, path, strict=True) for value in pair]
         return DataConfig(path=path, sequence_length=sequence_length, split=split)
     except ValueError as error:
         raise DataError(str(error)) from error

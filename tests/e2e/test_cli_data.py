@@ -98,6 +98,7 @@ def test_tokenizer_refuses_to_replace(work: Path, capsys: pytest.CaptureFixture[
         (["blend", "0.5"], "blend is written"),
         (["blend", "-1", "a"], "-1"),
         (["blend", "a", "--tokens", "-3"], "--tokens"),
+        (["blend", "a", "--split", "0,1,1"], "split is [0.0, 1.0, 1.0]; shares must not be negative"),
         (["blend", "a", "--split", "1,2"], "--split is '1,2'"),
     ],
 )
