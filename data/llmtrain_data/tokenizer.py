@@ -43,7 +43,7 @@ def tokenizer_size(folder: str | Path) -> int:
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        return max(_from_transformers(folder).get_vocab().values()) + 1
+        return max(hf_tokenizer(folder).get_vocab().values()) + 1
     try:
         # Typed, as building the list of merges would take ten times as long.
         description = msgspec.json.decode(path.read_bytes(), type=_Description)
@@ -68,9 +68,29 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{path} is not a tokenizer: {error}") from error
     else:
-        tokenizer = tokenizers.Tokenizer.from_str(_from_transformers(folder).backend_tokenizer.to_str())
+        tokenizer = tokenizers.Tokenizer.from_str(hf_tokenizer(folder).backend_tokenizer.to_str())
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return tokenizer
+
+
+def hf_tokenizer(folder: str | Path) -> Any:
+    """Return the transformers tokenizer of a folder, which need not have a tokenizer.json: a SentencePiece model, say.
+
+    Raises DataError for a folder that holds no tokenizer.
+    """
+    if not Path(folder).is_dir():
+        raise DataError(
+            f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer.backend_tokenizer  # noqa: B018
+    except Exception as error:  # what transformers raises here depends on the file that is wrong
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason}") from error
     return tokenizer
 
 
@@ -172,20 +192,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
-
-
-def _from_transformers(folder: str | Path) -> Any:
-    """Return the transformers tokenizer of a folder without tokenizer.json, such as a SentencePiece model."""
-    if not Path(folder).is_dir():
-        raise DataError(
-            f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        tokenizer.backend_tokenizer  # noqa: B018
-    except Exception as error:  # what transformers raises here depends on the file that is wrong
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason}") from error
-    return tokenizer

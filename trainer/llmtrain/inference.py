@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
+from llmtrain_data.tokenizer import hf_tokenizer
 
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
@@ -75,6 +76,12 @@ def evaluate_on(
         raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
     data = _data(trained, prefix)
     samples = open_split(data, split)
+    vocab = trained.model.config.vocab
+    if (largest := samples.max_token()) >= vocab:
+        raise BadInputError(
+            f"the data holds token {largest}, but the model's vocabulary is {vocab}; name with --data a set that was "
+            "prepared with the model's tokenizer"
+        )
     count = min(count or len(samples), len(samples))
 
     def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,13 +111,17 @@ def complete(
     trained: TrainedModel, prompt: str, count: int, sampling: Sampling, tokenizer_folder: Path | None
 ) -> Iterator[str]:
     """Yield the prompt and then, piece by piece, the text that the model goes on with."""
-    from transformers import AutoTokenizer
-
     folder = tokenizer_folder or trained.tokenizer
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    start = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
+    tokenizer = hf_tokenizer(folder)
+    start: list[int] = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
+    vocab = trained.model.config.vocab
+    if max(start) >= vocab:
+        raise BadInputError(
+            f"the tokenizer in {folder} makes token {max(start)} of the prompt, but the model's vocabulary is {vocab}; "
+            "name the model's own with --tokenizer"
+        )
     yield prompt
     tokens: list[int] = []
     shown = ""

@@ -1,0 +1,78 @@
+"""`llmtrain eval` and `llmtrain generate`: what does not go with the model is told in a sentence."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llmtrain.checkpoint.save import Checkpointer
+from llmtrain.checkpoint.shard import StateShard
+from llmtrain.cli.main import main
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import Ranks
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import model_units
+from llmtrain_data.indexed import IndexedWriter
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+CONFIG = GPTConfig(
+    family="llama", layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, positions=32, vocab=65, tie_embeddings=False,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="swiglu", dropout=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A checkpoint of a model with 65 tokens, without a recipe."""
+    ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
+    shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
+    about = {"recipe": {}, "model": asdict(CONFIG)}
+    assert Checkpointer(tmp_path / "checkpoints", ranks, 1, asynchronous=False).save(0, shards, {}, about) is None
+    return str(tmp_path)
+
+
+def tokenizer(folder: Path, size: int) -> str:
+    """A tokenizer whose words are its ids."""
+    folder.mkdir()
+    made = Tokenizer(models.WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return str(folder)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert (out, len(error.splitlines())) == ("", 1)
+    return error
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(65, None), (66, "token 65, but the model's vocabulary is 65")])
+def test_data_of_another_vocabulary(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: int, said: str | None
+) -> None:
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    for _ in range(10):
+        writer.add(np.arange(tokens), np.array([tokens]))
+    writer.commit()
+    words = ("eval", model, "--data", str(tmp_path / "set"), "--split", "train")
+    if said is None:
+        assert main(words) == 0
+    else:
+        assert said in refused(capsys, *words)
+
+
+def test_tokenizers_that_do_not_go_with_the_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ("generate", model, "--max-tokens", "3", "--tokenizer")
+    assert main((*generate, tokenizer(tmp_path / "own", 65), "--prompt", "1 64")) == 0
+    assert capsys.readouterr().out.startswith("1 64")
+    larger = tokenizer(tmp_path / "larger", 90)
+    assert "makes token 89 of the prompt, but the" in refused(capsys, *generate, larger, "--prompt", "1 89")
+    (tmp_path / "empty").mkdir()
+    said = refused(capsys, *generate, str(tmp_path / "empty"), "--prompt", "x")
+    assert f"{tmp_path / 'empty'} holds no Hugging Face tokenizer that can be used" in said
