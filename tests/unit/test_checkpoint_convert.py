@@ -268,6 +268,14 @@ def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
         assert (content["bos_token_id"], content["eos_token_id"]) == (None, 3)
 
 
+def test_what_is_of_exports_alone(tmp_path: Path) -> None:
+    source = hf_folder("gpt2", tmp_path / "hf")
+    for dtype, tokenizer, said in (("bf16", None, "--dtype is bf16"), ("fp32", source, "--tokenizer is ")):
+        with pytest.raises(BadInputError, match=f"{said}.* Hugging Face folder, .* leave it out"):
+            convert(source, tmp_path / "run", dtype, "5GB", tokenizer)
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     source = hf_folder("gpt2", tmp_path / "hf")
     convert(source, tmp_path / "run", "fp32", "5GB", None)

@@ -74,7 +74,9 @@ def verify(source: Source, as_json: Json = False) -> None:
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A run, a checkpoint or a Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16, of exported weights.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16, of exported weights; imported ones are fp32.")
+    ] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of an exported file.", metavar="SIZE")] = "5GB",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer to export [default: the run's].", metavar="DIR")

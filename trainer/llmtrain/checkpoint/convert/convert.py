@@ -20,6 +20,12 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
     """
     shard_bytes = _bytes(max_shard_size)
     if (source / CONFIG).is_file():
+        if dtype != "fp32" or tokenizer is not None:
+            given = f"--dtype is {dtype}" if dtype != "fp32" else f"--tokenizer is {tokenizer}"
+            raise BadInputError(
+                f"{given}, but {source} is a Hugging Face folder, which is imported in fp32 and with its own "
+                "tokenizer; leave it out"
+            )
         import_hf(source, target)
         return f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
     checkpoints = find_checkpoints(source)
