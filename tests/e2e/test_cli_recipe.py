@@ -153,6 +153,15 @@ def test_the_good_recipe_is_good(workplace: Path, capsys: pytest.CaptureFixture[
     assert resolved["model"]["layers"] == 4
 
 
+def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text(GOOD)
+    words = ["run", "recipe.yaml", "--nproc", "1", "checkpoint.resume=gone", "logging.dir=there", "--dry-run"]
+    Path("there/recipe/checkpoints/step-00000004.partial").mkdir(parents=True)
+    expect_one_sentence(words, "checkpoint.resume is gone, which is not a folder", capsys)
+    Path("there/recipe/checkpoints/step-00000004").mkdir()
+    assert main(words) == 0
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["run", "nowhere"], 2), (["--version"], 0)])
 def test_process(arguments: list[str], code: int, workplace: Path) -> None:
     """As a process of its own: the same exit code, and the sentence or nothing on stderr."""

@@ -45,7 +45,9 @@ def check_folders(recipe: Recipe) -> None:
     """Check that the folders and files that a recipe names are there. Raises BadInputError."""
     _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded")
     _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made")
-    if recipe.checkpoint.resume not in ("auto", "never"):
+    # A run that has begun goes on from its own checkpoints, and the folder that it began from may be gone.
+    begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
+    if recipe.checkpoint.resume not in ("auto", "never") and not begun:
         _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
     for _, prefix in recipe.data.blend():
         for suffix in (".bin", ".idx"):
