@@ -53,6 +53,26 @@ def test_a_second_one_says_who_has_it(tmp_path: Path, other: subprocess.Popen[st
     other.wait()
 
 
+def test_who_asks_neither_takes_the_lock_nor_may_write(
+    tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, really_open = [], os.open
+
+    def note(path: Path, flags: int, mode: int = 0o777) -> int:
+        modes.append(flags & os.O_ACCMODE)
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", note)
+    monkeypatch.setattr(fcntl, "lockf", lambda *arguments: pytest.fail("the lock was taken"))
+    held = holder_of(tmp_path)
+    assert held is not None
+    assert held.pid == other.pid
+    other.kill()
+    other.wait()
+    assert holder_of(tmp_path) is None
+    assert modes == [os.O_RDONLY] * 2
+
+
 def test_what_a_killed_one_held_is_free(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     other.kill()
     other.wait()
@@ -134,9 +154,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     write(tmp_path, host=socket.gethostname(), pid=2**22 + 1)
+    assert holder_of(tmp_path) is None
     assert RunLock(tmp_path).take() is None
     # This process is that holder, and lives.
+    held = holder_of(tmp_path)
+    assert held is not None
+    assert held.pid == os.getpid()
     assert "is being trained in by" in (RunLock(tmp_path).take() or "")
 
 

@@ -11,6 +11,7 @@ import getpass
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,8 @@ from llmtrain.cluster.slurm.queue import still_active
 
 LOCK = "lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
+# Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid.
+_FLOCK = "hhqqi0q"
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,28 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """Return who trains in a run's folder, as far as can be told from here; None for nobody."""
+    """Return who trains in a run's folder, as far as can be told from here; None for nobody.
+
+    Only asks: the folder may be someone else's, and a run that starts just now must find the lock free.
+    """
     try:
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        locked, holder = _lock(file), _parse(os.pread(file, 4096, 0))
+        free, holder = _is_free(file), _parse(os.pread(file, 4096, 0))
     finally:
         os.close(file)
-    return holder if holder is not None and (locked is False or not _is_gone(holder, locked is True)) else None
+    return holder if holder is not None and (free is False or not _is_gone(holder, free is True)) else None
+
+
+def _is_free(file: int) -> bool | None:
+    """Return whether no other process has the lock, None where the file system has none."""
+    try:
+        answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    return struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
 
 
 def _lock(file: int) -> bool | None:
