@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.errors import PreemptedError
+from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.telemetry import units, wandb_sink
+from llmtrain.telemetry import metrics, units, wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
 from llmtrain.telemetry.console import RunConsole
@@ -137,6 +137,34 @@ def test_a_finished_run_started_again_ends_as_before(tmp_path: Path) -> None:
     assert len(ends) == 1
     assert ends[0]["tokens_per_s"] == pytest.approx(128.0)
     assert ends[0]["first_validation_loss"] == 6 / 3
+
+
+def test_a_resumed_run_whose_first_loss_was_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        log.step(record(1))
+        log.evaluation(1, "validation", math.nan)
+    with logger(tmp_path, recipe()) as log:
+        log.start(1, [])
+        log.evaluation(1, "validation", 2.0)
+        log.end({})
+    end = rows(tmp_path)[-1]
+    assert (end["outcome"], end["first_validation_loss"], end["last_validation_loss"]) == ("finished", None, 2.0)
+    assert "nan first, 2.0000 last" in capsys.readouterr().out
+
+
+def test_a_full_disk_at_a_rewind_is_why_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, step: int) -> list[Row]:
+        raise OSError(28, "No space left on device")
+
+    def run() -> None:
+        with logger(tmp_path, recipe()) as log:
+            log.start(0, [])
+            monkeypatch.setattr(metrics, "drop_after", full)
+            log.rewind(0)
+
+    with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
+        run()
 
 
 @pytest.mark.parametrize(

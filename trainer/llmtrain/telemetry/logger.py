@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, nan
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -140,6 +140,8 @@ class _Session:
     def rewind(self, step: int) -> None:
         if self._metrics is not None:
             self._metrics.close()
+            # Nothing is open if the file cannot be opened again, which is then why the run stops.
+            self._metrics = None
         self._window.clear()
         self._open(step)
 
@@ -271,7 +273,9 @@ class _Session:
 
     def _summary(self) -> Row:
         run = self._run
-        validation = [row["loss"] for row in self._evaluations if row["split"] == "validation"]
+        losses = [row["loss"] for row in self._evaluations if row["split"] == "validation"]
+        # What was not finite came back from the file as null.
+        validation = [nan if loss is None else loss for loss in losses]
         first, last = (validation[0], validation[-1]) if validation else (None, None)
         entropy = run["unigram_entropy"]
         return {
