@@ -50,6 +50,7 @@ BROKEN_RECIPES = [
     ("no model", "model: {}\ndata: {path: prepared}", [], "model says nothing; expected model.preset"),
     ("half a model", "model: {family: llama, layers: 2, heads: 2}\ndata: {path: prepared}", [], "model.hidden is missing"),
     ("key of another family", GOOD, ["model.rope_theta=1e6"], "model.rope_theta does not apply to family gpt2"),
+    ("alpha without speeds", GOOD, ["pipeline.split=uniform", "pipeline.alpha=1.1"], "pipeline.alpha is 1.1, but pipeline.split is uniform"),
     ("no data", "model: {preset: gpt2-1m}", [], "data is missing; set it in the recipe or on the command line"),
     ("data that is not there", GOOD, ["data.path=nowhere"], "there is no file nowhere.bin"),
     ("no tokenizer", GOOD, ["data.tokenizer=nowhere"], "data.tokenizer is nowhere, which is not a folder"),

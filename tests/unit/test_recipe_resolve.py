@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.recipe.check import check
+from llmtrain.recipe.check import advice, check
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts, decisions, resolve, shape, to_yaml
@@ -112,6 +114,31 @@ def test_decisions_name_every_key_that_was_open() -> None:
         "activation_checkpointing: auto -> {every: 3}",
     }
     assert decisions(resolve(before, CPU), resolve(before, CPU)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (["on_spike.action=rewind"], "on_spike.action is rewind, but without on_spike.threshold"),
+        (["on_spike={action: rewind, threshold: 2}"], None),
+        (["pipeline.schedule=gpipe"], None),
+        (["pipeline.limit=3"], "pipeline.limit is 3, which pipeline.schedule 1f1b does not have"),
+        (["pipeline.limit=3", "pipeline.schedule=message-driven"], None),
+        (["pipeline.limit=3", "parallel.pipeline=1"], None),
+        (["zero.hierarchical=false"], "zero.hierarchical is false, but every rank holds all weights"),
+        (["zero.hierarchical=false", "zero.stage=2"], "zero.hierarchical is false, but every rank holds all weights"),
+        (["zero.hierarchical=false", "zero.stage=3"], None),
+        (["zero.hierarchical=false", "parallel.pipeline=4"], None),
+        (["zero.hierarchical=true"], None),
+    ],
+)
+def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:
+    facts = Facts(world=4, device="cpu")
+    resolved = resolve(recipe("parallel.pipeline=2", "train.microbatch=1", *overrides), facts)
+    found = advice(resolved, None, Layout(layout_degrees(resolved.parallel, 4)))
+    assert [sentence for sentence in found if said and sentence.startswith(said)] == found
+    assert len(found) == (said is not None)
 
 
 def test_prepared_looks_the_tokenizer_up() -> None:

@@ -4,6 +4,7 @@ All of it is refused before any process starts and before anything is written; e
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -39,6 +40,13 @@ def check_given(recipe: Recipe) -> None:
     for key in ("rope_theta", "rotary_fraction"):
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
+    pipeline = recipe.pipeline
+    # A resolved recipe has the layers that alpha led to.
+    if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
+        raise BadInputError(
+            f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "
+            "stages' speeds; leave alpha out, or set pipeline.split to auto"
+        )
 
 
 def check_folders(recipe: Recipe) -> None:
@@ -98,7 +106,25 @@ def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]
         count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
         warning = schedule_warning(pipeline.schedule, parallel.pipeline, int(pipeline.chunks), count)
         found += [] if warning is None else [warning]
-    return found
+    return [*found, *_without_effect(recipe)]
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence for each key that is set but does nothing as the others are. A resolved limit is the number of
+    stages where it was left out, and a resolved `hierarchical` is true."""
+    pipeline, stages, zero, spike = recipe.pipeline, recipe.parallel.pipeline, recipe.zero, recipe.on_spike
+    if spike.action != "skip" and not spike.threshold:
+        yield f"on_spike.action is {spike.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
+    if stages > 1 and pipeline.limit not in ("auto", stages) and pipeline.schedule != "message-driven":
+        yield (
+            f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.schedule} does not have; leave it "
+            "out, or set pipeline.schedule to message-driven"
+        )
+    if zero.hierarchical is False and zero.partition.weights == 1 and int(recipe.parallel.data) > 1:
+        yield (
+            "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
+            "changes no gather; leave it out, or set zero.stage to 3"
+        )
 
 
 def _check_batch(recipe: Recipe) -> None:
