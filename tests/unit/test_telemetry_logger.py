@@ -20,7 +20,7 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.telemetry import metrics, units, wandb_sink
+from llmtrain.telemetry import units, wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
 from llmtrain.telemetry.console import RunConsole
@@ -153,17 +153,15 @@ def test_a_resumed_run_whose_first_loss_was_not_finite(tmp_path: Path, capsys: p
     assert "nan first, 2.0000 last" in capsys.readouterr().out
 
 
-def test_a_full_disk_at_a_rewind_is_why_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, step: int) -> list[Row]:
-        raise OSError(28, "No space left on device")
-
+def test_a_file_that_cannot_be_opened_at_a_rewind_is_why_the_run_ends(tmp_path: Path) -> None:
     def run() -> None:
         with logger(tmp_path, recipe()) as log:
             log.start(0, [])
-            monkeypatch.setattr(metrics, "drop_after", full)
+            (tmp_path / "metrics.jsonl").unlink()
+            (tmp_path / "metrics.jsonl").mkdir()
             log.rewind(0)
 
-    with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
+    with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(Is a directory\)"):
         run()
 
 
