@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from llmtrain.model.config import GPTConfig
+from llmtrain.cluster.config import Accelerator, Cluster, Node
+from llmtrain.cluster.layout import Layout
+from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
+from llmtrain.optim.config import PrecisionConfig
+from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.traffic import Traffic
+from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.telemetry.meters import CommMeter, device_name, measured_peak, memory_bytes
+from llmtrain_data.config import DataConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 CPU = torch.device("cpu")
@@ -89,6 +95,32 @@ def test_peak_of_known_cards(name: str, precision: str, tflops: float) -> None:
 )
 def test_peak_that_is_not_known(name: str, precision: str) -> None:
     assert datasheet_peak(name, precision) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "stated", "expected"),
+    [
+        ("a new card", "cuda", {"fp32": "3TFLOP/s"}, 3e12),
+        ("a new card", "cuda", {"bf16": "3TFLOP/s"}, None),
+        ("NVIDIA L4", "cuda", {"fp32": "3TFLOP/s"}, 30.3e12),
+        # The description is of a cluster that CPUs stand for.
+        ("CPU, 2 threads", "cpu", {"fp32": "3TFLOP/s"}, None),
+    ],
+)
+def test_peak_that_the_cluster_states(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, stated: dict[str, str], expected: float | None
+) -> None:
+    monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device: name)
+    recipe = Recipe(
+        name="x",
+        model=ModelConfig(),
+        data=DataConfig(path="corpus"),
+        precision=PrecisionConfig(compute="fp32"),
+        cluster=Cluster(node=Node(ranks=1), accelerator=Accelerator(peak=stated)),
+    )
+    about = RunInfo(model=config(), layout=Layout({}), device=torch.device(device), model_state_bytes=0)
+    assert describe(recipe, about)["datasheet_peak"] == expected
 
 
 def test_measuring_leaves_random_numbers_alone() -> None:

@@ -39,8 +39,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What one rank computes on. memory: bytes it holds. peak: datasheet speed by number format (fp32, tf32, fp16,
-    bf16, fp8, int8). bandwidth: of its memory.
+    """What one rank computes on. memory: bytes it holds, which `auto` of `zero.partition` goes by. peak: datasheet
+    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards that are not known by name. name,
+    and bandwidth, of its memory, are for people alone.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -81,7 +82,7 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the accelerators of a node. bandwidth: of its memory."""
+    """The machine around the accelerators of a node, for people alone. bandwidth: of its memory."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -97,7 +98,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """A solid-state drive of every node. path: a folder on it. socket: the processor it hangs off."""
+    """A solid-state drive of every node, for people alone. path: a folder on it. socket: the processor it hangs off."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 

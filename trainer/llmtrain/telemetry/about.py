@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.quantity import quantity
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
 from llmtrain.recipe.schema import Recipe
@@ -51,10 +53,19 @@ def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
         "world": about.layout.world,
         "device": name,
         "precision": precision,
-        "datasheet_peak": datasheet_peak(name, precision),
+        "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(recipe, about.device, precision),
         "measured_peak": measured_peak(about.device, _DTYPES[precision]),
         "unigram_entropy": about.unigram_entropy,
     }
+
+
+def _stated_peak(recipe: Recipe, device: torch.device, precision: str) -> float | None:
+    """Return the peak in FLOP/s that the cluster's description states. CPUs only stand for the accelerators in it."""
+    cluster = recipe.cluster
+    if device.type == "cpu" or not isinstance(cluster, Cluster) or cluster.accelerator is None:
+        return None
+    speed = cluster.accelerator.peak.get(precision)
+    return None if speed is None else quantity(speed, "FLOP/s")
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
