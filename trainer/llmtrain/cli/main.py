@@ -38,7 +38,7 @@ GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input) or 75 (preempted, saved)."""
+    """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input), 75 (preempted, saved) or 130."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _app(arguments)(arguments, prog_name="llmtrain", standalone_mode=False)
