@@ -109,13 +109,15 @@ def test_a_save_that_dies_at_each_of_its_calls(tmp_path: Path, second: int) -> N
 
         def work(folder: Path = folder, died: int = died) -> None:
             die_at(died)
-            save(folder, second)
+            assert save(folder, second) is None
 
         _, status = os.waitpid(in_child(work), 0)
         recover(folder)
         outcomes.append(loaded_step(folder))
         if os.WIFEXITED(status):
             break
+    # The one that was left alone has saved.
+    assert os.waitstatus_to_exitcode(status) == 0
     assert died > 40
     assert set(outcomes) == {1, second}
     assert outcomes[-1] == second
