@@ -120,12 +120,42 @@ def test_ends_are_put_after_finished_texts(long: int, monkeypatch: pytest.Monkey
 def test_caches_are_emptied_without_changing_ids(
     folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(folder, tokenizer, tmp_path / "a")
+    loads, load, cores = list[encode.Gigatoken](), encode.Gigatoken.load, 2
+
+    def counted(encoder: encode.Gigatoken) -> object:
+        loads.append(encoder)
+        return load(encoder)
+
+    run(folder, tokenizer, tmp_path / "a", workers=cores)
+    monkeypatch.setattr(encode.Gigatoken, "load", counted)
     monkeypatch.setattr(encode, "CACHE", -(1 << 40))
     monkeypatch.setattr(encode, "REFILL", 1)
     monkeypatch.setattr("llmtrain_data.readers.CHUNK", 100)
-    run(folder, tokenizer, tmp_path / "b")
+    run(folder, tokenizer, tmp_path / "b", workers=cores)
+    assert len(loads) > cores
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_flat(tokenizer: Path, tmp_path: Path) -> None:
+    """Eight times the text takes as much memory, to a quarter of what there is more of it."""
+    # VmHWM, as ru_maxrss begins with what the process had that started this one.
+    code = (
+        "import sys; from llmtrain.cli.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    code = main()\n"
+        "    print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
+        "    sys.exit(code)"
+    )
+    line, peaks = json.dumps({"text": TEXT * 20}) + "\n", list[int]()
+    for megabytes in (8, 64):
+        source = tmp_path / f"{megabytes}.jsonl"
+        source.write_text(line * (megabytes * 2**20 // len(line)))
+        command = [sys.executable, "-c", code, "data", "prepare", str(source), "--tokenizer", str(tokenizer)]
+        command += ["--output", str(tmp_path / f"set{megabytes}"), "--encoder", "gigatoken", "--workers", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
+    assert peaks[1] - peaks[0] < (64 - 8) * 2**20 / 4, peaks
 
 
 def test_an_existing_set_is_kept(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
@@ -149,7 +179,7 @@ def test_a_failure_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoder", ["gigatoken", "tokenizers"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopped_at_work(tokenizer: Path, tmp_path: Path, number: signal.Signals, encoder: str) -> None:
-    """A fifo keeps the preparation waiting for more input, so that it is stopped half-way for certain."""
+    """A reader that rests after its second piece, so that the preparation is stopped half-way for certain."""
     source, out = tmp_path / "pipe.jsonl", tmp_path / "out"
     source.write_text('{"text":"some words"}\n' * 200000)
     code = (
