@@ -1,5 +1,7 @@
 """Ranks, groups and shares."""
 
+import socket
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
@@ -7,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmtrain.cluster.environment import first_host, launched
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.errors import BadInputError
+from llmtrain.cluster.ranks import connect
+from llmtrain.errors import BadInputError, RunFailedError
 
 
 @given(st.integers(1, 64))
@@ -49,13 +52,15 @@ def test_launched_by_torchrun() -> None:
     assert (found.by, found.rank, found.world) == ("torchrun", 1, 4)
 
 
-def test_launched_by_srun() -> None:
+# Below the ports that Linux hands out to whoever asks for any, whatever the job's number.
+@pytest.mark.parametrize(("job", "port"), [("42", "20042"), ("15042", "23042"), ("11999", "31999"), ("12000", "20000")])
+def test_launched_by_srun(job: str, port: str) -> None:
     environment = {
         "SLURM_PROCID": "3",
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_ID": job,
     }
     found = launched(environment)
     assert found is not None
@@ -65,8 +70,49 @@ def test_launched_by_srun() -> None:
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "n1",
-        "MASTER_PORT": "20042",
+        "MASTER_PORT": port,
     }
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+
+
+def test_launched_by_mpirun_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 4_015_042)
+    found = launched({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert found is not None
+    assert (found.by, found.rank, found.world, found.ranks_per_node) == ("mpirun", 3, 4, 4)
+    assert dict(found.variables) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "27042",
+    }
+
+
+def test_launched_by_mpirun_on_several_machines() -> None:
+    environment = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(BadInputError, match="set MASTER_ADDR to the first machine's name"):
+        launched(environment)
+    found = launched({**environment, "MASTER_ADDR": "n1"})
+    assert found is not None
+    assert (found.ranks_per_node, found.variables["MASTER_ADDR"], found.variables["MASTER_PORT"]) == (2, "n1", "29500")
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunFailedError, match=rf"at localhost:{port}, but another program has that port"):
+            connect(Layout({Axis.DATA: 2}), timeout=timedelta(seconds=20))
 
 
 @pytest.mark.parametrize(("rank", "world"), [("4", "4"), ("x", "2"), ("-1", "2")])
