@@ -118,8 +118,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def everything() -> dict[Path, bytes | None]:
+    """Every file below this folder with its content, and every folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
+
+
 def expect_one_sentence(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    before = everything()
     code = main(argv)
     captured = capsys.readouterr()
     assert code == 2, captured.err
@@ -127,7 +132,7 @@ def expect_one_sentence(argv: list[str], expected: str, capsys: pytest.CaptureFi
     assert captured.err.startswith("llmtrain: ")
     assert captured.err.count("\n") == 1
     assert expected in captured.err
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+    assert everything() == before
 
 
 @pytest.mark.parametrize(

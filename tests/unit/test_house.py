@@ -29,9 +29,9 @@ COMPOSING = next(floor for floor, rooms in enumerate(FLOORS) if "train" in rooms
 # Pure data that a recipe is made of and checked against; they import nothing above themselves.
 SHARED_DATA = {"config", "presets", "tensors", "actions", "pieces", "schedules", "split", "check"}
 
+CLI = sorted(path.stem for path in (ROOT / "trainer/llmtrain/cli").glob("[!_]*.py"))
 WITHOUT_TORCH = (
-    "llmtrain.cli.main",
-    "llmtrain.cli.recipes",
+    *(f"llmtrain.cli.{verb}" for verb in CLI),
     "llmtrain.recipe.prepare",
     "llmtrain.recipe.document",
     "llmtrain.model.presets",
