@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 from harness import Case, Result, Trainer, resumed, worst_difference
+from strategies import INT4, INT8, SECOND
 from test_parity import check, settled
 
 Trained = Callable[[Case], Result]
@@ -18,7 +19,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "me
 # Tensor, pipeline and data degrees, up to 8 ranks.
 GRIDS = [
     (tensor, pipeline, data)
-    for tensor, pipeline, data in product((1, 2, 4), (1, 2, 4), (1, 2))
+    for tensor, pipeline, data in product((1, 2, 4), (1, 2, 4), (1, 2, 4))
     if 1 < tensor * pipeline * data <= 8
 ]
 ZERO = {
@@ -27,6 +28,7 @@ ZERO = {
     ("zero.stage=3",): False,
     ("zero.preset=mics",): False,
     ("zero.preset=zero++",): True,
+    ("zero.stage=0", INT4): True,
 }
 
 
@@ -38,11 +40,12 @@ def grid(
     family: str = "llama",
     schedule: str = "1f1b",
     sequence: bool = False,
+    node: int = 0,
 ) -> Case:
-    """Return a case of so many ranks along each axis; keys: further ones."""
+    """Return a case of so many ranks along each axis; keys: further ones. node: ranks of a node, 0: one has all."""
     keys = (f"parallel.sequence={str(sequence).lower()}", f"pipeline.schedule={schedule}", *keys)
     world = tensor * pipeline * data
-    return Case(world, keys, MODELS[family], accumulation=4, tensor=tensor, pipeline=pipeline)
+    return Case(world, keys, MODELS[family], node, accumulation=4, tensor=tensor, pipeline=pipeline)
 
 
 def every() -> Iterator[Case]:
@@ -59,7 +62,9 @@ def every_zero() -> Iterator[tuple[Case, bool]]:
     for (tensor, pipeline, data), (keys, quantized) in product(GRIDS, ZERO.items()):
         for schedule in SCHEDULES if pipeline > 1 else ("1f1b",):
             if data > 1 and tensor * pipeline > 1:
-                yield grid(tensor, pipeline, data, *keys, schedule=schedule, sequence=tensor > 1), quantized
+                # Neighbours of two along the data axis, where it is longer.
+                node = 2 * tensor if data > 2 else 0
+                yield grid(tensor, pipeline, data, *keys, schedule=schedule, sequence=tensor > 1, node=node), quantized
 
 
 SPLITS = [
@@ -94,7 +99,28 @@ def test_grids(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
 
-@pytest.mark.parametrize("case", [grid(2, 2, 2, "zero.preset=zero++", sequence=True)], ids=str)
+# What is quantized inside of grids, with and without sequence parallelism, and where the data axis has tiers: in nodes
+# of twice the tensor degree, two of its ranks are neighbours.
+QUANTIZED = [
+    grid(2, 2, 2, "zero.preset=zero++", sequence=True),
+    grid(2, 1, 2, "zero.preset=zero++"),
+    *(
+        pytest.param(case, marks=pytest.mark.soak)
+        for case in (
+            grid(2, 1, 2, "zero.stage=0", INT4),
+            grid(2, 2, 2, "zero.preset=topo", node=4),
+            grid(2, 2, 2, "zero.preset=topo", node=2),
+            grid(2, 1, 4, "zero.preset=zero++", node=4),
+            grid(2, 1, 4, "zero.preset=topo", node=4),
+            grid(2, 1, 4, "zero.preset=topo", node=4, sequence=True),
+            grid(2, 1, 4, "zero.stage=3", "zero.secondary=2", INT8, SECOND, INT4, node=4),
+            grid(1, 2, 4, "zero.preset=topo", node=2),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
 def test_quantized(case: Case, trained: Trained) -> None:
     check(trained, case, True)
 
