@@ -40,7 +40,9 @@ def crash(run: Run) -> None:
 
 
 def hang_in_write(run: Run) -> None:
-    """Have files be written as on a network file system whose server is gone."""
+    """Have files be written as on a network file system whose server is gone, from the next checkpoint on."""
+    # Of the one under way the manifest may be left, which is no rank's part.
+    run.checkpoints.wait()
     DurableFile.write = lambda *given: time.sleep(1000)  # type: ignore[method-assign]
 
 
@@ -62,7 +64,9 @@ def be_rank(job: dict[str, Any], rank: int) -> int:
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    # Nothing but what srun sets: what torch wants, the ranks are to find out themselves.
+    place = {"PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": world, "STEP_TASKS_PER_NODE": world}
+    os.environ.update({f"SLURM_{name}": str(number) for name, number in place.items()})
     torch.set_num_threads(1)
     start._skip_finalization = lambda code: None  # type: ignore[assignment]
     forward = train.forward_backward

@@ -1,4 +1,4 @@
-"""Ranks started by srun or mpirun, of which one comes to harm: the rest stop in time, and one sentence says why."""
+"""Ranks as srun starts them, of which one comes to harm: the rest stop in time, and one sentence says why."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import pytest
 from harness import write_corpus
@@ -204,12 +205,12 @@ def test_a_straggler_is_named(patient: Patient) -> None:
     ended = patient.harmed(4, "slow", 2, step=3)
     assert ended.codes == [0] * 4, ended.output
     warnings = [line for line in ended.output[0].splitlines() if "warning: rank" in line]
-    assert re.fullmatch(
-        rf"warning: rank 2 on {HOST} computes [\d.]+ times as long as ranks with the same work", warnings[0]
-    )
+    # What else runs on this machine may slow another rank for a step, and have it named before.
+    named = rf"warning: rank 2 on {HOST} computes [\d.]+ times as long as ranks with the same work"
+    assert any(re.fullmatch(named, warning) for warning in warnings), warnings
     rows = [json.loads(line) for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]
     samples = [row["rank_compute_s"] for row in rows if "event" not in row and row["step"] > 4]
-    # What else runs on this machine may slow another rank for a step.
     told = [sample for sample in samples if sample["rank"] == 2]
     assert len(told) > len(samples) // 2
-    assert all(sample["slowest"] > 0.15 > sample["median"] for sample in told)
+    assert all(sample["slowest"] > 0.15 for sample in told)
+    assert median(sample["slowest"] / sample["median"] for sample in told) > 1.5
