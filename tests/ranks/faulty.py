@@ -1,14 +1,13 @@
 """Ranks as srun starts them, one of which comes to harm.
 
-Forked for each line on stdin, as importing takes longer than all else: JSON of {folder, world, fault, rank, step,
-arguments}. Each rank runs `llmtrain ARGUMENT...`; its output goes to `FOLDER/rank-R.log`. The answer on stdout is a
-line with the ranks' exit codes and the seconds from the harm to the last one's end.
+Forked for each line on stdin, as importing takes longer than all else: JSON of {folder, world, port, fault, rank,
+step, arguments}. Each rank runs `llmtrain ARGUMENT...`; its output goes to `FOLDER/rank-R.log`. The answer on stdout
+is a line with the ranks' exit codes and the seconds from the harm to the last one's end.
 """
 
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -116,9 +115,7 @@ def serve() -> None:
     os.environ["MASTER_ADDR"] = "localhost"
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(job["port"])
         pids = [forked(job, rank) for rank in range(job["world"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         harmed = Path(job["folder"]) / "harmed"

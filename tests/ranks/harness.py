@@ -17,6 +17,8 @@ import torch
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain_data.indexed import IndexedWriter
 
+from tools.ports import free_ports
+
 # The batch is shared evenly, in 1 or 4 microbatches, by 1, 2, 4, 6 and 8 ranks; the validation samples are not.
 BATCH, STEPS = 96, 20
 RECIPE = """
@@ -110,9 +112,9 @@ class Trainer:
         """Train jobs on ranks of their own and return the ranks' exit codes."""
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
-        print(
-            json.dumps({"world": world, "folder": str(self.folder), "cases": jobs}), file=self._worker.stdin, flush=True
-        )
+        (port,) = free_ports(1)
+        job = {"world": world, "port": port, "folder": str(self.folder), "cases": jobs}
+        print(json.dumps(job), file=self._worker.stdin, flush=True)
         codes: list[int] = json.loads(self._worker.stdout.readline())
         return codes
 

@@ -14,6 +14,8 @@ from statistics import median
 import pytest
 from harness import write_corpus
 
+from tools.ports import free_ports
+
 RECIPE = """
 name: tiny
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 61}}
@@ -65,7 +67,8 @@ class Patient:
         place = self._folder / name
         place.mkdir()
         arguments = ["run", str(self._folder / "tiny.yaml"), f"name={name}", *overrides]
-        job = {"folder": str(place), "world": world, "fault": fault, "rank": rank, "step": step}
+        (port,) = free_ports(1)
+        job = {"folder": str(place), "world": world, "port": port, "fault": fault, "rank": rank, "step": step}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print(json.dumps({**job, "arguments": arguments}), file=self.process.stdin, flush=True)

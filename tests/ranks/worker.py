@@ -1,8 +1,8 @@
 """Ranks for tests: imports the trainer once, then forks as many ranks as each job wants and has them train its cases.
 
-A job is a line on stdin, JSON of {world, folder, cases: [{recipe, overrides, ranks_per_node}]}; the answer on stdout
-is a line with the exit codes of its ranks. What a rank prints goes to `folder/rank-R.log`; what it noted of a case's
-engine goes to `rank-R.json` in the run's folder.
+A job is a line on stdin, JSON of {world, port, folder, cases: [{recipe, overrides, ranks_per_node}]}; the answer on
+stdout is a line with the exit codes of its ranks. What a rank prints goes to `folder/rank-R.log`; what it noted of a
+case's engine goes to `rank-R.json` in the run's folder.
 """
 
 import gc
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -148,9 +147,7 @@ def main() -> None:
     os.environ["MASTER_ADDR"] = "localhost"
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["MASTER_PORT"] = str(job["port"])
         pids = [forked(job, rank) for rank in range(job["world"])]
         print(json.dumps(wait(pids, LIMIT * len(job["cases"]))), flush=True)
 

@@ -39,11 +39,12 @@ def test_a_recipe_of_three_dimensions_trains(desk: Desk) -> None:
     shown = json.loads(desk.llmtrain("status", str(desk.run(name)), "--json").stdout)
     assert [(run["state"], run["step"], run["steps"]) for run in shown] == [("finished", STEPS, STEPS)]
     log = desk.llmtrain("logs", str(desk.run(name))).stdout
-    assert "job 1 on n[1-2] begins" in log
+    (number,) = [path.stem for path in (desk.run(name) / "slurm").glob("*.log")]
+    assert f"job {number} on n[1-2] begins" in log
     assert "4 ranks, started by srun" in log
     assert "Traceback" not in log
     written = [path for path in desk.run(name).rglob("*") if path.is_file()]
-    assert {"job.sh", "1.log", "metrics.jsonl", "recipe.resolved.yaml", "manifest.json"} <= {
+    assert {"job.sh", f"{number}.log", "metrics.jsonl", "recipe.resolved.yaml", "manifest.json"} <= {
         path.name for path in written
     }
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []

@@ -7,18 +7,17 @@ others along when it is killed: whatever happens, no daemon, no job and no chang
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from llmtrain.errors import BadInputError, RunFailedError
 
+from tools.ports import free_ports
 from tools.slurmlab.files import Spec, write
 
 # Seconds in which all nodes have to come up.
@@ -98,7 +97,7 @@ def bring_up(spec: Spec, folder: Path) -> None:
 
 def start(spec: Spec, folder: Path, how: tuple[str, ...]) -> subprocess.Popen[bytes]:
     """Write a lab's files into an empty folder and start its daemons. how: a command that starts the one after it."""
-    write(spec, folder, _free_ports(1 + spec.nodes))
+    write(spec, folder, free_ports(1 + spec.nodes))
     with (folder / "start.log").open("wb") as log:
         return subprocess.Popen(
             [*how, *_NAMESPACES, "bash", str(folder / "start.sh")],
@@ -159,9 +158,3 @@ def _runs(pid: int, script: str) -> bool:
     except OSError:
         return False
     return words[-2:-1] == [script.encode()]
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
