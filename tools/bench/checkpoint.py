@@ -120,12 +120,18 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def succeed(failure: str | None) -> None:
+    """End with the sentence of a save that failed: its time is that of no save."""
+    if failure is not None:
+        raise SystemExit(failure)
+
+
 def measure_saves(bench: Bench, rounds: int) -> dict[str, list[float]]:
     """Return seconds of each round, by contender. The first round only warms up; the order changes every round."""
     ours, steps = bench.checkpointer(asynchronous=False), count(1)
     contenders: dict[str, Callable[[], object]] = {
         "plain": lambda: plain_write(bench),
-        "ours": lambda: ours.save(next(steps), bench.shards, {}, bench.about()),
+        "ours": lambda: succeed(ours.save(next(steps), bench.shards, {}, bench.about())),
         "torch.save": lambda: torch_save(bench),
         "dcp": lambda: dcp_save(bench),
     }
@@ -153,7 +159,7 @@ def measure_blocking(bench: Bench, rounds: int) -> dict[str, list[float]]:
             buffer.copy_(state)
 
     contenders: dict[str, Callable[[], object]] = {
-        "blocked": lambda: ours.save(next(steps), bench.shards, {}, bench.about()),
+        "blocked": lambda: succeed(ours.save(next(steps), bench.shards, {}, bench.about())),
         "copied": copy,
     }
     names = deque(contenders)
@@ -161,10 +167,10 @@ def measure_blocking(bench: Bench, rounds: int) -> dict[str, list[float]]:
     for _ in range(rounds + 1):
         for name in names:
             times[name].append(seconds(contenders[name]))
-            assert ours.wait() is None
+            succeed(ours.wait())
             os.sync()
         names.rotate()
-    ours.close()
+    succeed(ours.close())
     return {name: values[1:] for name, values in times.items()}
 
 

@@ -38,8 +38,9 @@ HEAD = """## Bytes between nodes
 `python -m tools.bench.wire`. What one node sends in an optimizer step, counted at its network card, headers included,
 in M, the bytes of all weights in 16 bits (14.3 MB here, bf16). "ours" and "paper" are closed forms, (p - k) / p of M
 for a gather or reduction that crosses nodes by a hop of its own, (p - 1) / p for one in a ring of all ranks;
-`tools/bench/wire.py` has them with their sources. Headers add 0.5%, to small messages up to 1.8%. Stage 3 stays under
-its form by up to 2.3% where a unit that the next microbatch begins with is still there."""
+`tools/bench/wire.py` has them with their sources. Headers: the cards count {headers} more than the runs' own byte
+meters, the more the smaller the messages. Beside "ours" they count {beside}, less where a unit that the next
+microbatch begins with is still there."""
 # How long a card is silent when a step's last bytes have passed, in seconds.
 SILENCE = 0.05
 
@@ -248,9 +249,24 @@ def _when_silent(count: Callable[[], int]) -> int:
     return last
 
 
-def report(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> str:
-    """Return the table of one shape, measured now."""
-    found = measure(nodes, ranks_per_node, microbatches)
+Found = Mapping[tuple[str, int], Sent]
+
+
+def head(measured: Mapping[tuple[int, int], Found]) -> str:
+    """Return what the tables are of, with how far apart counted bytes, metered ones and our forms are. measured: by
+    shape."""
+    headers, beside = list[float](), list[float]()
+    for shape, found in measured.items():
+        for (name, count), sent in found.items():
+            headers.append(sent.counted / sent.metered - 1)
+            beside.append(sent.counted / strategies(*shape)[name].ours(Setting(*shape, count)) - 1)
+    return HEAD.format(
+        headers=f"{min(headers):.1%} to {max(headers):.1%}", beside=f"{min(beside):+.1%} to {max(beside):+.1%}"
+    )
+
+
+def report(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...], found: Found) -> str:
+    """Return the table of one shape."""
     header = ["strategy"]
     for count in microbatches:
         each = "1 microbatch" if count == 1 else f"{count} microbatches"
@@ -275,12 +291,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.rank is not None:
         return rank_main(given.rank)
-    parts = [HEAD]
+    microbatches = tuple(given.microbatches)
+    measured: dict[tuple[int, int], Found] = {}
     for shape in ((2, 2), (2, 4)):
-        parts.append(report(*shape, tuple(given.microbatches)))
-        print(parts[-1], flush=True)
+        measured[shape] = measure(*shape, microbatches)
+        print(report(*shape, microbatches, measured[shape]), flush=True)
     if given.write:
-        write_section(given.write, "wire", "\n\n".join(parts))
+        tables = [report(*shape, microbatches, found) for shape, found in measured.items()]
+        write_section(given.write, "wire", "\n\n".join([head(measured), *tables]))
     return None
 
 
