@@ -28,6 +28,7 @@ from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.sharding.unit import whole_unit
 from llmtrain.train import train_step
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tools.netlab import counters
 
@@ -60,6 +61,23 @@ def plain_model(run: Run) -> GPT:
     return model
 
 
+def stored(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of memory that this rank's parts of tensors lie in, each counted once."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients that are there now; asked for in a step that is not timed."""
+    return stored(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return what the optimizer keeps for each parameter, but the count of its steps."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in states if isinstance(value, Tensor) and value.dim() > 0]
+
+
 def ours(run: Run) -> Contestant:
     """A strategy of ours, through the loop of every run, but that no update goes on into what others are timed with."""
 
@@ -87,8 +105,10 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    gradients = 0
 
     def step(number: int) -> float:
+        nonlocal gradients
         total = 0.0
         for index, rows in enumerate(batches(run, number)):
             if hybrid:
@@ -96,24 +116,12 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
             loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
             loss.backward()
             total += float(loss)
+        gradients = gradients or gradient_bytes(model)
         optimizer.step()
         optimizer.zero_grad()
         return total
 
-    def state_bytes() -> int:
-        weights = sum(
-            parameter.to_local().nbytes  # type: ignore[attr-defined]
-            for parameter in model.parameters()
-        )
-        moments = sum(
-            value.to_local().nbytes
-            for state in optimizer.state.values()
-            for value in state.values()
-            if hasattr(value, "to_local")
-        )
-        return 2 * weights + moments  # the gradients lie as the weights do
-
-    return Contestant(step, state_bytes)
+    return Contestant(step, lambda: gradients + stored([*model.parameters(), *moments(optimizer)]))
 
 
 def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
@@ -121,7 +129,6 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
     import deepspeed
 
     model = plain_model(run)
-    numel = sum(parameter.numel() for parameter in model.parameters())
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -143,26 +150,35 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
             total += float(loss) / accumulation
         return total
 
-    # Weights, their fp32 copies for the optimizer, gradients and two moments, all cut over all ranks.
-    return Contestant(step, lambda: 20 * numel // run.ranks.layout.world)
+    def state_bytes() -> int:
+        """Of weights, their fp32 copies for the optimizer, gradients and two moments."""
+        zero = engine.optimizer
+        weights = [parameter.ds_tensor for parameter in model.parameters()]  # type: ignore[attr-defined]
+        own = [*zero.fp32_partitioned_groups_flat, zero.grad_partitions_flat_buffer]
+        return stored([*weights, *own, *moments(zero.optimizer)])
+
+    return Contestant(step, state_bytes)
 
 
 def alone(run: Run, accumulation: int) -> Contestant:
     """A step of this rank's batches that nobody else hears of."""
     model = plain_model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    gradients = 0
 
     def step(number: int) -> float:
+        nonlocal gradients
         total = 0.0
         for rows in batches(run, number):
             loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
             loss.backward()
             total += float(loss)
+        gradients = gradients or gradient_bytes(model)
         optimizer.step()
         optimizer.zero_grad()
         return total
 
-    return Contestant(step, lambda: 16 * sum(parameter.numel() for parameter in model.parameters()))
+    return Contestant(step, lambda: gradients + stored([*model.parameters(), *moments(optimizer)]))
 
 
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
