@@ -48,7 +48,7 @@ def last_step(folder: Path) -> int:
 
 def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabResult, float]:
     """Run, take the second node off the network after step `goal`, and put it back when the run has ended."""
-    struck = 0.0
+    struck, over = 0.0, threading.Event()
 
     def link(state: str) -> None:
         subprocess.run(["ip", "-n", node_name(lab.name, 1), "link", "set", "eth0", state], check=True)
@@ -56,7 +56,8 @@ def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabRes
     def cut() -> None:
         nonlocal struck
         while last_step(folder) < goal:
-            time.sleep(0.02)
+            if over.wait(0.02):
+                return
         struck = time.monotonic()
         link("down")
 
@@ -66,8 +67,10 @@ def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabRes
         result = lab.run(words, timeout=150)
     finally:
         ended = time.monotonic()
+        over.set()
         cutting.join()
         link("up")
+    assert struck, f"the run ended before step {goal}: {result.output}"
     return result, ended - struck
 
 

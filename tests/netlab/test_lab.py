@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,21 +54,26 @@ assert [int(part[-1]) for part in whole] == [0, 1, 2, 3]
 dist.destroy_process_group()
 """
 
-# Rank 0 listens on every card; rank 1 prints the cards of its own whose networks reach rank 0's.
+# Rank 0 listens on every card until it is told that rank 1 is done, which prints the cards whose networks reach it.
 REACH = """
 import os, socket, time
-server = ("0.0.0.0", 9000)
-if os.environ["RANK"] == "0":
-    with socket.create_server(server):
-        time.sleep(2)
-else:
-    time.sleep(0.5)
-    for address in os.environ["ADDRESSES"].split(","):
+def reach(address):
+    while True:
         try:
-            socket.create_connection((address, 9000), timeout=1).close()
-            print(address)
+            return socket.create_connection((address, 9000), timeout=3)
+        except ConnectionRefusedError:
+            # The card is there, and rank 0 does not listen yet.
+            time.sleep(0.05)
         except OSError:
+            return None
+if os.environ["RANK"] == "0":
+    with socket.create_server(("0.0.0.0", 9000)) as server:
+        while server.accept()[0].recv(4) != b"done":
             pass
+else:
+    reached = [address for address in os.environ["ADDRESSES"].split(",") if reach(address)]
+    print(*reached, sep="\\n")
+    reach(reached[0]).sendall(b"done")
 """
 
 
@@ -166,19 +170,21 @@ def test_descriptions_that_cannot_be_emulated() -> None:
         of_cluster(twice)
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """Start the command line and return once its ranks have spoken."""
+def start(ready: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command line and return once so many ranks have said that they are ready."""
     command = [sys.executable, "-m", "tools.netlab", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
+    for _ in range(ready):
+        assert "ready" in process.stdout.readline()
     return process
 
 
 def test_the_command_line(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["--nodes", "2", "--inter", "1Gbit/s", "--json", str(report), "--", "sh", "-c", "echo ready; exit $RANK"]
-    process = start(*command)
+    # The rank that fails may have the other one ended before it speaks.
+    process = start(1, *command)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "exit code 1" in output
@@ -191,8 +197,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_signals_reach_the_ranks() -> None:
-    process = start("--nodes", "2", "--", "sh", "-c", "trap 'echo got it; exit 75' TERM; echo ready; sleep 60 & wait")
-    time.sleep(0.5)
+    program = "trap 'echo got it; exit 75' TERM; echo ready; sleep 60 & wait"
+    process = start(2, "--nodes", "2", "--", "sh", "-c", program)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
@@ -200,7 +206,7 @@ def test_signals_reach_the_ranks() -> None:
 
 
 def test_what_a_killed_lab_leaves_is_cleaned() -> None:
-    process = start("--nodes", "2", "--", "sh", "-c", "sleep 1000 & echo ready; wait")
+    process = start(2, "--nodes", "2", "--", "sh", "-c", "sleep 1000 & echo ready; wait")
     process.kill()
     process.wait()
     left = [name for name in leftovers() if name.startswith(f"netlab-{process.pid}-")]

@@ -43,8 +43,6 @@ class Ranks:
             self._signal(signal.SIGKILL)
             raise
         self._listeners = [Thread(target=self._listen, args=(rank,), daemon=True) for rank in range(len(commands))]
-        for listener in self._listeners:
-            listener.start()
         self._over = Event()
         self._brakes = [Thread(target=self._brake, args=item, daemon=True) for item in (speeds or {}).items()]
         for brake in self._brakes:
@@ -57,6 +55,9 @@ class Ranks:
         took longer than `timeout` seconds and was killed.
         """
         failure = 0
+        # Not before: who hears from a rank may send a signal, for which its run has to be known.
+        for listener in self._listeners:
+            listener.start()
         try:
             while True:
                 codes = [_exit_code(process.pid) for process in self._processes]
