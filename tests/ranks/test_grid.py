@@ -1,6 +1,7 @@
 """However the model itself is cut among ranks, what comes out is what a single process trains."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -91,6 +92,8 @@ COVERING = [
     grid(4, 1, 1, family="neox"),
     grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
     *SPLITS[:4],
+    # More blocks of cut weights in a stage than a plain backward pass has whole at once.
+    replace(grid(1, 2, 2, "zero.stage=3", schedule="zero-bubble"), base=("model.layers=10", "model.kv_heads=4")),
 ]
 
 
@@ -104,6 +107,8 @@ def test_grids(case: Case, trained: Trained) -> None:
 QUANTIZED = [
     grid(2, 2, 2, "zero.preset=zero++", sequence=True),
     grid(2, 1, 2, "zero.preset=zero++"),
+    # 61 ids and biases that fill no block: what tensor-parallel ranks share lies elsewhere in the blocks of each.
+    grid(2, 1, 2, "zero.stage=1", INT8, "train.compare_every=1", family="gpt2"),
     *(
         pytest.param(case, marks=pytest.mark.soak)
         for case in (
