@@ -5,7 +5,6 @@ root.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -13,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from llmtrain.cluster.description import load_cluster
-from llmtrain_data.indexed import IndexedWriter
 
+from tools.bench.labs import environment, write_set
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -125,9 +123,7 @@ class Bench:
         self._description, self._recipe = folder / "clusters.yaml", folder / "bench.yaml"
         self._description.write_text(setting.description())
         self._recipe.write_text(setting.recipe(folder))
-        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-        writer.add(np.random.default_rng(0).integers(0, 512, 200_000), np.full(100, 2000))
-        writer.commit()
+        write_set(folder / "set", 512, 100)
         self.lab = Lab(of_cluster(load_cluster(self._description)))
 
     def train(self, keys: Sequence[str], steps: int) -> Trained:
@@ -136,8 +132,7 @@ class Bench:
         name = f"run{self._runs}"
         keys = [key.format(cluster=self._description) for key in keys]
         command = [sys.executable, "-m", "llmtrain", "run", str(self._recipe), f"name={name}", f"train.steps={steps}"]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        result = self.lab.run([*command, *keys], environment, timeout=300)
+        result = self.lab.run([*command, *keys], environment(), timeout=300)
         if result.returncode:
             raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
         rows = (self._folder / "runs" / name / "metrics.jsonl").read_text().splitlines()

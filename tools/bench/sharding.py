@@ -5,19 +5,17 @@ loss. `python -m tools.bench.sharding --write docs/benchmarks.md`; needs root, a
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from llmtrain.model.tensors import parameter_count
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve, shape
-from llmtrain_data.indexed import IndexedWriter
 
+from tools.bench.labs import answer, write_set
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import plain
@@ -73,9 +71,7 @@ def measure(setting: Setting) -> tuple[dict[str, dict[str, Any]], int]:
     """Return by contestant what `sharding_ranks` measured, and the bytes of all weights in fp32."""
     with tempfile.TemporaryDirectory() as name, Lab(plain(setting.nodes, setting.ranks_per_node, setting.rate)) as lab:
         folder = Path(name)
-        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-        writer.add(np.random.default_rng(0).integers(0, 2048, 400_000), np.full(200, 2000))
-        writer.commit()
+        write_set(folder / "set", 2048, 200)
         recipe = folder / "bench.yaml"
         recipe.write_text(RECIPE.format(folder=folder, batch=lab.spec.world * setting.accumulation))
         wanted = {
@@ -85,13 +81,9 @@ def measure(setting: Setting) -> tuple[dict[str, dict[str, Any]], int]:
             "peers": (*setting.peers, ALONE),
             "strategies": {key: STRATEGIES[key] for key in setting.strategies},
         }
-        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-        result = lab.run([sys.executable, "-m", "tools.bench.sharding_ranks", json.dumps(wanted)], environment)
-        lines = [line for line in result.output[0] if line.startswith("{")]
-        if result.returncode or not lines:
-            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
+        found = answer(lab, ["tools.bench.sharding_ranks", json.dumps(wanted)], {"DS_ACCELERATOR": "cpu"})
         config = shape(resolve(load_recipe(str(recipe), []), Facts(world=lab.spec.world, device="cpu")))
-    return json.loads(lines[-1]), 4 * parameter_count(config)
+    return found, 4 * parameter_count(config)
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]], weights: int) -> str:

@@ -4,8 +4,6 @@ timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`
 
 import argparse
 import json
-import os
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -13,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from llmtrain.cluster.description import load_cluster
 from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.timeline import Durations, simulate, simulate_message_driven
-from llmtrain_data.indexed import IndexedWriter
 
+from tools.bench.labs import answer, write_set
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -75,22 +72,16 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
         description, recipe = folder / "clusters.yaml", folder / "bench.yaml"
         description.write_text(DESCRIPTION.format(near=NEAR, rate=RATE, speed=setting.speed, latency=setting.latency))
         recipe.write_text(RECIPE.format(folder=folder, tokens=setting.tokens, microbatches=setting.microbatches))
-        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-        writer.add(np.random.default_rng(0).integers(0, 512, 200_000), np.full(100, 2000))
-        writer.commit()
+        write_set(folder / "set", 512, 100)
         contestants = {
             _name(schedule, split): [f"name=run{number}", f"pipeline.schedule={schedule}", f"pipeline.split={split}"]
             for number, (schedule, split) in enumerate(ALL)
         }
         wanted = {"recipe": str(recipe), "cluster": str(description), "contestants": contestants, "rounds": rounds}
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with Lab(of_cluster(load_cluster(description))) as lab:
-            command = [sys.executable, "-m", "tools.bench.uneven_ranks", json.dumps(wanted)]
-            result = lab.run(command, environment, timeout=600)
-        lines = [line for line in result.output[0] if line.startswith("{")]
-        if result.returncode or not lines:
-            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
-        found: dict[str, dict[str, Any]] = json.loads(lines[-1])
+            found: dict[str, dict[str, Any]] = answer(
+                lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=600
+            )
         return found
 
 

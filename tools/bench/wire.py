@@ -6,7 +6,6 @@ needs root.
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -15,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from llmtrain_data.indexed import IndexedWriter
-
+from tools.bench.labs import answer, write_set
 from tools.bench.table import table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import plain
@@ -174,9 +171,7 @@ def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> d
     """Train every strategy with so many microbatches, one after another, and return what was sent."""
     with tempfile.TemporaryDirectory() as name, Lab(plain(nodes, ranks_per_node)) as lab:
         folder = Path(name)
-        writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-        writer.add(np.random.default_rng(0).integers(0, 128, 40_000), np.full(20, 2000))
-        writer.commit()
+        write_set(folder / "set", 128, 20)
         (folder / "wire.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
         runs = {
             f"{number}-{count}": [*strategy.keys, f"train.global_batch={lab.spec.world * count}"]
@@ -184,12 +179,7 @@ def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> d
             for count in microbatches
         }
         wanted = json.dumps({"recipe": str(folder / "wire.yaml"), "runs": runs})
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        result = lab.run([sys.executable, "-m", "tools.bench.wire", "--rank", wanted], environment)
-        lines = [line for line in result.output[0] if line.startswith("{")]
-        if result.returncode or not lines:
-            raise SystemExit("\n".join(line for output in result.output for line in output[-20:]))
-        counted = json.loads(lines[-1])
+        counted = answer(lab, ["tools.bench.wire", "--rank", wanted])
         found = {}
         for number, (label, strategy) in enumerate(strategies(nodes, ranks_per_node).items()):
             for count in microbatches:
