@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from llmtrain_data.indexed import IndexedWriter
+from tiny import small_disk, write_corpus
 
 RECIPE = """
 name: {name}
@@ -57,24 +55,15 @@ OF_MORE = ("kill", "stop", *OF_ONE)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    random_numbers = np.random.default_rng(0)
-    writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-    for _ in range(200):
-        writer.add(np.cumsum(random_numbers.integers(1, 4, size=100)) % 64, np.array([100]))
-    writer.commit()
+    write_corpus(folder / "set", 200)
     return folder
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder that can be filled up; one of a file system of its own where that may be made."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that can be filled up."""
+    with small_disk(tmp_path / "runs", str(ROOM)) as folder:
+        yield folder
 
 
 @dataclass
@@ -213,8 +202,8 @@ def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: i
     assert outcome(disk / "harmed") == outcome(disk / "calm")
 
 
-def test_faults(corpus: Path, small_disk: Path) -> None:
-    suffer_all("two-zero3", ["stop", "flip"], corpus, small_disk, seed=0)
+def test_faults(corpus: Path, disk: Path) -> None:
+    suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0)
 
 
 def last_words(errors: str) -> list[str]:
@@ -247,8 +236,8 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_faults(layout: str, part: int, corpus: Path, small_disk: Path) -> None:
+def test_many_faults(layout: str, part: int, corpus: Path, disk: Path) -> None:
     """Four times three faults of each of eight layouts: 96; a network adds more."""
     seed = 4 * list(LAYOUTS).index(layout) + part
     kinds = OF_ONE if LAYOUTS[layout][0] == "1" else OF_MORE
-    suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, small_disk, seed)
+    suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, disk, seed)

@@ -1,6 +1,5 @@
 """A run is the same whoever starts its ranks, and whoever asks it to stop; one run at a time has a folder."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,9 +8,8 @@ import time
 from pathlib import Path
 from shutil import which
 
-import numpy as np
 import pytest
-from llmtrain_data.indexed import IndexedWriter
+from tiny import Curve, curve, write_corpus
 
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
@@ -31,11 +29,7 @@ OURS = (sys.executable, *TRAIN, "--nproc", "2")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small set whose tokens follow each other in a pattern that a model can learn."""
     made = tmp_path_factory.mktemp("launchers")
-    writer = IndexedWriter(made / "set", np.dtype(np.uint16))
-    steps = np.random.default_rng(0).integers(1, 4, size=(100, 100))
-    for document in np.cumsum(steps, axis=1) % 64:
-        writer.add(document, np.array([100]))
-    writer.commit()
+    write_corpus(made / "set", 100)
     return made
 
 
@@ -54,24 +48,18 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def curve(folder: Path, name: str) -> dict[tuple[str, int], float]:
-    path = folder / "runs" / name / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(row.get("event", "step"), row["step"]): row["loss"] for row in rows if row.get("event") != "end"}
-
-
 def wait_for_step(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
-    while ("step", step) not in curve(folder, name):
+    while ("step", step) not in curve(folder / "runs" / name):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> dict[tuple[str, int], float]:
+def reference(folder: Path) -> Curve:
     code, output, errors = end(start(folder, "ours", *OURS))
     assert code == 0, errors
     assert "2 ranks, started by llmtrain" in output
-    return curve(folder, "ours")
+    return curve(folder / "runs" / "ours")
 
 
 @pytest.mark.parametrize(
@@ -81,14 +69,12 @@ def reference(folder: Path) -> dict[tuple[str, int], float]:
         pytest.param("mpirun", MPIRUN, marks=pytest.mark.skipif(which("mpirun") is None, reason="needs mpirun")),
     ],
 )
-def test_every_launcher_starts_the_same_run(
-    folder: Path, reference: dict[tuple[str, int], float], by: str, command: tuple[str, ...]
-) -> None:
+def test_every_launcher_starts_the_same_run(folder: Path, reference: Curve, by: str, command: tuple[str, ...]) -> None:
     code, output, errors = end(start(folder, by, *command))
     assert code == 0, errors
     assert f"2 ranks, started by {by}" in output
     assert len(reference) == 23
-    assert curve(folder, by) == reference
+    assert curve(folder / "runs" / by) == reference
 
 
 def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
@@ -103,7 +89,7 @@ def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
     code, _, errors = end(first)
     assert code == 75
     assert "stopped after step" in errors
-    steps = [step for kind, step in curve(folder, "one") if kind == "step"]
+    steps = [step for kind, step in curve(folder / "runs" / "one") if kind == "step"]
     assert steps == list(range(1, len(steps) + 1))
     saved = sorted((folder / "runs" / "one" / "checkpoints").iterdir())
     assert saved[-1].name == f"step-{steps[-1]:08d}"

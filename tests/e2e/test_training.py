@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from llmtrain_data.indexed import IndexedWriter
+from tiny import Curve, curve, write_corpus
 
 RECIPE = """
 name: {name}
@@ -34,11 +33,7 @@ LOST_RANK_SECONDS = 30
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small set whose tokens follow each other in a pattern that a model can learn."""
     prefix = tmp_path_factory.mktemp("data") / "set"
-    random_numbers = np.random.default_rng(0)
-    writer = IndexedWriter(prefix, np.dtype(np.uint16))
-    for _ in range(200):
-        writer.add(np.cumsum(random_numbers.integers(1, 4, size=100)) % 64, np.array([100]))
-    writer.commit()
+    write_corpus(prefix, 200)
     return prefix
 
 
@@ -67,19 +62,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(folder: Path) -> dict[tuple[str, int], float]:
-    """Every logged loss, by kind and step; a step logged twice is an error."""
-    found: dict[tuple[str, int], float] = {}
-    for row in rows(folder):
-        key = (row.get("event", "step"), row["step"])
-        if key[0] == "end":
-            continue
-        assert key not in found
-        found[key] = row["loss"]
-    return found
-
-
-def assert_same_curve(ours: dict[tuple[str, int], float], theirs: dict[tuple[str, int], float], rtol: float) -> None:
+def assert_same_curve(ours: Curve, theirs: Curve, rtol: float) -> None:
     assert ours.keys() == theirs.keys()
     assert len(ours) >= 20
     for key, loss in ours.items():

@@ -9,9 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from llmtrain_data.indexed import IndexedWriter
+from tiny import write_corpus
 
 from tools.netlab.lab import Lab, LabResult
 from tools.netlab.network import node_name
@@ -75,10 +74,7 @@ def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabRes
 
 
 def suffer(folder: Path, cuts: int, *keys: str) -> None:
-    writer, random_numbers = IndexedWriter(folder / "set", np.dtype(np.uint16)), np.random.default_rng(0)
-    for document in np.cumsum(random_numbers.integers(1, 4, size=(100, 100)), axis=1) % 64:
-        writer.add(document, np.array([100]))
-    writer.commit()
+    write_corpus(folder / "set", 100)
     chance, steps = random.Random(0), 30 * (cuts + 1)
     with Lab(plain(nodes=2, ranks_per_node=2)) as lab:
         calm = lab.run(command(folder, "calm", steps, *keys), timeout=150)

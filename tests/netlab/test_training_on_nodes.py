@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from llmtrain_data.indexed import IndexedWriter
+from tiny import curve, write_corpus
 
 from tools.netlab.lab import Lab
 
@@ -31,17 +30,8 @@ def command(folder: Path, name: str) -> list[str]:
     return [sys.executable, "-m", "llmtrain", "run", str(path)]
 
 
-def curve(folder: Path) -> dict[tuple[str, int], float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {(row.get("event", "step"), row["step"]): row["loss"] for row in rows if row.get("event") != "end"}
-
-
 def test_two_nodes_train_as_one_process_does(lab: Lab, tmp_path: Path) -> None:
-    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
-    steps = np.random.default_rng(0).integers(1, 4, size=(100, 100))
-    for document in np.cumsum(steps, axis=1) % 64:
-        writer.add(document, np.array([100]))
-    writer.commit()
+    write_corpus(tmp_path / "set", 100)
 
     result = lab.run(command(tmp_path, "nodes"), timeout=300)
     assert result.returncode == 0, result.output

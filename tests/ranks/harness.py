@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from llmtrain.checkpoint.read import CheckpointReader
-from llmtrain_data.indexed import IndexedWriter
+from tiny import Curve, curve, write_corpus
 
 from tools.ports import free_ports
 
@@ -29,7 +29,6 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 10}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-Curve = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Trainer:
     failed: dict[Case, str] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        write_corpus(self.folder / "set")
+        write_corpus(self.folder / "set", 300, 61)
         self.recipe = self.folder / "tiny.yaml"
         self.recipe.write_text(RECIPE.format(folder=self.folder, steps=STEPS, batch=BATCH))
         self._worker = subprocess.Popen(
@@ -151,9 +150,7 @@ class Result:
     @property
     def curve(self) -> Curve:
         """Every loss, by kind and step."""
-        return {
-            (row.get("event", "step"), row["step"]): row["loss"] for row in self._rows() if row.get("event") != "end"
-        }
+        return curve(self.folder)
 
     def notes(self, name: str) -> list[list[int]]:
         """What each rank noted of its engine after each step."""
@@ -167,15 +164,6 @@ class Result:
 
     def _rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def write_corpus(prefix: Path) -> None:
-    """Write a small set whose tokens follow each other in a pattern that a model can learn."""
-    steps = np.random.default_rng(0).integers(1, 4, size=(300, 100))
-    writer = IndexedWriter(prefix, np.dtype(np.uint16))
-    for document in np.cumsum(steps, axis=1) % 61:
-        writer.add(document, np.array([100]))
-    writer.commit()
 
 
 def resumed(case: Case, source: Result, step: int) -> Case:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from harness import write_corpus
+from tiny import write_corpus
 
 from tools.ports import free_ports
 
@@ -51,7 +51,7 @@ class Patient:
     """A worker whose ranks come to harm."""
 
     def __init__(self, folder: Path) -> None:
-        write_corpus(folder / "set")
+        write_corpus(folder / "set", 300, 61)
         self._folder, self._count = folder, 0
         (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder, timeout=TIMEOUT))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMTRAIN_")}

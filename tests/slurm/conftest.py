@@ -4,14 +4,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from llmtrain_data.indexed import IndexedWriter
 
 # At the end, so that no folder of the repository hides a package of the same name.
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
 from desk import Desk
+from tiny import write_corpus
 
 from tools.slurmlab.files import Spec
 from tools.slurmlab.lab import Lab, why_not
@@ -30,9 +29,5 @@ def lab() -> Iterator[Lab]:
 def desk(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Desk:
     """A folder with a small set whose tokens follow each other in a pattern that a model can learn."""
     folder = tmp_path_factory.mktemp("desk")
-    writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-    steps = np.random.default_rng(0).integers(1, 4, size=(100, 100))
-    for document in np.cumsum(steps, axis=1) % 64:
-        writer.add(document, np.array([100]))
-    writer.commit()
+    write_corpus(folder / "set", 100)
     return Desk(folder, lab)

@@ -1,6 +1,5 @@
 """A user's desk beside a Slurm of this machine."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.cluster.slurm.queue import ENDED
+from tiny import Curve, curve
 
 from tools.slurmlab.lab import Lab
 
@@ -26,7 +26,6 @@ logging: {{every: 1, dir: {folder}/runs}}
 """
 # In the environment of whoever submits, and nowhere else.
 SECRET = "1f00dfeed1f00dfeed1f00dfeed1f00dfeed1f00"
-Curve = dict[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,8 @@ class Desk:
             time.sleep(0.1)
 
     def curve(self, name: str) -> Curve:
-        """Return every loss, by kind and step; a step that is logged twice is an error."""
-        path, found = self.run(name) / "metrics.jsonl", Curve()
-        for line in path.read_text().splitlines() if path.exists() else []:
-            row = json.loads(line)
-            key = (row.get("event", "step"), row["step"])
-            if key[0] != "end":
-                assert key not in found
-                found[key] = row["loss"]
-        return found
+        """Return every loss of a run, by kind and step."""
+        return curve(self.run(name))
 
     def _logs(self) -> str:
         logs = sorted(self.folder.glob("runs/*/slurm/*.log"))

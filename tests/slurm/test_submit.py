@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from desk import SECRET, Curve, Desk
+from desk import SECRET, Desk
+from tiny import Curve
 
 pytestmark = pytest.mark.slurm
 

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
+from tiny import small_disk
 
 CONFIG = GPTConfig(
     family="gpt2", layers=1, hidden=32, heads=4, kv_heads=4, ffn=128, positions=32, vocab=65, tie_embeddings=True,
@@ -170,21 +170,15 @@ def test_two_processes_over_gloo(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 600 KiB of room."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "600k") as folder:
+        yield folder
 
 
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    folder = small_disk / "checkpoints"
+def test_a_disk_that_is_really_full(disk: Path) -> None:
+    folder = disk / "checkpoints"
     # One checkpoint takes about 190 KiB: with the ballast there is room for one and a half.
-    (small_disk / "ballast").write_bytes(b"\0" * 300_000)
+    (disk / "ballast").write_bytes(b"\0" * 300_000)
     assert save(folder, 1) is None
     failure = save(folder, 2)
     assert failure is not None
@@ -192,6 +186,6 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     assert "No space left on device; the one of step 1 stays" in failure
     assert os.listdir(folder) == ["step-00000001"]
     assert loaded_step(folder) == 1
-    (small_disk / "ballast").unlink()
+    (disk / "ballast").unlink()
     assert save(folder, 2) is None
     assert loaded_step(folder) == 2

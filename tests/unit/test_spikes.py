@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
@@ -17,7 +16,7 @@ from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
-from llmtrain_data.indexed import IndexedWriter
+from tiny import write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 32, heads: 4, vocab: 64}}
@@ -36,11 +35,7 @@ Train = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
     """Train by the tiny recipe with overrides, and return the run's rows."""
-    random = np.random.default_rng(0)
-    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
-    for _ in range(200):
-        writer.add(np.cumsum(random.integers(1, 4, size=100)) % 64, np.array([100]))
-    writer.commit()
+    write_corpus(tmp_path / "set", 200)
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
 
     def run(*overrides: str) -> list[dict[str, Any]]:

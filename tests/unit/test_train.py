@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +17,7 @@ from llmtrain.compose import Run
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
-from llmtrain_data.indexed import IndexedWriter
+from tiny import write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -34,11 +33,7 @@ Train = Callable[..., list[float]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
-    for _ in range(200):
-        writer.add(np.cumsum(random.integers(1, 4, size=100)) % 64, np.array([100]))
-    writer.commit()
+    write_corpus(tmp_path / "set", 200)
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
     return tmp_path
 
