@@ -218,19 +218,27 @@ def rank_main(wanted: dict[str, Any]) -> None:
             run = our_run(name, keys, wanted, ranks, stack)
             for step in range(STEPS - 1):
                 train_step(run, step)
-            dist.barrier()
+            _arrive(run)
             before = _when_silent(card_bytes)
             dist.barrier()
             train_step(run, STEPS - 1)
-            dist.barrier()
+            _arrive(run)
             found[name] = _when_silent(card_bytes) - before
     if ranks.is_main:
         print(json.dumps(found), flush=True)
     disconnect(ranks)
 
 
+def _arrive(run: Any) -> None:
+    """Wait until what a step has sent is everywhere: updated weights travel on after it. Collective."""
+    import torch.distributed as dist
+
+    run.engine.weights.settle()
+    dist.barrier()
+
+
 def _when_silent(count: Callable[[], int]) -> int:
-    """Return what `count` does once it has stopped changing: updated weights travel on after a step."""
+    """Return what `count` does once it has stopped changing."""
     last, since = count(), time.monotonic()
     while time.monotonic() < since + SILENCE:
         time.sleep(SILENCE / 10)
