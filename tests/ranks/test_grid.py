@@ -84,12 +84,10 @@ COVERING = [
     grid(2, 2, 2, "zero.stage=3", schedule="1f1b", family="neox"),
     grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
     grid(2, 4, 1, schedule="zero-bubble-v", family="neox", sequence=True),
-    grid(1, 2, 2, schedule="zero-bubble-v", family="gpt2"),
     grid(2, 4, 1, schedule="zero-bubble-v", family="gpt2", sequence=True),
     grid(2, 1, 2, "zero.preset=mics", family="llama", sequence=True),
     grid(4, 2, 1, schedule="interleaved", family="gpt2"),
     grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True),
-    grid(4, 1, 1, family="neox"),
     grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
     *SPLITS[:4],
     # More blocks of cut weights in a stage than a plain backward pass has whole at once.

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmtrain.cluster.environment import first_host, launched
+from llmtrain.cluster.environment import Launched, first_host, launched
 from llmtrain.cluster.layout import Axis, Layout, even_share
 from llmtrain.cluster.ranks import connect
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.start import check_gpus
 
 
 @given(st.integers(1, 64))
@@ -119,3 +120,22 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contradicting_environment_is_refused(rank: str, world: str) -> None:
     with pytest.raises(BadInputError, match="WORLD_SIZE"):
         launched({"RANK": rank, "WORLD_SIZE": world})
+
+
+def _place(local_rank: int) -> Launched:
+    # As of a launcher that does not say how many ranks it starts on each machine.
+    return Launched("torchrun", local_rank, 16, 16, {"LOCAL_RANK": str(local_rank)})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place"),
+    [(0, None), (16, None), (0, _place(7)), (8, _place(7)), pytest.param(1, _place(7), id="a GPU for each rank")],
+)
+def test_as_many_gpus_as_ranks(gpus: int, place: Launched | None) -> None:
+    check_gpus(gpus, place, 16)
+
+
+@pytest.mark.parametrize(("gpus", "place"), [(1, None), (8, None), (4, _place(4))])
+def test_more_ranks_than_gpus(gpus: int, place: Launched | None) -> None:
+    with pytest.raises(BadInputError, match=rf"on a machine with {gpus} GPUs"):
+        check_gpus(gpus, place, 16)

@@ -107,30 +107,26 @@ def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.Monk
     assert evaluations == [0, 10, 20]
 
 
-@pytest.mark.parametrize("stop_after", [9, 12, 13, 14, 17])
-def test_rewinding_survives_a_stop(train: Train, monkeypatch: pytest.MonkeyPatch, stop_after: int) -> None:
-    spoil(monkeypatch, range(13, 15))
+@pytest.mark.parametrize(
+    ("spiking", "stops"),
+    [
+        *((range(13, 15), [stop]) for stop in (9, 12, 13, 14, 17)),
+        # A stop leaves a checkpoint of step 15; the run then goes back to step 12, and is stopped again at step 13.
+        (range(16, 17), [15, 13]),
+    ],
+)
+def test_rewinding_survives_stops(
+    train: Train, monkeypatch: pytest.MonkeyPatch, spiking: range, stops: list[int]
+) -> None:
+    spoil(monkeypatch, spiking)
     whole = steps(train("name=whole", REWIND))
-    monkeypatch.undo()
-    spoil(monkeypatch, range(13, 15), stop_after)
-    with pytest.raises(PreemptedError):
-        train(REWIND)
-    monkeypatch.undo()
-    spoil(monkeypatch, range(13, 15))
-    assert steps(train(REWIND)) == whole
-
-
-def test_nothing_is_left_of_steps_that_were_gone_back_from(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop leaves a checkpoint of step 15; the run then goes back to step 12, and is stopped again at step 13."""
-    spoil(monkeypatch, range(16, 17))
-    whole = steps(train("name=whole", REWIND))
-    for stop_after in (15, 13):
+    for stop_after in stops:
         monkeypatch.undo()
-        spoil(monkeypatch, range(16, 17), stop_after)
+        spoil(monkeypatch, spiking, stop_after)
         with pytest.raises(PreemptedError):
             train(REWIND)
     monkeypatch.undo()
-    spoil(monkeypatch, range(16, 17))
+    spoil(monkeypatch, spiking)
     assert steps(train(REWIND)) == whole
 
 

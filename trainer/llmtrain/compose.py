@@ -42,9 +42,8 @@ class Progress:
     """How far the run is; saved with every checkpoint.
 
     step: steps done. applied: those of them that were not skipped. skipped_in_row: skipped steps just before.
-    loss_scale: None where the loss is not scaled. passed:
-    global batches that were passed over. rewinds: times in a row that the run went back to its newest checkpoint.
-    losses: what spikes are told by.
+    loss_scale: None where the loss is not scaled. passed: global batches that were passed over. rewinds: times in a
+    row that the run went back to its newest checkpoint. losses: what spikes are told by.
     """
 
     step: int = 0

@@ -54,10 +54,11 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         apex=_has_apex(),
     )
     resolved = settle(recipe, facts, read_hf_config)
-    check_gpus(gpus, place, world)
     if dry_run:
         sys.stdout.write(to_yaml(resolved))
-    elif place is not None or world == 1:
+        return
+    check_gpus(gpus, place, world)
+    if place is not None or world == 1:
         _run_rank(recipe, resolved, place, facts)
     else:
         from llmtrain.cluster.launch import launch
@@ -71,11 +72,12 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
     place: this rank's, None where all `world` ranks are started here. Where a launcher gives each rank a GPU of its
     own, a rank sees but that one.
     """
-    here = world if place is None else place.ranks_per_node
+    # Not every launcher says how many it starts on a machine, but all number them.
+    here = world if place is None else int({**os.environ, **place.variables}.get("LOCAL_RANK", "0")) + 1
     if gpus and here > gpus and (place is None or gpus > 1):
         raise BadInputError(
-            f"{here} ranks are to run on a machine with {gpus} GPUs; start at most one rank for each GPU, or hide the "
-            "GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
+            f"there are to be {here} ranks or more on a machine with {gpus} GPUs; start at most one for each GPU, or "
+            "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
         )
 
 

@@ -192,7 +192,7 @@ class WeightKeeper:
         hops = self._hops.gather(1, degrees.secondary if second else degrees.weights)
         packing, purpose = (policy.secondary, "secondary") if second else (policy.packing, "weights")
         copy = unit.secondary is not None and name not in self._copied
-        # It goes over other hops, on lanes that do not wait for this one's.
+        # The update of these weights goes over other hops, whose lanes no gather waits for by itself.
         update, suffix = self._updates.pop(name, None), self._suffixes.get(name)
 
         def stages(flight: Scratch) -> list[Stage]:

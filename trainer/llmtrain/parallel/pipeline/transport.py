@@ -120,7 +120,8 @@ class TorchTransport:
         work = dist.isend(values, peer, group=group)
         assert work is not None
         sent = self._sent[channel]
-        while sent and sent[0][1].is_completed():
+        # Nothing comes back for a gradient; an activation goes when its own gradient has come.
+        while channel.source > channel.target and sent and sent[0][1].is_completed():
             sent.popleft()
         sent.append((values, work))
 
