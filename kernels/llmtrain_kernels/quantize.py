@@ -9,7 +9,8 @@ is packed into one buffer: its payload, then one fp32 scale for each block of el
 - A block whose absmax is below 2^-118 counts as zeros: its scale is 0. A block that holds NaN or infinity has the scale
   NaN, so that all of it is NaN when unpacked.
 - Rounding to nearest takes even codes at ties. Stochastic rounding takes the code below or above, each as likely as
-  it is near, by a hash of seed, row and column.
+  it is near, by a hash of seed, row and the byte its code is in: by the hash's high half, or, for a code in the high
+  half of a byte, by its low half.
 """
 
 from collections.abc import Callable, Iterator
@@ -141,7 +142,7 @@ def _reference_quantize(x: Tensor, bits: int, block: int, out: Tensor, key: int 
         # A block without a scale is made of zeros. (Infinity times 0 would be NaN, and that no code at all.)
         values = torch.where(scale > 0, blocks * scale.reciprocal(), 0.0)
         if key is not None:
-            values += _dither(key, len(x), columns, x.device).view_as(values)
+            values += _dither(key, x, columns, bits, block)
         codes = values.round().clamp(-MOST[bits], MOST[bits]).to(torch.int8)
         if bits == 4:
             low, high = codes.chunk(2, 2)
@@ -193,15 +194,18 @@ def _key(seed: int) -> int:
     return (x ^ x >> 31) >> 1
 
 
-def _dither(key: int, rows: int, columns: slice, device: torch.device) -> Tensor:
-    """Return `[rows, columns]` numbers between -1/2 and 1/2, odd multiples of 2^-17."""
-    row = torch.arange(rows, device=device).unsqueeze(1)
+def _dither(key: int, x: Tensor, columns: slice, bits: int, block: int) -> Tensor:
+    """Return `[rows, blocks, elements]` numbers between -1/2 and 1/2, odd multiples of 2^-17."""
+    row = torch.arange(len(x), device=x.device).unsqueeze(1)
     a = _mix((key & _WORD) + row * GOLDEN & _WORD)
     b = _mix((key >> 32) + a & _WORD)
-    x = torch.arange(columns.start, columns.stop, device=device) ^ a
-    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
-    x = ((x ^ x >> 15) + b) * 0x846CA68B & _WORD
-    return (x << 32 >> 47 | 1) * 2.0**-17
+    hashes = torch.arange(columns.start * bits // 8, columns.stop * bits // 8, device=x.device) ^ a
+    hashes = (hashes ^ hashes >> 16) * 0x7FEB352D & _WORD
+    hashes = ((hashes ^ hashes >> 15) + b) * 0x846CA68B & _WORD
+    hashes = hashes.unflatten(1, (-1, min(block, columns.stop - columns.start) * bits // 8))
+    if bits == 4:
+        hashes = torch.cat((hashes, hashes << 16), 2)
+    return (hashes << 32 >> 47 | 1) * 2.0**-17
 
 
 def _mix(x: Tensor) -> Tensor:

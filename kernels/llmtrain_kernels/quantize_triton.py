@@ -93,19 +93,27 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _codes(
-    x: tl.tensor, inverse: tl.tensor, column: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor,
-    most: tl.constexpr, golden: tl.constexpr, dither: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the int32 codes of `x`; zeros where `inverse` is 0."""
-    values = tl.where(inverse > 0, x, 0.0) * inverse
+def _hash(
+    byte: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, golden: tl.constexpr, dither: tl.constexpr
+) -> tl.tensor:
+    """Return the 32 bits by which the codes of a byte are rounded; zeros if `dither` is not set."""
     if dither:
         a = _mix(low.to(tl.uint32, bitcast=True) + row.to(tl.uint32) * golden)
         b = _mix(high.to(tl.uint32, bitcast=True) + a)
-        h = column.to(tl.uint32) ^ a
+        h = byte.to(tl.uint32) ^ a
         h = (h ^ (h >> 16)) * 0x7FEB352D
         h = ((h ^ (h >> 15)) + b) * 0x846CA68B
-        values += ((h.to(tl.int32, bitcast=True) >> 15) | 1).to(tl.float32) * 0.00000762939453125  # 2^-17
+    else:
+        h = tl.zeros_like(byte).to(tl.uint32)
+    return h
+
+
+@triton.jit
+def _codes(x: tl.tensor, inverse: tl.tensor, hash: tl.tensor, most: tl.constexpr, dither: tl.constexpr) -> tl.tensor:
+    """Return the int32 codes of `x`; zeros where `inverse` is 0."""
+    values = tl.where(inverse > 0, x, 0.0) * inverse
+    if dither:
+        values += ((hash.to(tl.int32, bitcast=True) >> 15) | 1).to(tl.float32) * 0.00000762939453125  # 2^-17
     # The sum's low bits hold the nearest integer, ties to even.
     codes = (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return tl.minimum(tl.maximum(codes, -most), most)
@@ -134,12 +142,13 @@ def _quantize(
     scale = tl.where(usable, absmax * reciprocal, 0.0)
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
     tl.store(scales + row * scales_stride + blocks, tl.where(finite, scale, float("nan")), starts < numel)
-    codes = _codes(first, inverse, columns, row, low, high, most, golden, dither)
+    numbers = starts * bits // 8 + places
+    hash = _hash(numbers, row, low, high, golden, dither)
+    codes = _codes(first, inverse, hash, most, dither)
     if bits == 4:
-        upper = _codes(second, inverse, columns + sizes, row, low, high, most, golden, dither)
-        codes = (codes & 15) | (upper << 4)
+        codes = (codes & 15) | (_codes(second, inverse, hash << 16, most, dither) << 4)
     # Rows begin at multiples of 4 bytes, which the compiler is to see.
-    tl.store(payload + row * payload_stride * 4 + starts * bits // 8 + places, codes.to(tl.uint8), there)
+    tl.store(payload + row * payload_stride * 4 + numbers, codes.to(tl.uint8), there)
 
 
 @triton.jit

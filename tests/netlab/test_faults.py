@@ -2,7 +2,6 @@
 
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -83,11 +82,13 @@ def suffer(folder: Path, cuts: int, *keys: str) -> None:
         for _ in range(cuts):
             result, took = cut_off(lab, words, folder / "harmed", last_step(folder / "harmed") + chance.randint(1, 40))
             assert took < TIMEOUT + MARGIN
-            # On one machine, whatever nodes it plays, a rank that does not answer is killed by those that notice.
-            assert result.returncode in (1, -signal.SIGKILL)
+            assert result.returncode == 1
+            # Each side says it once.
             said = [line for lines in result.output for line in lines if line.startswith("llmtrain:")]
-            assert 1 <= len(said) <= 2, said
-            assert all(re.search(r"rank [023].* on .* not answered .* after step \d+, in .+", line) for line in said)
+            assert len(said) == 2, said
+            assert all(
+                re.search(r"rank [023].* on node[01].* not answered .* after step \d+, in .+", line) for line in said
+            )
             assert not any("Traceback" in line for lines in result.output for line in lines)
         last = lab.run(words, timeout=150)
         assert last.returncode == 0, last.output

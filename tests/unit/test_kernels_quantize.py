@@ -134,9 +134,11 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     errors = (mean.mean(0) - x) * MOST[bits]
     assert errors.abs().max() < 6 * 0.5 / seeds**0.5
     assert errors.mean().abs() < 6 * 0.5 / (seeds * x.numel()) ** 0.5
-    # Neighbours, rows and seeds are rounded independently of each other.
+    # Neighbours, halves of blocks, rows and seeds are rounded independently of each other.
     noise = (mean - x) * MOST[bits]
-    for a, b in ((noise[:, :, 1:], noise[:, :, :-1]), (noise[:, 0], noise[:, 1]), (noise[1:], noise[:-1])):
+    halves = noise.unflatten(2, (2, 2, 32))
+    pairs = (noise[:, :, 1:], noise[:, :, :-1]), (noise[:, 0], noise[:, 1]), (noise[1:], noise[:-1])
+    for a, b in (*pairs, (halves[:, :, :, 0], halves[:, :, :, 1])):
         assert (a * b).mean().abs() < 6 * 0.25 / a.numel() ** 0.5
 
 

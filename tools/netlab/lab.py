@@ -141,8 +141,11 @@ class Lab:
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // spec.world),
         }
-        # `ip netns exec` and setpriv become the command, so its process is the one that gets signals.
-        inside = ["ip", "netns", "exec", network.node_name(self.name, node), "setpriv", "--pdeathsig", "KILL", "--"]
+        # Each of these becomes the next one and at last the command, whose process is thus the one that gets signals.
+        # A name of its own makes the node another machine than the others for ranks that ask where they are.
+        named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', f"node{node}"]
+        space = ["ip", "netns", "exec", network.node_name(self.name, node)]
+        inside = [*space, *named, "setpriv", "--pdeathsig", "KILL", "--"]
         # What another launcher left in the environment would have llmtrain look for that launcher.
         outer = {key: value for key, value in os.environ.items() if key != "LLMTRAIN_LAUNCHER_PID"}
         # torch warns for each connection that the lab has no names for its addresses.

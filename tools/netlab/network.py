@@ -43,7 +43,7 @@ def why_not() -> str | None:
     """Return why no lab can be made here, as a sentence, or None if one can."""
     if os.geteuid() != 0:
         return "netlab makes network namespaces, which needs root; run it as root"
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"), ("unshare", "util-linux")):
         if shutil.which(tool) is None:
             return f"netlab needs the command {tool}; install {package}"
     name = f"{PREFIX}{os.getpid()}-probe"

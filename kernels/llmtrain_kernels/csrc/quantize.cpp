@@ -137,10 +137,13 @@ uint32_t mix(uint32_t x) {
 
 // What is added before rounding to nearest: nothing.
 struct Nothing {
-    Floats operator()(const Floats& value, uint32_t) const { return value; }
+    Words hash(int64_t) const { return Words{}; }
+    Floats high(const Floats& value, const Words&) const { return value; }
+    Floats low(const Floats& value, const Words&) const { return value; }
 };
 
-// Or a number between -1/2 and 1/2, by a hash of seed, row and column, which makes the rounding stochastic.
+// Or a number between -1/2 and 1/2, which makes the rounding stochastic: by the high half of a hash of seed, row and
+// byte, or, for the second code of the byte, by its low half.
 struct Dither {
     uint32_t a, b;
 
@@ -149,17 +152,20 @@ struct Dither {
         b = mix(static_cast<uint32_t>(key >> 32) + a);
     }
 
-    Floats operator()(const Floats& value, uint32_t column) const {
-        Words x = (Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + column) ^ a;
+    Words hash(int64_t byte) const {
+        Words x = (Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<uint32_t>(byte)) ^ a;
         x = (x ^ x >> 16) * 0x7feb352du;
-        x = ((x ^ x >> 15) + b) * 0x846ca68bu;
-        return add_product(value, __builtin_convertvector((Ints)x >> 15 | 1, Floats), 0x1p-17f);
+        return ((x ^ x >> 15) + b) * 0x846ca68bu;
     }
+    Floats high(const Floats& value, const Words& hash) const {
+        return add_product(value, __builtin_convertvector((Ints)hash >> 15 | 1, Floats), 0x1p-17f);
+    }
+    Floats low(const Floats& value, const Words& hash) const { return high(value, hash << 16); }
 };
 
-// Pack `x`, a block of n elements of which the first is in `column` of its row; return its scale.
+// Pack `x`, a block of n elements of which the first one's code is in byte `start` of its row; return its scale.
 template <int BITS, typename T, typename Added>
-float pack_block(const T* x, int64_t n, int64_t column, uint8_t* payload, Added added) {
+float pack_block(const T* x, int64_t n, int64_t start, uint8_t* payload, Added added) {
     int64_t bytes = n * BITS / 8;
     float absmax = absolute_max(x, n);
     if (!(absmax >= SMALLEST && absmax <= LARGEST)) {
@@ -167,21 +173,20 @@ float pack_block(const T* x, int64_t n, int64_t column, uint8_t* payload, Added 
         return absmax < SMALLEST ? 0.0f : from_magnitude(0x7fc00000u, 0.0f);
     }
     float scale = absmax * (1.0f / MOST<BITS>), inverse = 1.0f / scale;
-    auto codes = [&](int64_t i, int64_t left) {
-        Floats value = added(load(x + i, left) * inverse, static_cast<uint32_t>(column + i));
-        // The low bits are the code's, and no more than they are stored.
-        Ints code = (Ints)(value + INTEGER);
-        // What was added can lead beyond the last code, as absmax * inverse can exceed it by a little.
-        if constexpr (std::is_same_v<Added, Dither>) {
+    // The low bits are the code's, and no more than they are stored.
+    auto rounded = [](const Floats& value) { return (Ints)(value + INTEGER); };
+    auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+        Words hash = added.hash(start + i);
+        Ints code = rounded(added.high(load(x + i, left) * inverse, hash));
+        if constexpr (BITS == 4) {
+            // What is added stays 2^-17 below 1/2, and absmax * inverse exceeds 7 by less: there is no code beyond.
+            Ints second = rounded(added.low(load(x + bytes + i, left) * inverse, hash));
+            code = (code & 15) | second << 4;
+        } else if constexpr (std::is_same_v<Added, Dither>) {
             code = code > INTEGER_BITS + MOST<BITS> ? code * 0 + (INTEGER_BITS + MOST<BITS>) : code;
             code = code > INTEGER_BITS - MOST<BITS> ? code : code * 0 + (INTEGER_BITS - MOST<BITS>);
         }
-        return (Words)code;
-    };
-    auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
-        Words code = codes(i, left);
-        if constexpr (BITS == 4) code = (code & 15) | codes(bytes + i, left) << 4;
-        store_lanes(payload + i, to_bytes(code), left);
+        store_lanes(payload + i, to_bytes((Words)code), left);
     };
     int64_t i = 0;
     for (; i + LANES <= bytes; i += LANES) some(i, LANES);
@@ -262,8 +267,9 @@ void pack_rows(const T* x, int64_t x_stride, const Packed& packed, int64_t key) 
         int64_t column = index * packed.block, n = packed.size(index);
         const T* from = x + row * x_stride + column;
         uint8_t* to = packed.payload(row, index);
-        float scale = key < 0 ? pack_block<BITS>(from, n, column, to, Nothing())
-                              : pack_block<BITS>(from, n, column, to, Dither(key, row));
+        int64_t start = column * BITS / 8;
+        float scale = key < 0 ? pack_block<BITS>(from, n, start, to, Nothing())
+                              : pack_block<BITS>(from, n, start, to, Dither(key, row));
         std::memcpy(packed.scale(row, index), &scale, 4);
     });
 }
