@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.cluster.rounds import sum_over
@@ -107,20 +108,38 @@ class GradientReducer:
         self._places = {
             parameter: (name, place) for name, unit in units.items() for place, parameter in enumerate(unit.parameters)
         }
-        # Python's collector does not see through what autograd holds, so hooks are taken off at the end.
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in self._places]
+        # By unit that is listened to. Python's collector does not see through what autograd holds, so hooks are taken
+        # off at the end.
+        self._hooks: dict[str, list[RemovableHandle]] = {}
+        for name in units:
+            self._listen(name, True)
 
     def start(self, turns: Iterable[Turn], passing: bool) -> None:
         """Begin a microbatch's backward pass. passing: whether autograd makes it now, and hands over all gradients."""
-        # Whole sums in the dtype of what is added need no hand of ours, 5 us a parameter.
+        # Whole sums in the dtype of what is added need no hand of ours, 5 us a parameter, until they are complete.
         whole = passing and bool(self._views) and self._wire == torch.float32
         for turn in turns:
-            parameters, summed = self._units[turn.name].parameters, whole and not turn.first
-            filling = self._filling[turn.name] = _Filling(turn, len(parameters), summed)
+            unit, summed = self._units[turn.name], whole and not (turn.first and turn.last)
+            told = turn.last or not summed
+            missing = 1 if turn.leading else len(unit.parameters)
+            filling = self._filling[turn.name] = _Filling(turn, missing if told else 0, summed)
+            self._listen(turn.name, told)
             if summed:
-                self._open(turn.name, filling)
-            for place, parameter in enumerate(parameters):
-                parameter.grad = filling.views[place] if summed else None
+                filling.views = self._views[turn.name]
+            if summed and turn.first:
+                unit.gradient.zero_()
+            if turn.first or not summed:
+                for place, parameter in enumerate(unit.parameters):
+                    parameter.grad = filling.views[place] if summed else None
+
+    def _listen(self, name: str, told: bool) -> None:
+        """Have autograd tell, or not, of each gradient of a unit."""
+        if told and name not in self._hooks:
+            parameters = self._units[name].parameters
+            self._hooks[name] = [one.register_post_accumulate_grad_hook(self._accumulated) for one in parameters]
+        elif not told:
+            for hook in self._hooks.pop(name, []):
+                hook.remove()
 
     def check(self, turns: Iterable[Turn]) -> None:
         """Raise RuntimeError where a backward pass left out gradients."""
@@ -185,8 +204,8 @@ class GradientReducer:
 
     def close(self) -> None:
         """Leave the parameters alone, and the process groups of what is held alike."""
-        for hook in self._hooks:
-            hook.remove()
+        for name in self._units:
+            self._listen(name, False)
         for group in (self.alike.partial, self.alike.stage, *self.alike.tied.values()):
             if group is not None:
                 dist.destroy_process_group(group)
@@ -251,9 +270,8 @@ class GradientReducer:
             filling.buffer = self._take(unit.cut.padded)
             filling.buffer[unit.spec.numel :].zero_()
             filling.views = unit.views(filling.buffer)
-        for view in filling.views[1:] if filling.turn.leading else []:
-            filling.missing -= 1
-            if filling.turn.first or filling.buffer is not None:
+        if filling.turn.first or filling.buffer is not None:
+            for view in filling.views[1:] if filling.turn.leading else []:
                 view.zero_()
 
     def _take(self, size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Runs a pipeline's actions: each rank computes its pieces of the model and passes on what comes out."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +63,7 @@ class Executor:
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
         self._deferred, self._count, self._watch, self._first_says = deferred, count, watch, first_says
+        self._passes = Counter(name for stage in stages for name in stage.piece.units)
         # Between two pieces on one rank.
         self._handed: dict[Channel, deque[Tensor]] = {}
 
@@ -123,7 +124,7 @@ class Executor:
         piece, found = self._stages[chunk].piece, []
         for name in piece.units:
             done = step.done[name] = step.done.get(name, 0) + 1
-            passes = len(step.rows) * sum(name in stage.piece.units for stage in self._stages)
+            passes = len(step.rows) * self._passes[name]
             # A tied head computes with the tokens alone.
             leading = name == "embedding" and not piece.opens
             found.append(Turn(name, done == 1, done == passes, leading))

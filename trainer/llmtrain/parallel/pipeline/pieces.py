@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from llmtrain.model.config import GPTConfig
@@ -22,7 +23,7 @@ class Piece:
     closes: bool
     tied: bool
 
-    @property
+    @cached_property
     def units(self) -> tuple[str, ...]:
         """Names of the units that it computes with, in the order of the model."""
         names = [f"blocks.{index}" for index in range(self.first, self.end)]

@@ -83,12 +83,13 @@ class TorchTransport:
         """Return the next message of a channel, waiting for it."""
         inbox = self._inboxes[channel]
         values, work = inbox.posted.popleft()
+        # Now, as this one may have to be waited for, and nothing should be between it and what is computed with it.
+        self._post(channel, inbox)
         if inbox.watched is not None:
             inbox.watched.result()
             inbox.watched = None
         else:
             work.wait()
-        self._post(channel, inbox)
         there = self._sent.get(Channel(channel.target, channel.source))
         if there and channel.source > channel.target:
             # A gradient comes back after the activation has arrived, whose memory is free now.
