@@ -122,6 +122,14 @@ def test_contradicting_environment_is_refused(rank: str, world: str) -> None:
         launched({"RANK": rank, "WORLD_SIZE": world})
 
 
+def test_ranks_that_are_asked_for_beside_those_of_a_launcher() -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "4"}
+    assert launched(torchrun, 4) == launched(torchrun)
+    assert launched({}, 2) is None
+    with pytest.raises(BadInputError, match="--nproc is 2, but torchrun has started 4 ranks already; leave it out"):
+        launched(torchrun, 2)
+
+
 def _place(local_rank: int) -> Launched:
     # As of a launcher that does not say how many ranks it starts on each machine.
     return Launched("torchrun", local_rank, 16, 16, {"LOCAL_RANK": str(local_rank)})

@@ -54,7 +54,7 @@ def bench_comm(asked: CommBench, nproc: int | None) -> None:
     for file in (asked.output, asked.plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
-    place = launched(os.environ)
+    place = launched(os.environ, nproc)
     import torch
 
     world = place.world if place else nproc or torch.cuda.device_count()

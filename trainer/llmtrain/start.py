@@ -41,7 +41,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
     srun started this process, as one of theirs. dry_run: print the resolved recipe instead."""
     recipe = load_recipe(name, overrides)
-    place = launched(os.environ)
+    place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
     import torch
 

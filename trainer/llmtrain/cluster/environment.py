@@ -28,11 +28,21 @@ class Launched:
     variables: Mapping[str, str]
 
 
-def launched(environment: Mapping[str, str]) -> Launched | None:
+def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launched | None:
     """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started, or None if nobody did.
 
-    Raises BadInputError when the variables contradict themselves.
+    wanted: ranks that --nproc asks for. Raises BadInputError when the variables contradict themselves or that.
     """
+    place = _found(environment)
+    if place is not None and wanted not in (None, place.world):
+        raise BadInputError(
+            f"--nproc is {wanted}, but {place.by} has started {place.world} ranks already; leave it out, or start "
+            f"the run without {place.by}"
+        )
+    return place
+
+
+def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
         return _launched(by, environment["RANK"], environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE"), {})
