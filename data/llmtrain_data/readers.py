@@ -19,8 +19,8 @@ from llmtrain_data.errors import DataError
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
-CHUNK = 1 << 20
-"""Bytes of text read at once."""
+CHUNK = 2 << 20
+"""Bytes of text read at once: a chunk costs some 0.3 ms besides its text, and larger ones leave the caches."""
 
 LONGEST = 1 << 30
 """Bytes of the longest line, or document between separators, that is read whole."""
