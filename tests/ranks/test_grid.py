@@ -83,7 +83,6 @@ COVERING = [
     grid(2, 2, 2, schedule="zero-bubble", family="gpt2", sequence=True),
     grid(2, 2, 2, "zero.stage=3", schedule="1f1b", family="neox"),
     grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
-    grid(2, 4, 1, schedule="zero-bubble-v", family="neox", sequence=True),
     grid(2, 4, 1, schedule="zero-bubble-v", family="gpt2", sequence=True),
     grid(2, 1, 2, "zero.preset=mics", family="llama", sequence=True),
     grid(4, 2, 1, schedule="interleaved", family="gpt2"),

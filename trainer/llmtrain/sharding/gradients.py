@@ -71,7 +71,8 @@ class Turn:
 class _Filling:
     """A unit's gradients of one backward pass as autograd hands them over: those still missing, and where each goes.
 
-    summed: autograd itself adds them to the sums, which are the parameters' `grad`.
+    missing: 0 where autograd is not to tell of any. summed: autograd itself adds them to the sums, which are the
+    parameters' `grad`.
     """
 
     turn: Turn
@@ -122,13 +123,14 @@ class GradientReducer:
             unit, summed = self._units[turn.name], whole and not (turn.first and turn.last)
             told = turn.last or not summed
             missing = 1 if turn.leading else len(unit.parameters)
+            before = self._filling.get(turn.name)
             filling = self._filling[turn.name] = _Filling(turn, missing if told else 0, summed)
             self._listen(turn.name, told)
             if summed:
                 filling.views = self._views[turn.name]
             if summed and turn.first:
                 unit.gradient.zero_()
-            if turn.first or not summed:
+            if turn.first or not summed or not (before and before.summed):
                 for place, parameter in enumerate(unit.parameters):
                     parameter.grad = filling.views[place] if summed else None
 
