@@ -85,10 +85,9 @@ COVERING = [
     grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
     grid(2, 4, 1, schedule="zero-bubble-v", family="gpt2", sequence=True),
     grid(2, 1, 2, "zero.preset=mics", family="llama", sequence=True),
-    grid(4, 2, 1, schedule="interleaved", family="gpt2"),
-    grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True),
+    pytest.param(grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True), marks=pytest.mark.soak),
     grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
-    *SPLITS[:4],
+    *SPLITS[1:4:2],
     # More blocks of cut weights in a stage than a plain backward pass has whole at once.
     replace(grid(1, 2, 2, "zero.stage=3", schedule="zero-bubble"), base=("model.layers=10", "model.kv_heads=4")),
 ]
