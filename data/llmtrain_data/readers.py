@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
 CHUNK = 2 << 20
-"""Bytes of text read at once: a chunk costs some 0.3 ms besides its text, and larger ones leave the caches."""
+"""Bytes of text read at once: a chunk costs gigatoken 0.2 ms besides its text, with Python's lock held."""
 
 LONGEST = 1 << 30
 """Bytes of the longest line, or document between separators, that is read whole."""

@@ -143,6 +143,16 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_no_dither_leads_past_the_largest_code(bits: int) -> None:
+    """A code past the largest would be that of another sign. Enough elements meet each of the 2^16 dithers; one whose
+    quotient is rounded down may get the code below."""
+    x = (1 + torch.rand(1, 1 << 15, 1)).expand(-1, -1, 32).flatten(1) * torch.tensor([1.0, -1.0]).repeat(1 << 19)
+    back = unpacked(packed(x, bits, 32, rounding="stochastic", seed=3), bits, 32, x.shape[1])
+    assert ((back - x).abs() <= x.abs() * (1.001 / MOST[bits])).all()
+    assert (back.abs() <= x.abs() * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 def test_sum_is_that_of_the_rows(bits: int) -> None:
     buffer = packed(torch.randn(5, 640), bits, 64)
     total = torch.full((640,), 2.0)

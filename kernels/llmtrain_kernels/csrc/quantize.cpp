@@ -183,6 +183,7 @@ float pack_block(const T* x, int64_t n, int64_t start, uint8_t* payload, Added a
             Ints second = rounded(added.low(load(x + bytes + i, left) * inverse, hash));
             code = (code & 15) | second << 4;
         } else if constexpr (std::is_same_v<Added, Dither>) {
+            // Here there can be one, as absmax * inverse may exceed 127 by more than that.
             code = code > INTEGER_BITS + MOST<BITS> ? code * 0 + (INTEGER_BITS + MOST<BITS>) : code;
             code = code > INTEGER_BITS - MOST<BITS> ? code : code * 0 + (INTEGER_BITS - MOST<BITS>);
         }

@@ -63,6 +63,7 @@ class Executor:
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
         self._deferred, self._count, self._watch, self._first_says = deferred, count, watch, first_says
+        # Of each unit, by each microbatch: two chunks may share one.
         self._passes = Counter(name for stage in stages for name in stage.piece.units)
         # Between two pieces on one rank.
         self._handed: dict[Channel, deque[Tensor]] = {}
