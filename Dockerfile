@@ -1,5 +1,5 @@
 # llmtrain on NVIDIA's PyTorch image, which brings torch, NCCL, apex and flash-attn that were built for each other.
-#   docker build -t llmtrain . && docker run --gpus all --ipc=host -v "$PWD":/work llmtrain run quickstart
+#   docker build -t llmtrain . && docker run --gpus all --ipc=host -v "$PWD":/work llmtrain run recipe.yaml
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
 # The image's torch must stay: its version is a pre-release of NVIDIA's, which pip would replace by PyPI's, and apex

@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face `datasets` library, streamed: nothing is copied to its cache first."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def rows(name: str, split: str) -> int | None:
 def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
     """Read the text column `key` of a dataset."""
     dataset = _open(name, split)
-    columns = dataset.column_names
-    if columns is not None and key not in columns:
-        raise DataError(f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key")
-    if columns is not None:
+    if dataset.column_names is not None:
+        _expect_column(name, key, dataset.column_names)
         dataset = dataset.select_columns([key])
-    for table in dataset.with_format("arrow").iter(batch_size=ROWS):
+    for table in _tables(dataset, name, split):
+        # Files without a schema, such as CSV, tell their columns only now.
+        _expect_column(name, key, table.column_names)
         column = table.column(key).combine_chunks()
         step = max(len(column) * CHUNK // max(column.nbytes, CHUNK), 1)
         for start in range(0, len(column), step):
@@ -37,12 +38,27 @@ def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
             yield ColumnChunk(part, f"dataset {name}: column {key!r}", len(part))
 
 
+def _expect_column(name: str, key: str, columns: list[str]) -> None:
+    if key not in columns:
+        raise DataError(f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key")
+
+
+def _tables(dataset: Any, name: str, split: str) -> Iterator[Any]:
+    tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS))
+    while True:
+        with _telling(name, split, "read"):
+            table = next(tables, None)
+        if table is None:
+            return
+        yield table
+
+
 def _open(name: str, split: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     path = Path(name)
-    try:
+    with _telling(name, split, "opened"):
         if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
@@ -52,6 +68,12 @@ def _open(name: str, split: str) -> Any:
             return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
         base, _, config = (name, "", "") if path.exists() else name.partition(":")
         return datasets.load_dataset(base, config or None, split=split, streaming=True)
+
+
+@contextmanager
+def _telling(name: str, split: str, what: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # datasets lets through errors of every library it uses
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"dataset {name} (split {split}) cannot be opened: {reason}") from error
+        raise DataError(f"dataset {name} (split {split}) cannot be {what}: {reason}") from error

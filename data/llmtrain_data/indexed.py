@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,10 @@ class IndexedWriter:
     def discard(self) -> None:
         """Remove what is not finished."""
         self._flusher.shutdown()
-        self._tokens.close()
-        self._lengths.close()
+        for file in (self._tokens, self._lengths):
+            # Closing writes what is left, which a full disk refuses.
+            with suppress(OSError):
+                file.close()
         for path in self._partial:
             path.unlink(missing_ok=True)
 

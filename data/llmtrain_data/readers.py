@@ -187,12 +187,15 @@ def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
 
 def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     """Read the string column `key` of a Parquet file."""
+    import pyarrow as pa
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
             raise DataError(f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key")
+        if pa.types.is_nested(kind := file.schema_arrow.field(key).type):
+            raise DataError(f"{path}: column {key!r} holds {kind}; expected text")
         column = file.schema.names.index(key)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         content = sum(group.column(column).total_uncompressed_size for group in groups)
@@ -253,6 +256,8 @@ def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, int, bool]]:
 def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
     with open(path, "rb") as file:
         stream, position, rest = _decompressed(file, path), 0, b""
+        if b"\0" in stream.peek(PROBE)[:PROBE]:
+            return
         while block := stream.read(CHUNK):
             *documents, rest = (rest + block).split(separator)
             now = file.tell()

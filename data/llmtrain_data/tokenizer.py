@@ -166,9 +166,11 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
             f"--vocab-size is {vocab_size}; a byte-level BPE needs at least {SMALLEST_VOCAB}, "
             "the 256 bytes and the end of text"
         )
-    if output.is_dir() and not any(output.iterdir()):
+    # The folder that one is in cannot be replaced under one's feet.
+    here = output.exists() and output.samefile(Path.cwd())
+    if output.is_dir() and not any(output.iterdir()) and not here:
         return
-    if output.exists() and not (overwrite and (output / "tokenizer.json").is_file()):
+    if output.exists() and (here or not (overwrite and (output / "tokenizer.json").is_file())):
         raise DataError(f"--output {output} exists; give another folder, or --overwrite to replace a tokenizer")
 
 

@@ -1,6 +1,9 @@
 """`llmtrain data` from a text to a blend, as a user types it."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,3 +119,29 @@ def test_mistakes_are_one_sentence_and_write_nothing(
     assert message in error
     assert len(error.strip().splitlines()) == 1
     assert sorted(work.rglob("*")) == before
+
+
+def test_a_separator_is_typed_with_its_line_ends(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.txt").write_text("one\n\ntwo\nthree\n\nfour")
+    words = ("prepare", tmp_path / "c.txt", "--tokenizer", work / "bpe", "--output", tmp_path / "c")
+    assert call(*words, "--separator", r"\n\n") == 0
+    assert "documents  3\n" in capsys.readouterr().out
+
+
+def test_a_tokenizer_does_not_replace_the_folder_one_is_in(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("tokenizer", work / "a.txt", "--vocab-size", 300, "--output", ".") == 2
+    assert "--output . exists; give another folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_no_text_are_shown_escaped(work: Path, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    Path(os.fsdecode(path)).write_text(TEXT)
+    words = [sys.executable, "-m", "llmtrain", "data", "prepare", path, "--tokenizer", work / "bpe"]
+    done = subprocess.run([*words, "--output", tmp_path / "d"], capture_output=True, check=True)
+    assert rb"input      caf\udce9.txt (text)" in done.stdout

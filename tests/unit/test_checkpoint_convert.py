@@ -270,10 +270,23 @@ def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
 
 def test_what_is_of_exports_alone(tmp_path: Path) -> None:
     source = hf_folder("gpt2", tmp_path / "hf")
-    for dtype, tokenizer, said in (("bf16", None, "--dtype is bf16"), ("fp32", source, "--tokenizer is ")):
+    for dtype, size, tokenizer, said in (
+        ("bf16", "5GB", None, "--dtype is bf16"),
+        ("fp32", "5GB", source, "--tokenizer is "),
+        ("fp32", "1GB", None, "--max-shard-size is 1GB"),
+    ):
         with pytest.raises(BadInputError, match=f"{said}.* Hugging Face folder, .* leave it out"):
-            convert(source, tmp_path / "run", dtype, "5GB", tokenizer)
+            convert(source, tmp_path / "run", dtype, size, tokenizer)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_one_is_in_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hf_folder("gpt2", tmp_path / "hf")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(BadInputError, match=r"^\. exists already"):
+        convert(source, Path(), "fp32", "5GB", None)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

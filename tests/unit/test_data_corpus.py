@@ -111,6 +111,9 @@ def test_parquet(tmp_path: Path) -> None:
         documents(tmp_path / "a.parquet", text_key="body")
     with pytest.raises(DataError, match="column 'n' holds int64; expected text"):
         documents(tmp_path / "a.parquet", text_key="n")
+    pyarrow.parquet.write_table(pa.table({"talk": [[{"role": "user"}]]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"column 'talk' holds list<.*; expected text"):
+        documents(tmp_path / "c.parquet", text_key="talk")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"b\.parquet cannot be read"):
         documents(tmp_path / "b.parquet")
@@ -133,6 +136,8 @@ def test_text_with_a_separator(tmp_path: Path, chunk: int, monkeypatch: pytest.M
     monkeypatch.setattr(readers, "CHUNK", chunk)
     (tmp_path / "a.txt").write_text("one\ntwo<|end|>three<|end|>four")
     assert documents(tmp_path / "a.txt", separator="<|end|>") == ["one\ntwo", "three", "four"]
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\0<|end|>")
+    assert documents(tmp_path, separator="<|end|>") == ["one\ntwo", "three", "four"]
 
 
 def test_a_folder_gives_one_document_a_file_in_a_fixed_shuffled_order(tmp_path: Path) -> None:
@@ -170,6 +175,11 @@ def test_what_datasets_opens(tmp_path: Path) -> None:
     assert documents(tmp_path / "saved") == TEXTS
     (tmp_path / "a.csv").write_text('text,n\n"one, two",1\nthree,2\n')
     assert documents(tmp_path / "a.csv") == ["one, two", "three"]
+    with pytest.raises(DataError, match=r"a\.csv has no column 'body', only text, n"):
+        documents(tmp_path / "a.csv", text_key="body")
+    (tmp_path / "b.csv").write_text('text,n\none,1\n"two,2,3,4\n')
+    with pytest.raises(DataError, match=r"dataset .*b\.csv .*cannot be read: "):
+        documents(tmp_path / "b.csv")
     with pytest.raises(DataError, match=r"dataset .*none.* cannot be opened"):
         documents(f"hf:{tmp_path}/none")
 

@@ -121,6 +121,16 @@ def test_one_writer_at_a_time_and_nothing_left_of_a_discarded_one(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_left_where_the_disk_is_full(tmp_path: Path) -> None:
+    """Closing a file writes what it still holds."""
+    writer = IndexedWriter(tmp_path / "a", np.dtype("uint16"))
+    writer._lengths.close()
+    writer._lengths = open("/dev/full", "r+b")  # noqa: SIM115
+    writer.add(np.array([1]), np.array([1]))
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_magic_and_limits() -> None:
     assert len(MAGIC) == 9
     assert HEADER.size == 34

@@ -93,8 +93,26 @@ def test_launched_by_mpirun_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> N
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "27042",
+        "MASTER_PORT": "24048",
     }
+
+
+def test_ranks_that_mpirun_starts_through_scripts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = {}
+    for name, parent in (("123.1", 7), ("123.1", 8), ("124.1", 9)):
+        monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
+        found = launched({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": name})
+        assert found is not None
+        assert ports.setdefault(name, found.variables["MASTER_PORT"]) == found.variables["MASTER_PORT"]
+    assert len(set(ports.values())) == 2
+
+
+def test_mpirun_inside_a_slurm_job() -> None:
+    """Its ranks have the variables of the srun that started its daemon, which tell another rank of another world."""
+    daemon = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[2-3]", "SLURM_JOB_ID": "5"}
+    found = launched({**daemon, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"})
+    assert found is not None
+    assert (found.by, found.rank, found.world) == ("mpirun", 3, 4)
 
 
 def test_launched_by_mpirun_on_several_machines() -> None:

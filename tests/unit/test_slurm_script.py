@@ -171,6 +171,12 @@ def test_ranks_are_asked_to_stop(job: Path, number: int) -> None:
     assert requeued(job)
 
 
+def test_a_job_of_an_array_requeues_itself_alone(job: Path) -> None:
+    """The array's own id, which one of its jobs has, would requeue all of them."""
+    assert end(start(job, "75", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")) == 75
+    assert (job.parent / "asked").read_text() == "requeue 5_3\n"
+
+
 def test_a_job_of_a_chain_leaves_it_to_the_next(job: Path) -> None:
     job.write_text(render(replace(JOB, chained=True), Site()))
     assert end(start(job, "75")) == 75

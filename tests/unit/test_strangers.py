@@ -218,14 +218,20 @@ def test_a_yaml_tag(tag: str, tmp_path: Path, went_off: Path) -> None:
     assert not went_off.exists()
 
 
-@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${no.such}", "${name}"])
+INTERPOLATIONS = ["${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${no.such}", "${name}"]
+# Resolvers whose names are put together.
+INTERPOLATIONS += ["${${logging.dir}:HOME}", "${oc.${logging.wandb_project}:HOME}", "${ ${logging.dir} :HOME}"]
+
+
+@pytest.mark.parametrize("text", INTERPOLATIONS)
 def test_a_recipe_that_would_read_the_environment(text: str, tmp_path: Path) -> None:
     path = tmp_path / "evil.yaml"
-    path.write_text(f"extends: gpt2-124m\nname: {text}\n")
+    parts = ["logging.dir=oc.env", "logging.wandb_project=env"]
+    path.write_text(f"extends: gpt2-124m\nname: '{text}'\n")
     with pytest.raises(BadInputError):
-        load_recipe(str(path))
+        load_recipe(str(path), parts)
     with pytest.raises(BadInputError):
-        load_recipe("gpt2-124m", [f"name={text}"])
+        load_recipe("gpt2-124m", [*parts, f"name={text}"])
 
 
 @pytest.mark.parametrize("parent", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/environ", ".", "evil.yaml", "[1]"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from llmtrain import evaluate
 from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.layout import Axis, Layout
@@ -234,3 +235,35 @@ def test_compiled_blocks_keep_the_curve(train: Train) -> None:
     plain = train("train.steps=6", "train.eval_every=0")
     compiled = train("name=compiled", "train.steps=6", "train.eval_every=0", "train.compile=true")
     assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+def test_another_batch_goes_on_where_the_data_stopped(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    original = loop.forward_backward
+
+    def noted(run: Run, step: int) -> tuple[float, torch.Tensor, bool]:
+        taken.append(run.progress.samples)
+        return original(run, step)
+
+    monkeypatch.setattr(loop, "forward_backward", noted)
+    train("train.steps=6")
+    train("train.steps=8", "train.global_batch=16")
+    train("train.steps=10", "train.global_batch=4")
+    assert taken == [0, 8, 16, 24, 32, 40, 48, 64, 80, 84]
+    assert [row["tokens"] for row in rows(folder / "runs" / "tiny") if "event" not in row][-1] == 88 * 16
+
+
+def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four microbatches, three at a time."""
+    keys = ("train.steps=5", "train.eval_every=5", "train.eval_batches=1")
+    train(*keys)
+    monkeypatch.setattr(evaluate, "TOGETHER", 3)
+    train("name=parts", *keys)
+    whole, parts = (
+        [row["loss"] for row in rows(folder / "runs" / name) if row.get("event") == "eval"]
+        for name in ("tiny", "parts")
+    )
+    assert len(whole) == 2
+    assert parts == pytest.approx(whole, rel=1e-12)

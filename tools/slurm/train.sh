@@ -40,11 +40,14 @@ code=$?
 # Killed by USR1 or, having been asked, by whatever: it was told to stop before its first step, and has lost nothing.
 if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" -gt 128 ]; }; then code=75; fi
 if [ "$code" = 75 ] && [ "${requeue:-yes}" = yes ]; then
-  job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+  # The last task of an array to start has the array's own id, which would name all of its tasks.
+  me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+  me=${me:-$SLURM_JOB_ID}
+  job=$(scontrol show job --oneliner "$me")
   # A job that was cancelled stays so; one that Slurm itself requeues is in the queue already.
   if [[ $job == *" JobState=RUNNING "* || $job == *" Reason=TimeLimit "* ]]; then
     trap '' USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID" || echo "Slurm does not requeue job $SLURM_JOB_ID: submit it again to go on" >&2
+    scontrol requeue "$me" || echo "Slurm does not requeue job $me: submit it again to go on" >&2
   fi
 fi
 exit "$code"

@@ -41,12 +41,15 @@ from llmtrain.telemetry.meters import CommMeter
 class Progress:
     """How far the run is; saved with every checkpoint.
 
-    step: steps done. applied: those of them that were not skipped. skipped_in_row: skipped steps just before.
+    step: steps done. samples: sequences of the data that have gone by, with those of batches that were passed over.
+    tokens: trained on. applied: those of them that were not skipped. skipped_in_row: skipped steps just before.
     loss_scale: None where the loss is not scaled. passed: global batches that were passed over. rewinds: times in a
     row that the run went back to its newest checkpoint. losses: what spikes are told by.
     """
 
     step: int = 0
+    samples: int = 0
+    tokens: int = 0
     applied: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
@@ -202,6 +205,7 @@ def go_back(run: Run) -> None:
     if saved is None:
         raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
     _take_up(run, saved)
+    run.progress.samples = gone.samples + run.recipe.train.global_batch
     run.progress.passed = gone.passed + gone.step + 1 - run.progress.step
     run.progress.rewinds = gone.rewinds + 1
     run.engine.update()
@@ -215,6 +219,10 @@ def go_back(run: Run) -> None:
 def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
     try:
         run.progress = TypeAdapter(Progress).validate_python(saved)
+        if "samples" not in saved:
+            # Of a time when these were not counted.
+            run.progress.samples = (run.progress.step + run.progress.passed) * run.recipe.train.global_batch
+            run.progress.tokens = run.progress.step * run.recipe.train.global_batch * run.recipe.data.sequence_length
     except ValidationError as error:
         raise RunFailedError(f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}") from error
     scaled = run.recipe.precision.compute == "fp16"

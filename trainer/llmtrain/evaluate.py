@@ -13,6 +13,9 @@ from llmtrain.model.gpt import GPT
 # Seed of the order in which samples are evaluated: one for every run, so that their losses compare.
 ORDER = 0
 
+# Microbatches that are on the device at once.
+TOGETHER = 64
+
 # The mean losses of microbatches, int64 `[sequences, tokens + 1]` each; none on a rank that is to count no loss.
 LossesOf = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -30,13 +33,14 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     # As many passes as the rank with the largest share makes: weights are gathered from everyone.
     firsts = range(start, start + -(-count // degree), microbatch)
     sizes = [max(min(microbatch, end - first), 0) for first in firsts]
-    rows = [
-        torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))).to(ranks.device)
-        for first, size in zip(firsts, sizes, strict=True)
-    ]
-    was_training = model.training
+    total, was_training = 0.0, model.training
     model.eval()
-    losses = losses_of(rows)
+    for at in range(0, len(sizes), TOGETHER):
+        some = sizes[at : at + TOGETHER]
+        rows = [
+            torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))).to(ranks.device)
+            for first, size in zip(firsts[at : at + TOGETHER], some, strict=True)
+        ]
+        total += sum(float(loss) * size for loss, size in zip(losses_of(rows), some, strict=False))
     model.train(was_training)
-    total = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=False))
     return ranks.sum_all([total])[0] / count

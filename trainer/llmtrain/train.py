@@ -30,7 +30,7 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
     steps = recipe.train.steps
     with StopRequest() as stop, compose(recipe, ranks, stop) as run:
         goes_on = resume(run)
-        run.log.start(run.progress.step, decisions)
+        run.log.start(run.progress.step, decisions, run.progress.tokens)
         if not goes_on or run.progress.step == 0:
             begin(run)
         while run.progress.step < steps:
@@ -86,10 +86,13 @@ def train_step(run: Run, step: int) -> bool:
         optimizer_step(run, lr, norm)
         remember(recipe.on_spike, run.progress.losses, loss)
     run.progress.step = step + 1
+    run.progress.samples += recipe.train.global_batch
+    run.progress.tokens += recipe.train.global_batch * recipe.data.sequence_length
     note_skipped(run, finite, spike)
     run.log.step(
         StepRecord(
             step=step + 1,
+            tokens=run.progress.tokens,
             loss=loss,
             lr=lr,
             grad_norm=norm_value,
@@ -107,7 +110,7 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
-    first = (step + run.progress.passed) * batch
+    first = run.progress.samples
     start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
     rows = torch.from_numpy(run.train_data.batch(recipe.seed, first + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)

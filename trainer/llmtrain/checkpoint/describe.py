@@ -72,6 +72,8 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _tokens(manifest: Manifest) -> int | None:
     """Return the tokens trained on so far, or None for a checkpoint without a recipe."""
+    if isinstance(counted := manifest.progress.get("tokens"), int):
+        return counted
     train, data = manifest.recipe.get("train"), manifest.recipe.get("data")
     if not isinstance(train, dict) or not isinstance(data, dict):
         return None

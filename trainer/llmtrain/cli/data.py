@@ -143,7 +143,7 @@ def _options(
         input_format=input_format,
         text_key=text_key,
         glob=glob,
-        separator=separator,
+        separator=None if separator is None else separator.replace("\\n", "\n"),
         split=dataset_split,
         shuffle=shuffle,
     )

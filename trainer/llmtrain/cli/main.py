@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -40,6 +41,9 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input), 75 (preempted, saved) or 130."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file's name, or generated text, may have what the terminal's encoding lacks: it is escaped there.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _app(arguments)(arguments, prog_name="llmtrain", standalone_mode=False)
         return code if isinstance(code, int) else 0

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from zlib import crc32
 
 from llmtrain.errors import BadInputError
 
@@ -46,10 +47,11 @@ def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
         return _launched(by, environment["RANK"], environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE"), {})
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _from_slurm(environment)
+    # mpirun first: inside a job it starts its own processes through srun, and they hand on what srun told them.
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return _from_open_mpi(environment)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _from_slurm(environment)
     return None
 
 
@@ -61,8 +63,10 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
             "mpirun started ranks on several machines, and nothing says where they meet; set MASTER_ADDR to the first "
             "machine's name, as in mpirun -x MASTER_ADDR=node1"
         )
-    # Runs that share a machine meet on different ports: each has an mpirun of its own, the ranks' parent.
-    port = FIRST_PORT + os.getppid() % PORTS
+    # Runs that share a machine meet on different ports: each has an mpirun of its own, which tells its ranks a name.
+    # Where it does not, it is the ranks' parent, unless they are started through a script.
+    name = environment.get("PMIX_NAMESPACE", str(os.getppid()))
+    port = FIRST_PORT + crc32(name.encode()) % PORTS
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,

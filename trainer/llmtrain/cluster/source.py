@@ -18,6 +18,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import shipped_names
+from llmtrain.recipe.yaml_file import read_yaml
 
 
 def run_on(
@@ -67,10 +68,10 @@ def _is_description(source: str) -> bool:
         near = get_close_matches(path.stem, [*shipped_names(), *shipped_clusters()], n=1)
         return bool(near) and near[0] in shipped_clusters()
     try:
-        content = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, ValueError, OSError):
+        return "node" in read_yaml(path, "is no description")
+    except BadInputError:
+        # Whatever is wrong with it is told of it as a recipe.
         return False
-    return "node" in content
 
 
 def _described(cluster: Cluster | None, parallel: ParallelConfig) -> int:

@@ -21,7 +21,8 @@ from llmtrain.recipe.shipped import find_recipe
 from llmtrain.recipe.yaml_file import one_line, read_yaml
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
-_RESOLVER = re.compile(r"\$\{[^}]*:")
+# A resolver is named before a colon, and its name may itself be made of references.
+_RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")
 _LARGEST = 2**63 - 1
 
 

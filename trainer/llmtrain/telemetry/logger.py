@@ -30,13 +30,14 @@ from llmtrain.telemetry.wandb_sink import WandbSink
 class StepRecord:
     """Raw numbers of one optimizer step.
 
-    step: counted from 1. loss: mean over the global batch, in nats. grad_norm: before clipping. seconds: wall
-    time of the whole step, data included. skipped_steps: left out since the run began, as they were not finite or
-    spiked. passed_batches: global batches of data passed over. rank_seconds: of a logged step, what each rank took
-    without waiting for others, else empty. loss_scale: of fp16, else None.
+    step: counted from 1. tokens: trained on, with this step's. loss: mean over the global batch, in nats. grad_norm:
+    before clipping. seconds: wall time of the whole step, data included. skipped_steps: left out since the run began,
+    as they were not finite or spiked. passed_batches: global batches of data passed over. rank_seconds: of a logged
+    step, what each rank took without waiting for others, else empty. loss_scale: of fp16, else None.
     """
 
     step: int
+    tokens: int
     loss: float
     lr: float
     grad_norm: float
@@ -69,13 +70,13 @@ class RunLogger:
         self.comm = comm or CommMeter()
         self._session = _Session(run_dir, recipe, about, links) if enabled else None
 
-    def start(self, resumed_step: int, decisions: list[str]) -> None:
+    def start(self, resumed_step: int, decisions: list[str], tokens: int = 0) -> None:
         """Begin after `resumed_step` (0: anew), dropping what was logged beyond it.
 
-        decisions: what was resolved for the user, one sentence each.
+        decisions: what was resolved for the user, one sentence each. tokens: trained on so far.
         """
         if self._session is not None:
-            self._session.start(resumed_step, decisions)
+            self._session.start(resumed_step, decisions, tokens)
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step; every `logging.every`-th, the first and the last are logged."""
@@ -127,7 +128,8 @@ class _Session:
         self._stragglers = Stragglers(about.layout)
         self._evaluations: list[Row] = []
 
-    def start(self, resumed_step: int, decisions: list[str]) -> None:
+    def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
+        self._tokens = tokens
         self._run = describe(self._recipe, self._about)
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._open(resumed_step)
@@ -177,7 +179,7 @@ class _Session:
         )
 
     def step(self, record: StepRecord, sent: Row) -> None:
-        self._last, self._skipped = record.step, record.skipped_steps
+        self._last, self._tokens, self._skipped = record.step, record.tokens, record.skipped_steps
         self._window.append(record.seconds)
         self._seconds += record.seconds
         self._timed += 1
@@ -198,7 +200,7 @@ class _Session:
         per_rank = run["flops_per_token"] * tokens_per_s / run["world"]
         row = {
             "step": record.step,
-            "tokens": record.step * run["tokens_per_step"],
+            "tokens": record.tokens,
             "loss": record.loss,
             "lr": record.lr,
             "grad_norm": record.grad_norm,
@@ -280,7 +282,7 @@ class _Session:
         entropy = run["unigram_entropy"]
         return {
             "step": self._last,
-            "tokens": self._last * run["tokens_per_step"],
+            "tokens": self._tokens,
             "elapsed_s": self._elapsed(),
             # Over the steps alone: without evaluations and checkpoints.
             "tokens_per_s": self._timed * run["tokens_per_step"] / self._seconds if self._seconds else None,

@@ -9,6 +9,7 @@ from llmtrain.checkpoint.convert.import_hf import import_hf
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.errors import BadInputError
 
+SHARD = "5GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -20,12 +21,17 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
     """
     shard_bytes = _bytes(max_shard_size)
     if (source / CONFIG).is_file():
-        if dtype != "fp32" or tokenizer is not None:
-            given = f"--dtype is {dtype}" if dtype != "fp32" else f"--tokenizer is {tokenizer}"
-            raise BadInputError(
-                f"{given}, but {source} is a Hugging Face folder, which is imported in fp32 and with its own "
-                "tokenizer; leave it out"
-            )
+        given = {
+            "--dtype": (dtype, "fp32"),
+            "--max-shard-size": (max_shard_size, SHARD),
+            "--tokenizer": (tokenizer, None),
+        }
+        for option, (value, default) in given.items():
+            if value != default:
+                raise BadInputError(
+                    f"{option} is {value}, but {source} is a Hugging Face folder, which is imported in fp32, whole and "
+                    "with its own tokenizer; leave it out"
+                )
         import_hf(source, target)
         return f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
     checkpoints = find_checkpoints(source)

@@ -15,7 +15,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises BadInputError if `target` exists already, RunFailedError if it cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise BadInputError(f"{target} exists already; give a folder that does not exist, or remove it")
     partial = target.with_name(target.name + ".partial")
     try:
