@@ -57,4 +57,8 @@ def test_loss_scale_halves_and_doubles() -> None:
     scale.update(finite=True, dynamic=True)
     scale.update(finite=True, dynamic=True)
     assert scale.value == 8.0
+    # Taken up from a run whose window was longer.
+    scale.good_steps = 600
+    scale.update(finite=True, dynamic=True)
+    assert scale.value == 16.0
     assert LossScale.of(PrecisionConfig(compute="bf16")).value == 1.0

@@ -11,6 +11,7 @@ import torch
 import transformers
 from llmtrain import evaluate
 from llmtrain import train as loop
+from llmtrain.checkpoint import save
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import connect
@@ -267,3 +268,26 @@ def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.
     )
     assert len(whole) == 2
     assert parts == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_last_checkpoint_that_is_not_there(train: Train, monkeypatch: pytest.MonkeyPatch, asynchronous: str) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "commit", full)
+    with pytest.raises(RunFailedError, match="the checkpoint of step 6 was not saved: No space left"):
+        train("train.steps=6", f"checkpoint.async={asynchronous}")
+
+
+def test_an_old_checkpoint_that_stays_is_no_failure(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def busy(*arguments: object) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(save, "prune", busy)
+    train("train.steps=6")
+    assert rows(folder / "runs" / "tiny")[-1]["event"] == "end"
+    said = "".join(capsys.readouterr())
+    assert "the checkpoint of step 6 is saved, but an older one stays: Directory not empty" in said

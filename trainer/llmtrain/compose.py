@@ -157,8 +157,8 @@ def save(run: Run) -> None:
     failure = run.checkpoints.save(
         run.progress.step, shards, asdict(run.progress), {"recipe": as_data(run.recipe), "model": asdict(run.config)}
     )
-    if failure:
-        run.log.warn(failure)
+    for sentence in filter(None, (failure, run.checkpoints.remark())):
+        run.log.warn(sentence)
 
 
 def resume(run: Run) -> bool:

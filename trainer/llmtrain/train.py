@@ -210,6 +210,8 @@ def settle(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
     run.ranks.watch.note("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
+    if remark := run.checkpoints.remark():
+        run.log.warn(remark)
     if failure:
         raise RunFailedError(failure)
 

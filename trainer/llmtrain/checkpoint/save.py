@@ -54,6 +54,7 @@ class Checkpointer:
         self._exchange = Exchange(ranks, "save")
         self._staging: list[torch.Tensor] = []
         self._failure: str | None = None
+        self._remark = ""
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -88,8 +89,8 @@ class Checkpointer:
         progress: what the training loop needs to go on. about: `recipe`, the resolved recipe, and `model`,
         the GPTConfig, both as mappings. Asynchronous, it joins the previous save and returns when the states
         are copied (on CUDA: when the copies are queued on the current stream); else when the checkpoint is on
-        disk. Returns a sentence if the joined save failed, the same on every rank; earlier checkpoints then
-        stay.
+        disk. Returns a sentence if the joined save failed, or this one if it is not asynchronous, the same on
+        every rank; earlier checkpoints then stay.
         """
         failure = self.wait()
         self._exchange.next()
@@ -97,7 +98,8 @@ class Checkpointer:
         save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
         if not self._asynchronous:
             self._run(save)
-            return self.wait()
+            # It stays for `wait` as well: who ends a run has to know whether its last checkpoint is there.
+            return self._failure
         self._idle.clear()
         self._queue.put(save)
         return failure
@@ -107,6 +109,11 @@ class Checkpointer:
         self._idle.wait()
         failure, self._failure = self._failure, None
         return failure
+
+    def remark(self) -> str:
+        """Return what there is to say of a save that went well, once; empty on all ranks but the first."""
+        remark, self._remark = self._remark, ""
+        return remark
 
     def close(self) -> str | None:
         """Join the save that is under way and free what the next one would need. Returns what `wait` returns."""
@@ -174,7 +181,7 @@ class Checkpointer:
                 clean(self._folder)
             failure = self._sentence(save, _reason(error))
         else:
-            failure = self._prune(save)
+            failure, self._remark = "", self._prune(save)
         self._exchange.tell("done", failure)
         return failure or None
 

@@ -25,5 +25,5 @@ class LossScale:
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value = max(1.0, self.value / 2)
-        elif self.good_steps == self.window:
+        elif self.good_steps >= self.window:
             self.value, self.good_steps = self.value * 2, 0
