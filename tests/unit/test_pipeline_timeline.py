@@ -114,7 +114,8 @@ def test_message_driven_is_faster_over_a_slow_uneven_link() -> None:
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
-    schedule = make_schedule("gpipe", 2, 1, 3)
+    forwards_first = make_schedule("gpipe", 2, 1, 3).actions[0]
+    schedule = Schedule(2, 1, 3, (forwards_first, forwards_first))
     busy = simulate(schedule, Durations([1.0, 1.0], [1.0, 1.0], [0.0, 0.0], transfer=[3.0]))
     assert [span.start for span in busy.ranks[1][:3]] == [4, 7, 10]
     late = simulate(schedule, Durations([1.0, 1.0], [1.0, 1.0], [0.0, 0.0], transfer=[0.0], latency=[3.0]))

@@ -44,10 +44,13 @@ def make_schedule(name: ScheduleName, ranks: int, chunks: int, microbatches: int
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019, section 2.3). Ranks idle (p-1)/(m+p-1) of the time.
 
-    The backwards start with the first microbatch; starting with the last, as some do, takes as long.
+    The backwards start with the first microbatch; starting with the last, as some do, takes as long. So does the last
+    rank's going back from each at once, as nobody waits for its forwards: the loss makes a gradient as large as the
+    vocabulary in each of them.
     """
     forwards, backwards = _pass(Kind.F, microbatches), _pass(Kind.B, microbatches)
-    return Schedule(ranks, 1, microbatches, tuple((*forwards, *backwards) for _ in range(ranks)))
+    ahead = [microbatches] * (ranks - 1) + [0]
+    return Schedule(ranks, 1, microbatches, tuple(_in_turn(forwards, backwards, count) for count in ahead))
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
@@ -122,12 +125,12 @@ def schedule_warning(name: ScheduleName, ranks: int, chunks: int, microbatches: 
 def live_bound(name: ScheduleName, ranks: int, chunks: int, microbatches: int, limit: int | None = None) -> list[int]:
     """Return the most activations that each rank holds at once, counted in microbatches of one piece of the model.
 
-    gpipe: m. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g the microbatches of a group. zero-bubble: p
+    gpipe: m, on the last rank 1. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g the microbatches of a group. zero-bubble: p
     on every rank, as on 1F1B's first. zero-bubble-v: 2p, of pieces half as large. message-driven: `limit` (None: p).
     Never more than there are pieces and microbatches.
     """
     bounds = {
-        "gpipe": lambda rank: microbatches,
+        "gpipe": lambda rank: microbatches if rank < ranks - 1 else 1,
         "1f1b": lambda rank: ranks - rank,
         "interleaved": lambda rank: _interleaved_ahead(ranks, chunks, microbatches, rank) + 1,
         "zero-bubble": lambda rank: ranks,
