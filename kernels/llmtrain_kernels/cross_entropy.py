@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain_kernels.matmul import matmul
 from llmtrain_kernels.native import native_functions, takes_native
 
 # Rows that a product needs to be bound by arithmetic and not by reading the weight, and, above that, elements of one
@@ -48,11 +49,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         all_logits = x.new_empty(min(rows, x.shape[0]), weight.shape[0])
         for first in range(0, x.shape[0], rows):
             part, wished = x[first : first + rows], targets[first : first + rows]
-            logits = torch.mm(part, weight.t(), out=all_logits[: len(part)])
+            logits = matmul(part, weight.t(), all_logits[: len(part)])
             total += _losses(logits, wished, wanted).sum()
             if grad_x is None or grad_weight is None:
                 continue
-            torch.mm(logits, weight, out=grad_x[first : first + rows])
+            grad_x[first : first + rows] = matmul(logits, weight)
             add_product(grad_weight, logits, part, first == 0)
         ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
         return total / x.shape[0]

@@ -19,6 +19,7 @@ from llmtrain.compose import Run
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
+from llmtrain_kernels import matmul
 from tiny import write_corpus
 
 RECIPE = """
@@ -291,3 +292,16 @@ def test_an_old_checkpoint_that_stays_is_no_failure(
     assert rows(folder / "runs" / "tiny")[-1]["event"] == "end"
     said = "".join(capsys.readouterr())
     assert "the checkpoint of step 6 is saved, but an older one stays: Directory not empty" in said
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
+def test_the_library_of_products_keeps_the_curve(train: Train, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    product, made = matmul._onednn, []
+    monkeypatch.setattr(matmul, "LEAST", 0)
+    monkeypatch.setattr(matmul, "_onednn", lambda *tensors: (made.append(None), product(*tensors))[1])
+    curves = {}
+    for wider in (False, True):
+        monkeypatch.setattr(matmul, "onednn_is_wider", lambda wider=wider: wider)
+        curves[wider] = train(f"name=wider-{wider}", f"model.family={family}")
+        assert bool(made) is wider
+    assert curves[True] == pytest.approx(curves[False], rel=1e-5)

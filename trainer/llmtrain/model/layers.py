@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from llmtrain_kernels.activation import activate
 from llmtrain_kernels.attention import joint_attention
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
+from llmtrain_kernels.matmul import linear
 from llmtrain_kernels.norm import rms_norm
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class InputMajorLinear(nn.Module):
@@ -39,7 +40,7 @@ class InputMajorLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
-        return F.linear(x, self.weight.t(), self.bias)
+        return linear(x, self.weight.t(), self.bias)
 
 
 class Norm(nn.Module):
@@ -150,5 +151,5 @@ class Head(nn.Module):
         x, weight = self.norm(x), embedding if self.weight is None else self.weight
         assert weight is not None
         if targets is None:
-            return F.linear(x, weight)
+            return linear(x, weight)
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())

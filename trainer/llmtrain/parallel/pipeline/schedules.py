@@ -125,9 +125,9 @@ def schedule_warning(name: ScheduleName, ranks: int, chunks: int, microbatches: 
 def live_bound(name: ScheduleName, ranks: int, chunks: int, microbatches: int, limit: int | None = None) -> list[int]:
     """Return the most activations that each rank holds at once, counted in microbatches of one piece of the model.
 
-    gpipe: m, on the last rank 1. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g the microbatches of a group. zero-bubble: p
-    on every rank, as on 1F1B's first. zero-bubble-v: 2p, of pieces half as large. message-driven: `limit` (None: p).
-    Never more than there are pieces and microbatches.
+    gpipe: m, on the last rank 1. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g the microbatches of a
+    group. zero-bubble: p on every rank, as on 1F1B's first. zero-bubble-v: 2p, of pieces half as large. message-driven:
+    `limit` (None: p). Never more than there are pieces and microbatches.
     """
     bounds = {
         "gpipe": lambda rank: microbatches if rank < ranks - 1 else 1,

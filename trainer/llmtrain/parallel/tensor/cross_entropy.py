@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from llmtrain_kernels.cross_entropy import add_product, chunk_rows
+from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -53,7 +54,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
 @torch.no_grad()
 def _all_logits(x: Tensor, weight: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
     """Return logits `[batch, sequence, vocab]` of all tokens. For sampling: no gradient passes through."""
-    logits = mesh.by_sequence(F.linear(mesh.gather(x).wait(), weight))
+    logits = mesh.by_sequence(linear(mesh.gather(x).wait(), weight))
     shares = [even_share(vocab, mesh.degree, place) for place in range(mesh.degree)]
     most = max(end - start for start, end in shares)
     # Vocabulary first, and as much of it from every rank.
@@ -80,12 +81,12 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             part, last = arriving.wait(), first + step
             # The next chunk arrives, and the gradient of the one before leaves, while this one is computed.
             arriving = mesh.gather(own[last : last + step]) if last < len(own) else arriving
-            logits = torch.mm(part, weight.t(), out=all_logits[: len(part)])
+            logits = matmul(part, weight.t(), all_logits[: len(part)])
             total += _losses(logits, wished[:, first:last].flatten(), mesh, wanted).sum()
             if grad_x is None or grad_weight is None:
                 continue
             grad_x[max(0, first - step) : first] = leaving.wait()
-            leaving = mesh.reduce(logits @ weight)
+            leaving = mesh.reduce(matmul(logits, weight))
             add_product(grad_weight, logits, part, first == 0)
         if grad_x is not None:
             grad_x[(len(own) - 1) // step * step :] = leaving.wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -109,7 +110,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        y = F.linear(layer.mesh.gather(x).wait(), weight, bias)
+        y = linear(layer.mesh.gather(x).wait(), weight, bias)
         return layer.mesh.by_sequence(y) if layer.ordered else y
 
     @staticmethod
@@ -121,11 +122,11 @@ class _Column(torch.autograd.Function):
         def begin() -> Callable[[], Tensor]:
             # The inputs that other ranks hold arrive while something else is computed.
             whole = mesh.gather(x)
-            return lambda: _rows(grad).t() @ _rows(whole.wait())
+            return lambda: matmul(_rows(grad).t(), _rows(whole.wait()))
 
         later = layer.defer is not None and layer.defer.active
         product = None if later else begin()
-        reduced = mesh.reduce(grad @ weight)
+        reduced = mesh.reduce(matmul(grad, weight))
         # The sum over the ranks is under way while this rank's weights get their gradient.
         grad_weight = _now_or_later(layer.defer, layer.weight, begin, product)
         grad_bias = None
@@ -154,14 +155,14 @@ class _RowBackward(torch.autograd.Function):
         gathered = mesh.gather(grad)
         grad_bias = None if layer.bias is None else _rows(grad).sum(0)
         whole = gathered.wait()
-        grad_x = whole @ weight.t()
+        grad_x = matmul(whole, weight.t())
 
         def begin() -> Callable[[], Tensor]:
             # Kept sharded until then, and gathered a second time.
             again = mesh.gather(grad)
-            return lambda: _rows(_by_rank(x, layer)).t() @ _rows(again.wait())
+            return lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(again.wait()))
 
-        product = None if later else lambda: _rows(_by_rank(x, layer)).t() @ _rows(whole)
+        product = None if later else lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(whole))
         grad_weight = _now_or_later(layer.defer, layer.weight, begin, product)
         return mesh.by_sequence(grad_x) if layer.ordered else grad_x, grad_weight, grad_bias, None
 
@@ -173,7 +174,7 @@ class _RowForward(torch.autograd.Function):
     def forward(
         ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
     ) -> Tensor:
-        y = layer.mesh.reduce(_by_rank(x, layer) @ weight).wait()
+        y = layer.mesh.reduce(matmul(_by_rank(x, layer), weight)).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
