@@ -30,14 +30,19 @@ def matmul(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
 
 
 def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or x.dtype != torch.float32:
         return False
     return x.numel() * weight.numel() >= LEAST * x.shape[-1] and onednn_is_wider()
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def onednn_is_wider() -> bool:
     """Whether this machine's vectors are wider than those that MKL uses on it."""
+    return _is_wider()
+
+
+@functools.cache
+def _is_wider() -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     try:
@@ -48,7 +53,20 @@ def onednn_is_wider() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _opaque(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@torch.library.custom_op("llmtrain::product", mutates_args=())
+def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product as torch.compile is to leave it: its own form of it wants weights that never change."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@_opaque.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
