@@ -32,7 +32,6 @@ from llmtrain_kernels.matmul import onednn_is_wider
 sys.path.insert(0, str(Path(__file__).parent))
 from table import machine, write_section
 
-
 LIBRARY = (
     "Our products of matrices are oneDNN's on this CPU, with all of its vectors' width; the plain loop's are MKL's, "
     "which is what torch takes by itself. "
