@@ -1,15 +1,18 @@
 """Ranks, groups and shares."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from llmtrain.cluster.environment import Launched, first_host, launched
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.cluster.ranks import connect
+from llmtrain.cluster.ranks import Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.start import check_gpus
 
@@ -122,6 +125,18 @@ def test_launched_by_mpirun_on_several_machines() -> None:
     found = launched({**environment, "MASTER_ADDR": "n1"})
     assert found is not None
     assert (found.ranks_per_node, found.variables["MASTER_ADDR"], found.variables["MASTER_PORT"]) == (2, "n1", "29500")
+
+
+def test_the_main_rank_stays_until_all_have_heard_it() -> None:
+    """It may end the run over what it says, and the store goes with it."""
+    layout, store, device = Layout({Axis.DATA: 3}), dist.HashStore(), torch.device("cpu")
+    main, *others = [Ranks(rank, rank, layout, device, store) for rank in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        saying = pool.submit(main.from_main, "refusal", "no")
+        assert others[0].from_main("refusal", "") == "no"
+        assert not wait([saying], timeout=0.3).done
+        assert others[1].from_main("refusal", "") == "no"
+        assert saying.result(timeout=10) == "no"
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

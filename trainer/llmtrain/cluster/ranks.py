@@ -80,7 +80,13 @@ class Ranks:
             return text
         if self.is_main:
             self.store.set(name, text)
-        return str(self.store.get(name).decode())
+        heard = str(self.store.get(name).decode())
+        # The main rank has the store, and may end over what it says: not before all others have heard it.
+        if self.store.add(f"{name} was heard", 1) == self.layout.world:
+            self.store.set(f"{name} is known", "")
+        if self.is_main:
+            self.store.get(f"{name} is known")
+        return heard
 
 
 def device_of(local_rank: int) -> torch.device:
