@@ -53,7 +53,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _losses(logits, wished, wanted).sum()
             if grad_x is None or grad_weight is None:
                 continue
-            grad_x[first : first + rows] = matmul(logits, weight)
+            place = grad_x[first : first + rows]
+            if (product := matmul(logits, weight, place)) is not place:
+                place.copy_(product)
             add_product(grad_weight, logits, part, first == 0)
         ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
         return total / x.shape[0]

@@ -218,20 +218,24 @@ def test_a_yaml_tag(tag: str, tmp_path: Path, went_off: Path) -> None:
     assert not went_off.exists()
 
 
-INTERPOLATIONS = ["${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${no.such}", "${name}"]
-# Resolvers whose names are put together.
-INTERPOLATIONS += ["${${logging.dir}:HOME}", "${oc.${logging.wandb_project}:HOME}", "${ ${logging.dir} :HOME}"]
-
-
-@pytest.mark.parametrize("text", INTERPOLATIONS)
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${oc.decode:'1'}", "${oc.create:{}}", "${no.such}", "${name}"])
 def test_a_recipe_that_would_read_the_environment(text: str, tmp_path: Path) -> None:
     path = tmp_path / "evil.yaml"
-    parts = ["logging.dir=oc.env", "logging.wandb_project=env"]
-    path.write_text(f"extends: gpt2-124m\nname: '{text}'\n")
+    path.write_text(f"extends: gpt2-124m\nname: {text}\n")
     with pytest.raises(BadInputError):
-        load_recipe(str(path), parts)
+        load_recipe(str(path))
     with pytest.raises(BadInputError):
-        load_recipe("gpt2-124m", [*parts, f"name={text}"])
+        load_recipe("gpt2-124m", [f"name={text}"])
+
+
+@pytest.mark.parametrize("text", ["${${logging.dir}:HOME}", "${oc.${name}:HOME}", "${ ${logging.dir} :HOME}"])
+def test_a_resolver_whose_name_is_put_together(text: str, tmp_path: Path) -> None:
+    """In a key that takes any text, so that nothing else is wrong with what comes of it."""
+    path, parts = tmp_path / "evil.yaml", ["name=env", "logging.dir=oc.env"]
+    path.write_text(f"extends: gpt2-124m\nlogging: {{wandb_project: '{text}'}}\n")
+    for recipe, overrides in ((str(path), parts), ("gpt2-124m", [*parts, f"logging.wandb_project={text}"])):
+        with pytest.raises(BadInputError, match="may only refer to its own keys"):
+            load_recipe(recipe, overrides)
 
 
 @pytest.mark.parametrize("parent", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/environ", ".", "evil.yaml", "[1]"])
