@@ -195,12 +195,14 @@ def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk]
 
 
 def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has."""
+    """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has.
+
+    Within `ragged_batches`.
+    """
     if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
-    layout = tokenizer.encode_batch(texts, parallel=False).layout
-    offsets = np.asarray(layout.offsets)
-    return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+    ids, lengths = tokenizer.encode_batch(texts, parallel=False)
+    return ids, lengths
 
 
 def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:

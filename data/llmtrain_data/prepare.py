@@ -18,6 +18,7 @@ from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choo
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
 from llmtrain_data.progress import Report, progress
+from llmtrain_data.ragged import ragged_batches
 from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
 
 
@@ -77,7 +78,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     reference = load_tokenizer(tokenizer)
     end = end_of_text_id(tokenizer, reference) if options.append_end else None
     check_output(prefix, options.overwrite)
-    with interruptible(prefix):
+    with interruptible(prefix), ragged_batches():
         chunks = corpus.chunks()
         first = next(chunks, None)
         if first is None:

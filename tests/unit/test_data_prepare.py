@@ -105,6 +105,22 @@ def test_an_encoder_that_fails_is_not_taken(
     assert "does not take this tokenizer" in done.reason
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_awkward_is_neither_loaded_nor_used_nor_lost(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    monkeypatch.delitem(sys.modules, "awkward", raising=False)
+    other = object()
+    if loaded:
+        monkeypatch.setitem(sys.modules, "awkward", other)
+    run(folder, tokenizer, tmp_path / "set", encoder="gigatoken")
+    assert sys.modules.get("awkward") is (other if loaded else None)
+    (tmp_path / "other.jsonl").write_text('{"body": "text"}\n')
+    with pytest.raises(DataError, match="no text in field"):
+        run(tmp_path / "other.jsonl", tokenizer, tmp_path / "none")
+    assert sys.modules.get("awkward") is (other if loaded else None)
+
+
 @pytest.mark.parametrize("long", [0, 10**9])
 def test_ends_are_put_after_finished_texts(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "LONG", long)
