@@ -72,6 +72,5 @@ def test_the_second_hop_sends_half_of_an_all_reduce(shape: tuple[int, int], meas
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zero_plus_plus_sends_a_quarter_of_zero_3(shape: tuple[int, int], measured: Measured) -> None:
-    """3 M become 0.75 M in a step of one microbatch (ZeRO++, table 1)."""
-    found = measured(shape)
-    assert found["zero++", ONCE].counted == pytest.approx(found["stage 3", ONCE].counted / 4, rel=0.05)
+    """3 M become 0.75 M in a step of one microbatch (ZeRO++, table 1); ours of ZeRO-3 is less than 3 M by a block."""
+    assert measured(shape)["zero++", ONCE].counted == pytest.approx(3 / 4 * Setting(*shape, ONCE).hops, rel=0.05)

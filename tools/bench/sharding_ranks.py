@@ -36,10 +36,11 @@ from tools.netlab import counters
 @dataclass(frozen=True)
 class Contestant:
     """One way to train. step: does the optimizer step of a number, and returns its loss on this rank, if it has one.
-    state_bytes: of model states on this rank, after a step."""
+    state_bytes: of model states on this rank, after a step. settle: waits for what goes on after a step."""
 
     step: Callable[[int], float | None]
     state_bytes: Callable[[], int]
+    settle: Callable[[], None] = lambda: None
 
 
 def batches(run: Run, number: int) -> Iterable[Tensor]:
@@ -79,14 +80,13 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def ours(run: Run) -> Contestant:
-    """A strategy of ours, through the loop of every run, but that no update goes on into what others are timed with."""
+    """A strategy of ours, through the loop of every run."""
 
     def step(number: int) -> float | None:
         train_step(run, number)
-        run.engine.weights.settle()
         return None
 
-    return Contestant(step, lambda: run.engine.state_bytes)
+    return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.settle)
 
 
 def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
@@ -193,22 +193,31 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
     return run
 
 
-def measure(contestants: dict[str, Contestant], rounds: int, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """Return by name: seconds and bytes this node sent, of each of `rounds` steps after a first one, done in turns."""
+def measure(contestants: dict[str, Contestant], rounds: int, turn: int, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """Return by name what a step took and what this node sent in it, by round after a first one.
+
+    In each round every contestant does `turn` steps on end, as in training, where what one step leaves to be sent goes
+    beside the next one; nothing is left for others. The first round is of one step.
+    """
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": [], "losses": []} for name in contestants}
+    done = 0
     for number in range(rounds + 1):
         names = list(contestants) if number % 2 else list(reversed(contestants))
+        steps = turn if number else 1
         for name in names:
             dist.barrier()
             before, started = card_bytes(), time.perf_counter()
-            loss = contestants[name].step(number)
+            losses = [contestants[name].step(done + step) for step in range(steps)]
+            contestants[name].settle()
             dist.barrier()
             seconds, sent = time.perf_counter() - started, card_bytes() - before
             if number:
-                found[name]["seconds"].append(seconds)
-                found[name]["sent"].append(sent)
-            if loss is not None:
-                found[name]["losses"].append(ranks.sum_all([loss])[0] / ranks.layout.world)
+                found[name]["seconds"].append(seconds / steps)
+                found[name]["sent"].append(sent / steps)
+            for loss in losses:
+                if loss is not None:
+                    found[name]["losses"].append(ranks.sum_all([loss])[0] / ranks.layout.world)
+        done += steps
     for name, contestant in contestants.items():
         found[name]["state_bytes"] = contestant.state_bytes()
     return found
@@ -240,7 +249,7 @@ def main(settings: dict[str, Any]) -> None:
         for name in settings["peers"]:
             contestants[name] = peers[name]()
         contestants.update({name: ours(run) for name, run in runs.items()})
-        found = measure(contestants, settings["rounds"], ranks)
+        found = measure(contestants, settings["rounds"], settings["turn"], ranks)
         for name, run in runs.items():
             rows = (Path(run.folder) / "metrics.jsonl").read_text().splitlines() if ranks.is_main else []
             found[name]["losses"] = [row["loss"] for row in map(json.loads, rows) if "event" not in row]

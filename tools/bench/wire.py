@@ -19,9 +19,10 @@ from tools.bench.table import table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import plain
 
-# Blocks make up 99.3% of the weights, so that what only the first and the last unit save does not blur a closed form.
+# Blocks make up 99.3% of the weights, so that what only the other units save does not blur a closed form.
+BLOCKS = 12
 RECIPE = """
-model: {{family: llama, layers: 12, hidden: 192, heads: 4, ffn: 768, vocab: 128, tie_embeddings: false}}
+model: {{family: llama, layers: {blocks}, hidden: 192, heads: 4, ffn: 768, vocab: 128, tie_embeddings: false}}
 data: {{path: {folder}/set, sequence_length: 16}}
 train: {{steps: {steps}, global_batch: 1, microbatch: 1, eval_every: 0}}
 precision: {{compute: bf16}}
@@ -36,8 +37,7 @@ HEAD = """## Bytes between nodes
 in M, the bytes of all weights in 16 bits (14.3 MB here, bf16). "ours" and "paper" are closed forms, (p - k) / p of M
 for a gather or reduction that crosses nodes by a hop of its own, (p - 1) / p for one in a ring of all ranks;
 `tools/bench/wire.py` has them with their sources. Headers: the cards count {headers} more than the runs' own byte
-meters, the more the smaller the messages. Beside "ours" they count {beside}, less where a unit that the next
-microbatch begins with is still there."""
+meters, the more the smaller the messages. Beside "ours" they count {beside}."""
 # How long a card is silent when a step's last bytes have passed, in seconds.
 SILENCE = 0.05
 
@@ -60,6 +60,12 @@ class Setting:
         """Share of M that a node sends in a gather or reduction that goes across nodes by a hop of its own, (p - k) / p
         (MiCS, section 3.3)."""
         return (self.ranks - self.ranks_per_node) / self.ranks
+
+    @property
+    def gathers(self) -> float:
+        """Gathers of all weights in a step of ZeRO-3: two in each microbatch, but where forward and backward passes
+        turn into each other one block is still there."""
+        return 2 * self.microbatches - (2 * self.microbatches - 1) / BLOCKS
 
     @property
     def ring(self) -> float:
@@ -106,24 +112,28 @@ def _zero_strategies() -> dict[str, Strategy]:
         "stage 2": Strategy(
             ("zero.stage=2",), lambda s: (s.microbatches + 1) * s.hops, lambda s: (s.microbatches + 1) * s.ring
         ),
-        "stage 3": Strategy(stage3, lambda s: 3 * s.microbatches * s.hops, lambda s: 3 * s.microbatches * s.ring),
+        "stage 3": Strategy(
+            stage3, lambda s: (s.gathers + s.microbatches) * s.hops, lambda s: 3 * s.microbatches * s.ring
+        ),
         "stage 3, gathers in one ring": Strategy(
             (*stage3, "zero.hierarchical=false"),
-            lambda s: s.microbatches * (2 * s.ring + s.hops),
+            lambda s: s.gathers * s.ring + s.microbatches * s.hops,
             lambda s: 3 * s.microbatches * s.ring,
         ),
         "stage 3, secondary of a node": Strategy(
             second, lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
         ),
         "stage 3, INT8 weights": Strategy(
-            (*stage3, INT8), lambda s: 2 * s.microbatches * s.hops, lambda s: 2 * s.microbatches * s.ring
+            (*stage3, INT8),
+            lambda s: (0.5 * s.gathers + s.microbatches) * s.hops,
+            lambda s: 2 * s.microbatches * s.ring,
         ),
         "stage 3, INT8 secondary": Strategy(
             (*second, SECOND), lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring
         ),
         "stage 3, INT4 gradients": Strategy(
             (*stage3, INT4),
-            lambda s: 2.25 * s.microbatches * s.hops,
+            lambda s: (s.gathers + 0.25 * s.microbatches) * s.hops,
             lambda s: s.microbatches * (2 * s.ring + 0.25 * s.hops),
         ),
         "zero++": Strategy(
@@ -172,7 +182,7 @@ def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> d
     with tempfile.TemporaryDirectory() as name, Lab(plain(nodes, ranks_per_node)) as lab:
         folder = Path(name)
         write_set(folder / "set", 128, 20)
-        (folder / "wire.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
+        (folder / "wire.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS, blocks=BLOCKS))
         runs = {
             f"{number}-{count}": [*strategy.keys, f"train.global_batch={lab.spec.world * count}"]
             for number, strategy in enumerate(strategies(nodes, ranks_per_node).values())

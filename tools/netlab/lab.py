@@ -150,6 +150,9 @@ class Lab:
         outer = {key: value for key, value in os.environ.items() if key != "LLMTRAIN_LAUNCHER_PID"}
         # torch warns for each connection that the lab has no names for its addresses.
         defaults = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if spec.intra is not None:
+            # What ranks tell each other through shared memory is not shaped.
+            defaults["NCCL_SHM_DISABLE"] = "1"
         return [*inside, *command], {**defaults, **outer, **{key: str(value) for key, value in place.items()}, **env}
 
     def _traffic(self) -> list[dict[str, Traffic]]:

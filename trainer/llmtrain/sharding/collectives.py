@@ -120,11 +120,21 @@ def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
             assert message is not None
             message.wait()
 
+    def by_memory() -> None:
+        assert hop.rooms is not None
+        hop.rooms.gather([parts[place] for place in hop.order], part)
+
+    if hop.rooms is not None:
+        return Stage(hop, by_memory)
     # One hop over several nodes' ranks is a ring in gloo: each shard comes into a node once, not once for each rank.
     return Stage(hop, by_collective if region.is_cuda or not in_order else by_messages)
 
 
 def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> Stage:
+    def by_memory() -> None:
+        assert hop.rooms is not None
+        hop.rooms.reduce(total, values.view(hop.radix, -1), wire)
+
     def plain() -> None:
         sent = values if values.dtype == wire else hop.scratch.take("sent", values.numel(), wire).copy_(values)
         received = hop.scratch.take("received", values.numel(), wire)
@@ -138,7 +148,9 @@ def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | No
         for row in rest:
             total.add_(row)
 
-    return Stage(hop, plain if packing is None else lambda: _exchange_packed(values, hop, packing, total))
+    if packing is not None:
+        return Stage(hop, lambda: _exchange_packed(values, hop, packing, total))
+    return Stage(hop, plain if hop.rooms is None else by_memory)
 
 
 def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) -> None:
@@ -148,7 +160,7 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
     others = slice(hop.place), slice(hop.place + 1, None)
     for rows in others:
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
-    dist.all_to_all_single(received, sent, group=hop.group)
+    hop.exchange(received, sent)
     # What this rank adds itself does not travel, and need not be rounded.
     total.copy_(own_part(values, (hop,)))
     for rows in others:

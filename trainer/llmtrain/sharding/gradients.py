@@ -271,7 +271,7 @@ class GradientReducer:
         else:
             filling.buffer = self._take(unit.cut.padded)
             filling.buffer[unit.spec.numel :].zero_()
-            filling.views = unit.views(filling.buffer)
+            filling.views = unit.lasting_views(filling.buffer)
         if filling.turn.first or filling.buffer is not None:
             for view in filling.views[1:] if filling.turn.leading else []:
                 view.zero_()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from llmtrain.cluster.groups import make_groups
 from llmtrain.cluster.layout import Axis
@@ -11,6 +12,7 @@ from llmtrain.cluster.levels import Degrees, Level, shard_range
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.sharding.lane import Lane, lane
 from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.shared import SharedRooms, share_rooms
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Hop:
 
     span: ranks that it and all faster hops reach. order: for each member of the group the place of its part in what the
     group holds together. tier: the slowest link it crosses. lane: where it runs, so that one unit's slow hop runs
-    beside another's fast one. scratch: buffers for what runs there.
+    beside another's fast one. scratch: buffers for what runs there. rooms: memory that the group's processes share,
+    where they can.
     """
 
     span: int
@@ -28,6 +31,7 @@ class Hop:
     group: dist.ProcessGroup
     lane: Lane
     scratch: Scratch
+    rooms: SharedRooms | None = None
 
     @property
     def radix(self) -> int:
@@ -38,6 +42,13 @@ class Hop:
     def place(self) -> int:
         """Place of this rank's part."""
         return self.order[self.group.rank()]
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """Give part k of `sent` to member k, and put what it gives into part k of `received`."""
+        if self.rooms is not None:
+            self.rooms.exchange(received, sent)
+        else:
+            dist.all_to_all_single(received, sent, group=self.group)
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Hops:
     @property
     def nbytes(self) -> int:
         """Bytes of the hops' buffers."""
-        return sum(hop.scratch.nbytes for hop in (*self.weights, *self.gradients, *self.flat))
+        hops = (*self.weights, *self.gradients, *self.flat)
+        return sum(hop.scratch.nbytes + (hop.rooms.nbytes if hop.rooms else 0) for hop in hops)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
@@ -88,7 +100,8 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
         groups = [[axis[place] for place in group] for axis in axes for group in places]
         group = make_groups(ranks, groups)
         lanes = lane(ranks.device, f"{name} over {level.tier}", ranks.watch)
-        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device))
+        rooms = share_rooms(group) if _in_a_node(ranks, group) else None
+        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device), rooms)
 
     # What is only reduced over a level is gathered back over it, too: every level is for both.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
@@ -99,3 +112,10 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
     one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
     order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
     return Hops(weights, gradients, (hop(one, order, "gather"),))
+
+
+def _in_a_node(ranks: Ranks, group: dist.ProcessGroup) -> bool:
+    """Return whether the group's ranks compute on the CPUs of one node."""
+    node = next((tier.ranks for tier in ranks.tiers if "node" in (tier.name, *tier.aliases)), 1)
+    nodes = {rank // node for rank in dist.get_process_group_ranks(group)}
+    return ranks.device.type == "cpu" and len(nodes) == 1

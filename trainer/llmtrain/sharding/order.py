@@ -24,5 +24,11 @@ class UseOrder:
         self._place += 1
 
     def ahead(self, count: int) -> list[str]:
-        """Return the next `count` uses of this pass; none while it is recorded."""
-        return self._uses[self._place : self._place + count] if self._known else []
+        """Return the next `count` units that this pass needs, each once; none while it is recorded."""
+        found: list[str] = []
+        place = self._place if self._known else len(self._uses)
+        while len(found) < count and place < len(self._uses):
+            if self._uses[place] not in found:
+                found.append(self._uses[place])
+            place += 1
+        return found

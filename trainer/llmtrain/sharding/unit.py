@@ -1,7 +1,7 @@
 """A unit's model states in memory, each cut by its own degree out of one padded flat buffer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class ShardedUnit:
     secondary: Tensor | None
     parameters: tuple[nn.Parameter, ...]
     shapes: tuple[torch.Size, ...]
+    _lasting: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
+
+    def lasting_views(self, flat: Tensor) -> list[Tensor]:
+        """Return `views` of a buffer that stays as long as this unit: made once, as they take some 5 us a parameter."""
+        found = self._lasting.get(flat.data_ptr())
+        if found is None:
+            found = self._lasting[flat.data_ptr()] = self.views(flat)
+        return found
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return, for each parameter, the view that shows it in a whole flat buffer."""

@@ -104,7 +104,7 @@ class WeightKeeper:
             whole = self._gather(unit, self._take(unit))
         whole.busy = True
         whole.ticket.wait()
-        for parameter, view in zip(unit.parameters, unit.views(whole.buffer), strict=True):
+        for parameter, view in zip(unit.parameters, unit.lasting_views(whole.buffer), strict=True):
             parameter.data = view
         self._look_ahead()
         return whole.buffer

@@ -1,0 +1,106 @@
+"""Ranks of one machine that tell each other things through shared memory, and through gloo for comparison.
+
+`shared_ranks.py WORLD FOLDER` writes what each rank found into `rank-N.json` there.
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from llmtrain.sharding import shared
+from tensor_ranks import ending
+
+ROOM, OPERATIONS = 4096, 150
+NARROW = torch.bfloat16
+
+
+def gather(rooms: shared.SharedRooms, own: torch.Tensor) -> bool:
+    expected = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(expected, own)
+    parts = [torch.zeros_like(own) for _ in expected]
+    rooms.gather(parts, own)
+    expected[dist.get_rank()].zero_()
+    return torch.equal(torch.stack(parts), torch.stack(expected))
+
+
+def exchange(rooms: shared.SharedRooms, own: torch.Tensor) -> bool:
+    sent = torch.stack([own + member for member in range(dist.get_world_size())])
+    expected, received = torch.empty_like(sent), torch.empty_like(sent)
+    dist.all_to_all_single(expected, sent)
+    rooms.exchange(received, sent)
+    return torch.equal(received, expected)
+
+
+def reduce(rooms: shared.SharedRooms, own: torch.Tensor, wire: torch.dtype) -> bool:
+    sent = torch.stack([own + member for member in range(dist.get_world_size())])
+    told = [torch.empty_like(sent) for _ in range(len(sent))]
+    dist.all_gather(told, sent)
+    expected = told[0][dist.get_rank()].to(wire).float()
+    for other in told[1:]:
+        expected += other[dist.get_rank()].to(wire)
+    total = torch.empty(len(own))
+    rooms.reduce(total, sent, wire)
+    return torch.equal(total, expected)
+
+
+def operations(rooms: shared.SharedRooms, late: random.Random) -> dict[str, bool]:
+    """Do many of each kind, of all sizes around a room's; ranks come to each at times of their own."""
+    kinds: dict[str, Callable[[torch.Tensor], bool]] = {
+        "gather": lambda own: gather(rooms, own),
+        "gather 16 bit": lambda own: gather(rooms, own.to(NARROW)),
+        "exchange": lambda own: exchange(rooms, own),
+        "exchange bytes": lambda own: exchange(rooms, own.mul(9).to(torch.uint8)),
+        "reduce": lambda own: reduce(rooms, own, torch.float32),
+        "reduce in 16 bit": lambda own: reduce(rooms, own, NARROW),
+        "reduce of 16 bit": lambda own: reduce(rooms, own.to(NARROW), NARROW),
+    }
+    # Alike on all ranks, but for what they hold and when they come.
+    alike, held = random.Random(0), torch.Generator().manual_seed(dist.get_rank())
+    right = dict.fromkeys(kinds, True)
+    for _ in range(OPERATIONS):
+        name, size = alike.choice(list(kinds)), alike.choice([1, 31, 1024, 1025, 3000, 9999])
+        own = torch.rand(size, generator=held) * 10
+        if late.random() < 0.2:
+            time.sleep(late.random() * 0.005)
+        right[name] &= kinds[name](own)
+    return right
+
+
+def rank_main(world: int, rank: int, folder: Path) -> None:
+    shared.ROOM = ROOM
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    rooms = shared.share_rooms(group)
+    assert rooms is not None
+    found: dict[str, object] = {**operations(rooms, random.Random(rank)), "bytes": rooms.nbytes}
+    os.environ["NCCL_SHM_DISABLE"] = "01"[rank == 1]
+    found["where one forbids it"] = shared.share_rooms(group) is not None
+    os.environ["NCCL_SHM_DISABLE"] = "0"
+    if rank == 1:
+        socket.gethostname = lambda: "another"
+    found["where one is on another machine"] = shared.share_rooms(group) is not None
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main(world: int, folder: Path) -> int:
+    """Fork the ranks and return 0 if all have ended well."""
+    pids = []
+    for rank in range(world):
+        pids.append(os.fork())
+        if not pids[-1]:
+            with ending():
+                rank_main(world, rank, folder)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

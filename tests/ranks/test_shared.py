@@ -1,0 +1,48 @@
+"""Shared memory between the ranks of one machine carries what gloo would, at 2 and at 3 ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+Found = Callable[[int], list[dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what each of so many ranks found."""
+
+    @cache
+    def run(world: int) -> list[dict[str, object]]:
+        folder = tmp_path_factory.mktemp(f"shared-{world}")
+        command = [sys.executable, str(Path(__file__).with_name("shared_ranks.py")), str(world), str(folder)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+    return run
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_carries_what_gloo_would(world: int, found: Found) -> None:
+    for rank in found(world):
+        operations = {name: right for name, right in rank.items() if isinstance(right, bool) and "where" not in name}
+        assert len(operations) == 7
+        assert all(operations.values()), operations
+
+
+def test_rooms_take_no_more_than_is_said(found: Found) -> None:
+    assert {rank["bytes"] for rank in found(2)} == {2 * 4096}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("where", ["where one forbids it", "where one is on another machine"])
+def test_all_ranks_do_without_it(world: int, where: str, found: Found) -> None:
+    assert [rank[where] for rank in found(world)] == [False] * world

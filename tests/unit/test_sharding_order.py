@@ -1,0 +1,41 @@
+"""Which units a pass needs next."""
+
+from llmtrain.sharding.order import UseOrder
+
+FORWARD = ["embedding", "1", "2", "3", "head"]
+PASS = [*FORWARD, "head", "3", "2", "1", *FORWARD]
+
+
+def passed(order: UseOrder, units: list[str]) -> list[list[str]]:
+    """Go through a pass and return which two units are ahead after each."""
+    order.start()
+    found = []
+    for unit in units:
+        order.use(unit)
+        found.append(order.ahead(2))
+    return found
+
+
+def test_nothing_is_known_of_a_first_pass() -> None:
+    assert passed(UseOrder(), PASS) == [[]] * len(PASS)
+
+
+def test_units_ahead_are_named_once() -> None:
+    """So what was needed last is still among them where a forward and a backward pass turn into each other."""
+    order = UseOrder()
+    passed(order, PASS)
+    ahead = dict(zip(range(len(PASS)), passed(order, PASS), strict=True))
+    assert ahead[0] == ["1", "2"]
+    assert ahead[3] == ["head", "3"]
+    assert ahead[4] == ["head", "3"]
+    assert ahead[5] == ["3", "2"]
+    assert ahead[8] == ["embedding", "1"]
+    assert ahead[12] == ["head"]
+    assert ahead[13] == []
+
+
+def test_another_order_is_recorded_from_where_it_differs() -> None:
+    order = UseOrder()
+    passed(order, ["1", "2", "3"])
+    assert passed(order, ["1", "3", "2"]) == [["2", "3"], [], []]
+    assert passed(order, ["1", "3", "2"]) == [["3", "2"], ["2"], []]

@@ -1,0 +1,161 @@
+"""Messages between processes of one machine through memory that they share, where gloo copies them through sockets."""
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOM = 8 << 20
+"""Bytes that one member of a group tells the others at once."""
+
+_TOKEN = 16
+
+
+class SharedRooms:
+    """Two rooms for each member of a group: what it writes into one of its own, the others read.
+
+    Members hear from each other that rooms are filled, through gloo, which also finds out who is gone. Rooms are used
+    in turn: who has filled its next one has read all the ones before.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rooms: Sequence[Tensor]) -> None:
+        """rooms: by member, uint8 `[2, ROOM]`."""
+        self._group, self._rooms, self._me = group, rooms, group.rank()
+        self._others = [member for member in range(len(rooms)) if member != self._me]
+        self._turn = self._used = 0
+        self._told = torch.zeros(len(rooms), dtype=torch.uint8)
+        self._heard = torch.zeros_like(self._told)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this member's rooms; what was never written takes no memory."""
+        return 2 * self._used
+
+    def gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        """Fill `parts`, by member, with what each passes as `own`; this member's is not touched. One-dimensional."""
+        mine, theirs = own.view(torch.uint8), [part.view(torch.uint8) for part in parts]
+        for start in range(0, len(mine), ROOM):
+            piece = mine[start : start + ROOM]
+            self._rooms[self._me][self._turn, : len(piece)].copy_(piece)
+            self._tell(len(piece))
+            for member in self._others:
+                theirs[member][start : start + ROOM].copy_(self._rooms[member][self._turn, : len(piece)])
+            self._turn = 1 - self._turn
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        """Give row k of `sent` to member k, and put what it gives into row k of `received`. Both `[members, *]`."""
+        outgoing, incoming = sent.view(torch.uint8), received.view(torch.uint8)
+        incoming[self._me].copy_(outgoing[self._me])
+        for start, found in self._rounds(outgoing, torch.uint8):
+            for member in self._others:
+                incoming[member, start : start + len(found[member])].copy_(found[member])
+
+    def reduce(self, total: Tensor, values: Tensor, wire: torch.dtype) -> None:
+        """Sum row k of every member's `values`, `[members, n]`, into member k's `total`, `[n]`, in the members' order.
+
+        values travel as `wire`, and that is what is added.
+        """
+        for start, (first, second, *others) in self._rounds(values, wire):
+            piece = total[start : start + len(first)]
+            if wire == total.dtype:
+                torch.add(first, second, out=piece)
+            else:
+                piece.copy_(first).add_(second)
+            for other in others:
+                piece.add_(other)
+
+    def _rounds(self, sent: Tensor, wire: torch.dtype) -> Iterator[tuple[int, list[Tensor]]]:
+        """Send row k of `sent` to member k as `wire`, as many columns at a time as there is room for.
+
+        Yields the first column, and by member what it sent of them to this one.
+        """
+        share = ROOM // len(self._rooms) // wire.itemsize
+        for start in range(0, sent.shape[1], share):
+            rows = sent[:, start : start + share]
+            size = rows.shape[1]
+            own = self._parts(self._me, wire, size)
+            for member in self._others if sent.dtype == wire else range(len(self._rooms)):
+                own[member].copy_(rows[member])
+            self._tell(own.nbytes)
+            found = [self._parts(member, wire, size)[self._me] for member in range(len(self._rooms))]
+            if sent.dtype == wire:
+                found[self._me] = rows[self._me]
+            yield start, found
+            self._turn = 1 - self._turn
+
+    def _parts(self, sender: int, wire: torch.dtype, size: int) -> Tensor:
+        """Return the sender's room as `[members, size]`, a row for each receiver, as far in front as can be."""
+        members = len(self._rooms)
+        room = self._rooms[sender][self._turn, : members * size * wire.itemsize]
+        return room.view(wire).view(members, size)
+
+    def _tell(self, used: int) -> None:
+        """Say that this member has filled its room with `used` bytes, and hear it of all others."""
+        self._used = max(self._used, used)
+        dist.all_to_all_single(self._heard, self._told, group=self._group)
+
+
+def share_rooms(group: dist.ProcessGroup) -> SharedRooms | None:
+    """Make rooms for the members of `group`; None unless all are on one machine and can share memory. Collective.
+
+    NCCL_SHM_DISABLE=1 forbids it, as it does NCCL. Machines with names of their own are told apart, also where they are
+    played by one.
+    """
+    if group.size() == 1:
+        return None
+    descriptor = _memory()
+    own = _mapped(descriptor) if descriptor is not None else None
+    token = os.urandom(_TOKEN)
+    if own is not None:
+        own[0, :_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+    where = (socket.gethostname(), os.getpid(), descriptor, token)
+    told = _all_told(group, where)
+    rooms = [own if one == where else _opened(where[0], *one) for one in told]
+    found = [room for room in rooms if room is not None]
+    everywhere = all(_all_told(group, len(found) == len(rooms)))
+    if descriptor is not None:
+        os.close(descriptor)
+    return SharedRooms(group, found) if everywhere else None
+
+
+def _memory() -> int | None:
+    """Return a file of memory, which takes as much as is written; None where there is none to be had."""
+    if os.environ.get("NCCL_SHM_DISABLE") == "1" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        descriptor = os.memfd_create("llmtrain")
+        os.ftruncate(descriptor, 2 * ROOM)
+    except OSError:
+        return None
+    return descriptor
+
+
+def _opened(here: str, host: str, process: int, descriptor: int | None, token: bytes) -> Tensor | None:
+    """Return another member's rooms, of which it told all but the first; None where this process cannot see them."""
+    if descriptor is None or host != here:
+        return None
+    try:
+        mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        # In a container of its own, another process may have that number.
+        rooms = _mapped(mine) if os.fstat(mine).st_size == 2 * ROOM else None
+    finally:
+        os.close(mine)
+    return rooms if rooms is not None and bytes(rooms[0, :_TOKEN].tolist()) == token else None
+
+
+def _mapped(descriptor: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, 2 * ROOM), dtype=torch.uint8).view(2, ROOM)
+
+
+def _all_told(group: dist.ProcessGroup, own: object) -> list[Any]:
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, own, group=group)
+    return told
