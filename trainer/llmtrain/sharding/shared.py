@@ -42,7 +42,7 @@ class SharedRooms:
         for start in range(0, len(mine), ROOM):
             piece = mine[start : start + ROOM]
             self._rooms[self._me][self._turn, : len(piece)].copy_(piece)
-            self._tell(len(piece))
+            self.tell(len(piece))
             for member in self._others:
                 theirs[member][start : start + ROOM].copy_(self._rooms[member][self._turn, : len(piece)])
             self._turn = 1 - self._turn
@@ -81,7 +81,7 @@ class SharedRooms:
             own = self._parts(self._me, wire, size)
             for member in self._others if sent.dtype == wire else range(len(self._rooms)):
                 own[member].copy_(rows[member])
-            self._tell(own.nbytes)
+            self.tell(own.nbytes)
             found = [self._parts(member, wire, size)[self._me] for member in range(len(self._rooms))]
             if sent.dtype == wire:
                 found[self._me] = rows[self._me]
@@ -94,49 +94,55 @@ class SharedRooms:
         room = self._rooms[sender][self._turn, : members * size * wire.itemsize]
         return room.view(wire).view(members, size)
 
-    def _tell(self, used: int) -> None:
-        """Say that this member has filled its room with `used` bytes, and hear it of all others."""
+    def tell(self, used: int = 0) -> None:
+        """Say that this member has written, be it `used` bytes of its room or elsewhere, and hear it of all others."""
         self._used = max(self._used, used)
         dist.all_to_all_single(self._heard, self._told, group=self._group)
 
 
 def share_rooms(group: dist.ProcessGroup) -> SharedRooms | None:
-    """Make rooms for the members of `group`; None unless all are on one machine and can share memory. Collective.
+    """Make rooms for the members of `group`; None where they cannot share memory. Collective."""
+    memory = shared_memory(group, 2 * ROOM)
+    return SharedRooms(group, [part.view(2, ROOM) for part in memory]) if memory else None
 
-    NCCL_SHM_DISABLE=1 forbids it, as it does NCCL. Machines with names of their own are told apart, also where they are
-    played by one.
+
+def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
+    """Make memory, uint8 `[nbytes]`, for each member of `group`, which all see; returns it by member. Collective.
+
+    Nothing unless all are on one machine and can share memory. NCCL_SHM_DISABLE=1 forbids it, as it does NCCL. Machines
+    with names of their own are told apart, also where they are played by one.
     """
     if group.size() == 1:
-        return None
-    descriptor = _memory()
-    own = _mapped(descriptor) if descriptor is not None else None
+        return []
+    descriptor = _memory(nbytes)
+    own = _mapped(descriptor, nbytes) if descriptor is not None else None
     token = os.urandom(_TOKEN)
     if own is not None:
-        own[0, :_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        own[:_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
     where = (socket.gethostname(), os.getpid(), descriptor, token)
     told = _all_told(group, where)
-    rooms = [own if one == where else _opened(where[0], *one) for one in told]
-    found = [room for room in rooms if room is not None]
-    everywhere = all(_all_told(group, len(found) == len(rooms)))
+    memory = [own if one == where else _opened(nbytes, where[0], *one) for one in told]
+    found = [part for part in memory if part is not None]
+    everywhere = all(_all_told(group, len(found) == len(memory)))
     if descriptor is not None:
         os.close(descriptor)
-    return SharedRooms(group, found) if everywhere else None
+    return found if everywhere else []
 
 
-def _memory() -> int | None:
+def _memory(nbytes: int) -> int | None:
     """Return a file of memory, which takes as much as is written; None where there is none to be had."""
     if os.environ.get("NCCL_SHM_DISABLE") == "1" or not hasattr(os, "memfd_create"):
         return None
     try:
         descriptor = os.memfd_create("llmtrain")
-        os.ftruncate(descriptor, 2 * ROOM)
+        os.ftruncate(descriptor, nbytes)
     except OSError:
         return None
     return descriptor
 
 
-def _opened(here: str, host: str, process: int, descriptor: int | None, token: bytes) -> Tensor | None:
-    """Return another member's rooms, of which it told all but the first; None where this process cannot see them."""
+def _opened(nbytes: int, here: str, host: str, process: int, descriptor: int | None, token: bytes) -> Tensor | None:
+    """Return another member's memory, of which it told the last four; None where this process cannot see it."""
     if descriptor is None or host != here:
         return None
     try:
@@ -145,14 +151,14 @@ def _opened(here: str, host: str, process: int, descriptor: int | None, token: b
         return None
     try:
         # In a container of its own, another process may have that number.
-        rooms = _mapped(mine) if os.fstat(mine).st_size == 2 * ROOM else None
+        memory = _mapped(mine, nbytes) if os.fstat(mine).st_size == nbytes else None
     finally:
         os.close(mine)
-    return rooms if rooms is not None and bytes(rooms[0, :_TOKEN].tolist()) == token else None
+    return memory if memory is not None and bytes(memory[:_TOKEN].tolist()) == token else None
 
 
-def _mapped(descriptor: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, 2 * ROOM), dtype=torch.uint8).view(2, ROOM)
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def _all_told(group: dist.ProcessGroup, own: object) -> list[Any]:

@@ -90,6 +90,13 @@ class ShardedUnit:
         start, end = self.cut.optimizer
         return min(max(place - start, 0), end - start)
 
+    def move_weight(self, to: Tensor) -> None:
+        """Have `weight` lie in `to`, which is as large; the masters too, where they are part of it."""
+        within = self.owned_weight.data_ptr() == self.master.data_ptr()
+        self.weight = to.copy_(self.weight)
+        if within:
+            self.master = self.owned_weight
+
     def publish(self) -> None:
         """Bring `owned_weight` up to date with `master`."""
         if self.owned_weight.data_ptr() != self.master.data_ptr():

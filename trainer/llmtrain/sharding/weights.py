@@ -15,6 +15,7 @@ from llmtrain.sharding.hops import Hop, Hops
 from llmtrain.sharding.lane import Ticket
 from llmtrain.sharding.order import UseOrder
 from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.shared import shared_memory
 from llmtrain.sharding.suffix import Suffix
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
@@ -77,6 +78,8 @@ class WeightKeeper:
         apart = policy.alike and degrees.optimizer > 1 and (policy.packing or policy.secondary) is not None
         shared = [name for name, unit in units.items() if apart and unit.spec.replicated < unit.spec.numel]
         self._suffixes = {name: Suffix(units[name]) for name in shared}
+        self._seen = self._show()
+        self._written = set(self._seen)
 
     def start_pass(self, name: str) -> None:
         """Begin a pass called `name`, which uses the units in the same order as earlier ones of that name."""
@@ -110,12 +113,17 @@ class WeightKeeper:
         return whole.buffer
 
     def release(self, name: str) -> None:
-        """Say that the computation is done with a unit; it stays if the next few uses need it again."""
+        """Say that the computation is done with a unit; it stays if the next few uses need it again.
+
+        Not beside a packed second copy: that is rounded once more, so whether a backward pass uses it must not depend
+        on whether this process knows the order already.
+        """
         whole = self._whole.get(name)
         if whole is None or not whole.busy:
             return
         whole.busy = False
-        if not self._policy.held and name not in self._order.ahead(self._policy.lookahead):
+        soon = self._order.ahead(self._policy.lookahead) if self._policy.secondary is None else []
+        if not self._policy.held and name not in soon:
             self._drop(name)
 
     def owner_of(self, tensor: Tensor) -> str | None:
@@ -125,6 +133,7 @@ class WeightKeeper:
     def update(self, unit: ShardedUnit) -> None:
         """Bring the weights of all ranks up to date after a step of `unit`'s masters. What was whole is out of date."""
         self._copied.discard(unit.spec.name)
+        self._written.add(unit.spec.name)
         if unit.spec.name in self._whole:
             self._drop(unit.spec.name)
         degrees, packing, suffix = self._degrees, self._policy.packing, self._suffixes.get(unit.spec.name)
@@ -224,9 +233,45 @@ class WeightKeeper:
             return [Stage(self._hops.weights[0], lambda: restore(buffer))]
         if packing is not None:
             return all_gather_packed(buffer, part, hops, packing, flight, packed=second)
+        if unit.spec.name in self._seen and not second:
+            return [self._look(unit, buffer, hops[0])]
         own = own_part(buffer, hops)
         first, *rest = all_gather(buffer, hops)
         return [first.first(lambda: own.copy_(part)), *rest]
+
+    def _show(self) -> dict[str, list[Tensor]]:
+        """Move weights that one hop inside a machine gathers to where all its ranks see them. Collective.
+
+        Returns where they are, by unit and by member.
+
+        Read without a message but the first after they were written. None is written while others read it: a unit is
+        stepped when its gradients are summed, over the same ranks, each of which has computed with it before.
+        """
+        hops = self._hops.gather(1, self._degrees.weights)
+        if self._policy.packing is not None or len(hops) != 1 or hops[0].rooms is None:
+            return {}
+        memory = shared_memory(hops[0].group, sum(unit.weight.nbytes for unit in self._units.values()))
+        seen, start = {}, 0
+        for name, unit in self._units.items() if memory else ():
+            end = start + unit.weight.nbytes
+            seen[name] = [part[start:end].view(unit.weight.dtype) for part in memory]
+            unit.move_weight(seen[name][hops[0].group.rank()])
+            start = end
+        return seen
+
+    def _look(self, unit: ShardedUnit, buffer: Tensor, hop: Hop) -> Stage:
+        """Fill `buffer` with the weights that the hop's ranks show."""
+        name, places, rooms = unit.spec.name, buffer.chunk(hop.radix), hop.rooms
+        written = name in self._written
+        self._written.discard(name)
+
+        def read() -> None:
+            if written and rooms is not None:
+                rooms.tell()
+            for place, part in zip(hop.order, self._seen[name], strict=True):
+                places[place].copy_(part)
+
+        return Stage(hop, read)
 
     def _copy(self, unit: ShardedUnit, buffer: Tensor) -> None:
         assert unit.secondary is not None
