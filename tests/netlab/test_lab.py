@@ -99,8 +99,11 @@ def test_links_are_as_fast_as_asked_both_ways(rate: str) -> None:
 def test_ranks_of_a_node_speak_as_fast_as_asked() -> None:
     with Lab(plain(nodes=1, ranks_per_node=2, inter="1mbit", intra="400mbit")) as lab:
         result = python(lab, EXCHANGE, SIZE=25_000_000)
+        told = lab.run(["sh", "-c", "echo $NCCL_SHM_DISABLE"])
     # Both directions share the loopback.
     assert sum(float(lines[0]) for lines in result.output) == pytest.approx(50e6, rel=0.1)
+    # Past it they would speak as fast as they like.
+    assert told.output == (("1",), ("1",))
 
 
 def test_bytes_of_an_all_gather(lab: Lab) -> None:

@@ -21,7 +21,13 @@ STRATEGIES = [
     Case(1),
 ]
 # What these round differs from degree to degree, but not from run to run.
-QUANTIZED = [Case(4, ("zero.preset=zero++",), node=2), Case(4, ("zero.preset=topo",), node=2)]
+QUANTIZED = [
+    Case(4, ("zero.preset=zero++",), node=2),
+    Case(4, ("zero.preset=topo",), node=2),
+    # Evaluated before it is saved, which a run that goes on is not.
+    Case(4, ("zero.preset=topo", f"train.eval_every={HALF}"), node=2),
+    Case(4, (PARTITION.format(2, 2, 4), "zero.secondary=4", "quantize.secondary=int8"), node=2, accumulation=4),
+]
 # Each is once where a run comes from, and once where it goes on.
 CHAIN = [*pairwise(STRATEGIES), (STRATEGIES[-1], STRATEGIES[0])]
 PAIRS = [pair for pair in permutations(STRATEGIES, 2) if pair not in CHAIN]

@@ -30,6 +30,7 @@ from llmtrain.compose import Run
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts
+from llmtrain.sharding.lane import Job, ThreadLane, Ticket
 from llmtrain.telemetry import about
 
 # How long the other ranks have to end once one has failed, in seconds.
@@ -139,8 +140,18 @@ def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
     return late
 
 
+def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
+    """Return `submit` of a lane as on a busy machine: one job in fifty begins late."""
+
+    def late(lane: ThreadLane, job: Job) -> Ticket:
+        return submit(lane, job if random.random() < 0.98 else lambda: (time.sleep(0.002), job()))
+
+    return late
+
+
 def main() -> None:
     """Serve jobs until stdin ends."""
+    ThreadLane.submit = late_now_and_then(ThreadLane.submit)  # type: ignore[method-assign]
     TorchTransport.arrived = sometimes_late(TorchTransport.arrived)  # type: ignore[method-assign]
     # 0.15 s a case that measures nothing here.
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]

@@ -39,3 +39,24 @@ def test_another_order_is_recorded_from_where_it_differs() -> None:
     passed(order, ["1", "2", "3"])
     assert passed(order, ["1", "3", "2"]) == [["2", "3"], [], []]
     assert passed(order, ["1", "3", "2"]) == [["3", "2"], ["2"], []]
+
+
+def test_a_turn_is_not_passed_where_directions_are_told_apart() -> None:
+    order = UseOrder()
+    for _ in range(2):
+        order.start()
+        for unit in ("1", "2"):
+            order.use(unit)
+        known = order.ahead(2), order.ahead(2, False), order.ahead(2, True)
+        for unit in ("2", "1"):
+            order.use(unit, backward=True)
+    assert known == (["2", "1"], [], ["2", "1"])
+
+
+def test_few_units_used_many_times_are_found_at_once() -> None:
+    order = UseOrder()
+    for _ in range(2):
+        order.start()
+        for _ in range(10**4):
+            order.use("1")
+            assert order.ahead(2) in ([], ["1"])

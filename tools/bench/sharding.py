@@ -58,11 +58,11 @@ class Setting:
 
 # goals: a strategy's rate is to be so many times another's.
 SETTINGS = (
-    Setting(2, 2, "100mbit", 1, 3, turn=3),
+    Setting(2, 2, "100mbit", 1, 3),
     Setting(
         2, 2, "100mbit", 4, 3,
         goals=(("stage 3", "DeepSpeed ZeRO-3", 1.4), ("mics", "FSDP2 hybrid", 1.1), ("zero++", "stage 3", 3.0)),
-        turn=3,
+        turn=2,
     ),
     Setting(2, 2, "100mbit", 16, 1, PEERS[1:]),
     Setting(2, 2, "10mbit", 16, 2, (), ("zero++", "topo"), (("topo", "zero++", 1.7),)),
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--accumulation", type=int, help="one setting with the other options, in place of all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turn", type=int, default=3)
+    parser.add_argument("--turn", type=int, default=2)
     parser.add_argument("--peers", nargs="*", default=PEERS)
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--write", type=Path)

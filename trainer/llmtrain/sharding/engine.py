@@ -72,6 +72,7 @@ class Engine:
         """Surround forward passes that no backward pass follows."""
         self.weights.start_pass("forward")
         yield
+        self.weights.end_forward()
 
     def backward(self, run: Callable[[], None], turns: Collection[Turn]) -> None:
         """Do one microbatch's backward pass through the units of `turns`, which `run` makes."""

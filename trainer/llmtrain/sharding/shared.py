@@ -1,6 +1,5 @@
 """Messages between processes of one machine through memory that they share, where gloo copies them through sockets."""
 
-import mmap
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -115,7 +114,7 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
     if group.size() == 1:
         return []
     descriptor = _memory(nbytes)
-    own = _mapped(descriptor, nbytes) if descriptor is not None else None
+    own = _mapped(os.getpid(), descriptor, nbytes)
     token = os.urandom(_TOKEN)
     if own is not None:
         own[:_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
@@ -135,30 +134,32 @@ def _memory(nbytes: int) -> int | None:
         return None
     try:
         descriptor = os.memfd_create("llmtrain")
+    except OSError:
+        return None
+    try:
         os.ftruncate(descriptor, nbytes)
     except OSError:
+        os.close(descriptor)
         return None
     return descriptor
 
 
 def _opened(nbytes: int, here: str, host: str, process: int, descriptor: int | None, token: bytes) -> Tensor | None:
     """Return another member's memory, of which it told the last four; None where this process cannot see it."""
-    if descriptor is None or host != here:
-        return None
-    try:
-        mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        # In a container of its own, another process may have that number.
-        memory = _mapped(mine, nbytes) if os.fstat(mine).st_size == nbytes else None
-    finally:
-        os.close(mine)
+    memory = _mapped(process, descriptor, nbytes) if host == here else None
+    # In a container of its own, another process may have that number.
     return memory if memory is not None and bytes(memory[:_TOKEN].tolist()) == token else None
 
 
-def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+def _mapped(process: int, descriptor: int | None, nbytes: int) -> Tensor | None:
+    """Return a process's file of memory as uint8 `[nbytes]`; None where that cannot be had. Keeps no file open."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        if descriptor is None or os.stat(path).st_size != nbytes:
+            return None
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    except (OSError, RuntimeError):
+        return None
 
 
 def _all_told(group: dist.ProcessGroup, own: object) -> list[Any]:

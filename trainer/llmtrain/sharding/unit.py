@@ -150,7 +150,7 @@ def attach(spec: UnitSpec, module: nn.Module, weight: Tensor) -> tuple[nn.Parame
 
 def _detached(spec: UnitSpec, module: nn.Module, like: Tensor) -> tuple[nn.Parameter, ...]:
     """Give `module` parameters of the type of `like` that hold nothing yet, and return them."""
-    return tuple(_replace(module, name, like[:0]) for name, _, _ in parameter_ranges(spec))
+    return tuple(_replace(module, name, like.new_empty(0)) for name, _, _ in parameter_ranges(spec))
 
 
 def _replace(module: nn.Module, name: str, values: Tensor) -> nn.Parameter:

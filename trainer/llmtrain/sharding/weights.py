@@ -102,7 +102,7 @@ class WeightKeeper:
         whole = self._whole.get(name)
         if whole is not None and whole.busy:
             return whole.buffer
-        self._order.use(name)
+        self._order.use(name, self._backward)
         if whole is None:
             whole = self._gather(unit, self._take(unit))
         whole.busy = True
@@ -113,18 +113,21 @@ class WeightKeeper:
         return whole.buffer
 
     def release(self, name: str) -> None:
-        """Say that the computation is done with a unit; it stays if the next few uses need it again.
-
-        Not beside a packed second copy: that is rounded once more, so whether a backward pass uses it must not depend
-        on whether this process knows the order already.
-        """
+        """Say that the computation is done with a unit; it stays if the next few uses need it again."""
         whole = self._whole.get(name)
         if whole is None or not whole.busy:
             return
         whole.busy = False
-        soon = self._order.ahead(self._policy.lookahead) if self._policy.secondary is None else []
-        if not self._policy.held and name not in soon:
+        if not self._policy.held and name not in self._ahead():
             self._drop(name)
+
+    def end_forward(self) -> None:
+        """End a pass without a backward one. What it leaves must not show in the next step, which a resumed run does
+        without it: a packed second copy is rounded once more."""
+        self._copied.clear()
+        if self._policy.secondary is not None and not self._policy.held:
+            for name in list(self._whole):
+                self._drop(name)
 
     def owner_of(self, tensor: Tensor) -> str | None:
         """Return the unit whose whole weights `tensor` is a part of, if any."""
@@ -166,8 +169,16 @@ class WeightKeeper:
         if ticket is not None:
             ticket.wait()
 
+    def _ahead(self) -> list[str]:
+        """Return the units that are needed next.
+
+        Beside a packed second copy, which is rounded once more, not beyond a turn of passes: what a use reads must not
+        depend on whether this process knows the order already.
+        """
+        return self._order.ahead(self._policy.lookahead, None if self._policy.secondary is None else self._backward)
+
     def _look_ahead(self) -> None:
-        for name in self._order.ahead(self._policy.lookahead):
+        for name in self._ahead():
             if name not in self._whole:
                 buffer = self.arena.take(self._units[name].cut.padded)
                 if buffer is None:
