@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forks import fork_ranks
 from llmtrain.sharding import shared
-from tensor_ranks import ending
 
 ROOM, OPERATIONS = 4096, 150
 NARROW = torch.bfloat16
@@ -91,16 +91,6 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(world: int, folder: Path) -> int:
-    """Fork the ranks and return 0 if all have ended well."""
-    pids = []
-    for rank in range(world):
-        pids.append(os.fork())
-        if not pids[-1]:
-            with ending():
-                rank_main(world, rank, folder)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+    sys.exit(fork_ranks(world, lambda rank: rank_main(world, rank, folder)))

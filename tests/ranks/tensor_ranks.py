@@ -5,9 +5,7 @@ one, and writes what each found to `FOLDER/rank-R.json`: {figure: number or list
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forks import fork_ranks
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
@@ -224,28 +223,6 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@contextmanager
-def ending() -> Iterator[None]:
-    """End a forked process at the end, whatever happens."""
-    try:
-        yield
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def main(world: int, folder: Path) -> int:
-    """Fork the ranks and return 0 if all have ended well."""
-    pids = []
-    for rank in range(world):
-        pids.append(os.fork())
-        if not pids[-1]:
-            with ending():
-                rank_main(world, rank, folder)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+    sys.exit(fork_ranks(world, lambda rank: rank_main(world, rank, folder)))

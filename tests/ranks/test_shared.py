@@ -1,14 +1,10 @@
 """Shared memory between the ranks of one machine carries what gloo would, at 2 and at 3 ranks."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
+from forks import answers
 
 Found = Callable[[int], list[dict[str, object]]]
 
@@ -19,13 +15,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     @cache
     def run(world: int) -> list[dict[str, object]]:
-        folder = tmp_path_factory.mktemp(f"shared-{world}")
-        command = [sys.executable, str(Path(__file__).with_name("shared_ranks.py")), str(world), str(folder)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+        return answers("shared_ranks.py", world, tmp_path_factory.mktemp(f"shared-{world}"))
 
     return run
 

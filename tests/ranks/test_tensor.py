@@ -1,14 +1,10 @@
 """Tensor-parallel ranks compute what one process does: each case against the plain model, at 2 and at 4 ranks."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
+from forks import answers
 from tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
 from tensor_memory import block_bytes
 
@@ -21,13 +17,7 @@ Found = Callable[[int], list[dict[str, Figures]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     @cache
     def run(world: int) -> list[dict[str, Figures]]:
-        folder = tmp_path_factory.mktemp(f"tensor-{world}")
-        command = [sys.executable, str(Path(__file__).with_name("tensor_ranks.py")), str(world), str(folder)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+        return answers("tensor_ranks.py", world, tmp_path_factory.mktemp(f"tensor-{world}"))
 
     return run
 

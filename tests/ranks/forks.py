@@ -1,0 +1,35 @@
+"""Programs whose process forks the ranks of a test: the program's side, and the side of the test that starts it."""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
+    """Run `rank_main` as every rank, each in a process of its own, and return 0 if all have ended well."""
+    pids = []
+    for rank in range(world):
+        pids.append(os.fork())
+        if not pids[-1]:
+            try:
+                rank_main(rank)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+def answers(program: str, world: int, folder: Path, timeout: float = 300) -> list[Any]:
+    """Run `program WORLD FOLDER` of this folder, and return what each rank wrote into `rank-N.json` there."""
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(world), str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
