@@ -72,8 +72,7 @@ def train_step(run: Run, step: int) -> bool:
         # ranks, unless each has its own part of the sequence.
         alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
         torch.manual_seed(((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
-    loss, norm, stopping = forward_backward(run, step)
-    seconds = own_seconds(run, step)
+    loss, norm, stopping, seconds = forward_backward(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     spike = finite and is_spike(recipe.on_spike, run.progress.losses, loss)
@@ -106,8 +105,11 @@ def train_step(run: Run, step: int) -> bool:
     return stopping
 
 
-def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
-    """Return the global batch's mean loss, the norm of its scaled gradients, and whether to stop. Collective."""
+def forward_backward(run: Run, step: int) -> tuple[float, float, bool, list[float]]:
+    """Return the global batch's mean loss, the norm of its scaled gradients, whether to stop, and `own_seconds`.
+
+    Collective.
+    """
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
     first = run.progress.samples
@@ -116,20 +118,24 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool]:
     rows = rows.to(ranks.device, non_blocking=True)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
-    # One small sum tells every rank the loss, the gradients' norm, and whether any of them was asked to stop.
+    # One small sum tells every rank all of it: each further one would hold up the rank that comes last.
     square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
-    loss_sum, stops, squares = ranks.sum_all([share * float(losses) * speaks, float(run.stop.asked), float(square)])
-    return loss_sum, sqrt(squares), stops > 0
+    own = [share * float(losses) * speaks, float(run.stop.asked), float(square)]
+    loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
+    return loss_sum, sqrt(squares), stops > 0, seconds
 
 
 def own_seconds(run: Run, step: int) -> list[float]:
-    """Return what each rank took for a step's passes without waiting for others, if the step is logged. Collective."""
+    """Return, by rank, what this one took for a step's passes without waiting for others, and 0 for the others.
+
+    Empty unless the step is logged, and in a run of one rank.
+    """
     ranks = run.ranks
     if not is_logged(run.recipe, step + 1) or ranks.layout.world == 1:
         return []
     seconds = [0.0] * ranks.layout.world
     seconds[ranks.rank] = ranks.watch.own_seconds()
-    return ranks.sum_all(seconds)
+    return seconds
 
 
 def optimizer_step(run: Run, lr: float, norm: float) -> None:

@@ -1,10 +1,12 @@
 """What a process measures of itself: memory, bytes handed to collectives, its matrix products' best rate."""
 
+import os
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 
 import psutil
 import torch
@@ -55,7 +57,7 @@ def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
     """
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
-    rss = psutil.Process().memory_info().rss
+    rss = _process(os.getpid()).memory_info().rss
     # The kernel updates the peak less often than the current figure, so it can lag behind.
     peak = max(rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     memory = {"rss": rss, "peak_rss": peak, "model_states": model_states}
@@ -64,6 +66,12 @@ def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
         memory["reserved"] = torch.cuda.memory_reserved(device)
         memory["peak_allocated"] = torch.cuda.max_memory_allocated(device)
     return memory
+
+
+@cache
+def _process(number: int) -> psutil.Process:
+    """Return the process of a number; made once, as psutil then reads when it began."""
+    return psutil.Process(number)
 
 
 def device_name(device: torch.device) -> str:
