@@ -70,7 +70,7 @@ def be_rank(job: dict[str, Any], rank: int) -> int:
     start._skip_finalization = lambda code: None  # type: ignore[assignment]
     forward = train.forward_backward
 
-    def harmed(run: Run, step: int) -> tuple[float, float, bool]:
+    def harmed(run: Run, step: int) -> train.Passes:
         if run.ranks.rank == faulty and fault == "slow" and step >= at:
             # As slow hardware is: in what it computes itself.
             run.executor._stages[0].forward = slowed(run.executor._stages[0].forward)  # type: ignore[method-assign]

@@ -52,9 +52,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: range, stop_after: int | Non
     """Have some global batches of data make the loss jump, and ask the run to stop after a step."""
     original = loop.forward_backward
 
-    def spoilt(run: Run, step: int) -> tuple[float, float, bool]:
-        loss, norm, stopping = original(run, step)
-        return loss * (10 if step + run.progress.passed in batches else 1), norm, stopping or step + 1 == stop_after
+    def spoilt(run: Run, step: int) -> loop.Passes:
+        passes, factor = original(run, step), 10 if step + run.progress.passed in batches else 1
+        return passes._replace(loss=factor * passes.loss, stopping=passes.stopping or step + 1 == stop_after)
 
     monkeypatch.setattr(loop, "forward_backward", spoilt)
 

@@ -110,9 +110,9 @@ def test_any_seed_will_do(train: Train) -> None:
 def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -> None:
     original = loop.forward_backward
 
-    def spoilt(run: Run, step: int) -> tuple[float, torch.Tensor, bool]:
-        loss, norm, stopping = original(run, step)
-        return (loss, norm * float("nan"), stopping) if broken(step) else (loss, norm, stopping)
+    def spoilt(run: Run, step: int) -> loop.Passes:
+        passes = original(run, step)
+        return passes._replace(norm=float("nan")) if broken(step) else passes
 
     monkeypatch.setattr(loop, "forward_backward", spoilt)
 
@@ -146,7 +146,7 @@ def test_stopped_run_goes_on_bit_exactly(
     keys = [f"precision.compute={precision}", "model.dropout=0.1", "train.eval_every=3"]
     calm = train("name=calm", *keys)
     original = loop.forward_backward
-    monkeypatch.setattr(loop, "forward_backward", lambda run, step: (*original(run, step)[:2], step == 8))
+    monkeypatch.setattr(loop, "forward_backward", lambda run, step: original(run, step)._replace(stopping=step == 8))
     with pytest.raises(PreemptedError, match="step 9"):
         train(*keys)
     monkeypatch.undo()
@@ -247,7 +247,7 @@ def test_another_batch_goes_on_where_the_data_stopped(
     taken: list[int] = []
     original = loop.forward_backward
 
-    def noted(run: Run, step: int) -> tuple[float, torch.Tensor, bool]:
+    def noted(run: Run, step: int) -> loop.Passes:
         taken.append(run.progress.samples)
         return original(run, step)
 

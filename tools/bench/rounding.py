@@ -195,10 +195,10 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
         if way is not None:
             run.engine.backward = apart(run.engine.backward, units, Reduction(setting, way))  # type: ignore[method-assign]
         for step in range(STEPS):
-            loss, norm, *_ = forward_backward(run, step)
-            found.append(loss)
+            passes = forward_backward(run, step)
+            found.append(passes.loss)
             run.progress.applied += 1
-            optimizer_step(run, learning_rate(recipe.optimizer, step, STEPS), norm)
+            optimizer_step(run, learning_rate(recipe.optimizer, step, STEPS), passes.norm)
     return found
 
 

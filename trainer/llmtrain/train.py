@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from math import isfinite, sqrt
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -105,11 +105,18 @@ def train_step(run: Run, step: int) -> bool:
     return stopping
 
 
-def forward_backward(run: Run, step: int) -> tuple[float, float, bool, list[float]]:
-    """Return the global batch's mean loss, the norm of its scaled gradients, whether to stop, and `own_seconds`.
+class Passes(NamedTuple):
+    """What all ranks know after a step's passes. loss: mean over the global batch. norm: of the scaled gradients.
+    stopping: whether any rank was asked to. rank_seconds: see `own_seconds`, of all ranks."""
 
-    Collective.
-    """
+    loss: float
+    norm: float
+    stopping: bool
+    rank_seconds: list[float]
+
+
+def forward_backward(run: Run, step: int) -> Passes:
+    """Do a step's forward and backward passes. Collective."""
     recipe, ranks = run.recipe, run.ranks
     batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
     first = run.progress.samples
@@ -122,7 +129,7 @@ def forward_backward(run: Run, step: int) -> tuple[float, float, bool, list[floa
     square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
     own = [share * float(losses) * speaks, float(run.stop.asked), float(square)]
     loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
-    return loss_sum, sqrt(squares), stops > 0, seconds
+    return Passes(loss_sum, sqrt(squares), stops > 0, seconds)
 
 
 def own_seconds(run: Run, step: int) -> list[float]:
