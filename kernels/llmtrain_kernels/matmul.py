@@ -2,6 +2,7 @@
 AVX-512's width, and oneDNN takes all of it, which is more than twice as fast in fp32."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,21 @@ LEAST = 1 << 22
 """Multiplications from which oneDNN's longer way to its kernel pays."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`, as `torch.nn.functional.linear`. x: `[..., in]`; weight: `[out, in]`; one dtype."""
-    if _takes_onednn(x, weight):
-        return _Linear.apply(x, weight, bias)
+# Computes a gradient.
+Product = Callable[[], Tensor]
+
+# Given the products that make the gradients of a weight and of a bias, returns whether it has taken them for later: the
+# backward pass then does without.
+Later = Callable[[Product, Product], bool]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, as `torch.nn.functional.linear`. x: `[..., in]`; weight: `[out, in]`; one dtype.
+
+    later: asked in each backward pass.
+    """
+    if later is not None or _takes_onednn(x, weight):
+        return _Linear.apply(x, weight, bias, later)
     return F.linear(x, weight, bias)
 
 
@@ -71,19 +83,22 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        ctx.later = later
+        return _onednn(x, weight, bias) if _takes_onednn(x, weight) else F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (for_x, for_weight, for_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        rows, grads = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_weight = None
-        if for_weight and weight.is_contiguous():
-            grad_weight = matmul(grads.t(), rows)
-        elif for_weight:
+        (x, weight), (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        rows, grads, straight = x.flatten(0, -2), grad.flatten(0, -2), weight.is_contiguous()
+        grad_x = matmul(grad, weight) if for_x else None
+
+        def product() -> Tensor:
             # In the order of the weight's memory, so that whoever keeps it need not turn it round.
-            grad_weight = matmul(rows.t(), grads).t()
-        return matmul(grad, weight) if for_x else None, grad_weight, grads.sum(0) if for_bias else None
+            return matmul(grads.t(), rows) if straight else matmul(rows.t(), grads).t()
+
+        if ctx.later is not None and ctx.later(product, lambda: grads.sum(0)):
+            return grad_x, None, None, None
+        return grad_x, product() if for_weight else None, grads.sum(0) if for_bias else None, None

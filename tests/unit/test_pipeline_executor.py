@@ -2,16 +2,25 @@
 
 import queue
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from llmtrain.cluster.watch import Watch
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.parallel.pipeline.deferred import Deferred
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.pieces import Piece
+from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.sharding.gradients import Received
+from torch import Tensor
 
 COUNT, LIMIT = 12, 3
 
@@ -61,3 +70,66 @@ def test_no_more_are_under_way_than_the_limit() -> None:
         under_way += 1 if action.kind is Kind.F else -1
         most = max(most, under_way)
     assert most == LIMIT
+
+
+class Recorder:
+    """An engine and a transport that note in which order a rank does what."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    @contextmanager
+    def training_pass(self) -> Iterator[None]:
+        yield
+
+    def backward(self, run: Callable[[], None], turns: object) -> None:
+        run()
+        self.did.append("weights")
+
+    def backward_inputs(self, run: Callable[[], None], names: object) -> list[Received]:
+        run()
+        return []
+
+    def backward_weights(self, received: object, products: object, turns: object) -> None:
+        self.did.append("weights")
+
+    def expect(self, channel: Channel, shapes: object) -> None:
+        pass
+
+    def receive(self, channel: Channel) -> Tensor:
+        return torch.ones(1, 1)
+
+    def send(self, channel: Channel, values: Tensor) -> None:
+        self.did.append("activations" if channel.target > channel.source else "gradient")
+
+    def flush(self) -> None:
+        pass
+
+
+def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
+    """What one of three ranks does with five microbatches, by initials."""
+    recorder, schedule = Recorder(), replace(make_schedule(name, 3, 1, 5), hands_back=hands_back)
+    piece = Piece(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
+    weight = torch.ones((), requires_grad=True)
+
+    def forward(given: Tensor, targets: Tensor | None) -> Tensor:
+        return (given * weight).sum() if piece.closes else given * weight
+
+    stage: Any = SimpleNamespace(piece=piece, forward=forward)
+    executor = Executor(
+        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), Deferred(), lambda *_: None,
+        Watch(), lambda choose: choose(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    executor.train([torch.ones(1, 2) for _ in range(5)], 1.0)
+    return "".join(one[0] for one in recorder.did)
+
+
+def test_the_last_gradients_of_inputs_go_first() -> None:
+    """While forward passes are left, all gradients come first: they take no memory for longer so."""
+    assert did("1f1b", 0) == "aa" + "aw" * 3 + "ww"
+    assert did("1f1b", 1) == "aa" + "wga" * 3 + "gw" * 2
+    assert did("1f1b", 2) == "wg" * 4 + "gw"
+    assert did("1f1b", 1, hands_back=False) == "aa" + "wga" * 3 + "wg" * 2
+    # Of five, the fullest rank holds five.
+    assert did("gpipe", 1) == "a" * 5 + "wg" + "gw" * 4
+    assert did("zero-bubble", 1, hands_back=True) == did("zero-bubble", 1, hands_back=False)

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.timeline import Durations, simulate
-from llmtrain.parallel.pipeline.validate import peak_live, validate
+from llmtrain.parallel.pipeline.validate import validate
 
 FIXED: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
@@ -50,6 +50,22 @@ def check(name: ScheduleName, p: int, chunks: int, m: int) -> None:
 def test_small_and_round_sizes(name: ScheduleName, chunks: int) -> None:
     for p, m in product(range(1, 9), (*range(1, 10), 16, 17, 32)):
         check(name, p, chunks, m)
+
+
+@pytest.mark.parametrize(("name", "chunks"), FIXED)
+def test_gradients_of_inputs_that_go_first(name: ScheduleName, chunks: int) -> None:
+    """At the end each rank before the last one's waits for a third less: for a forward and half a backward."""
+    for p, m in product(range(1, 9), (*range(1, 10), 16, 17, 32)):
+        schedule = replace(make_schedule(name, p, chunks, m), hands_back=True)
+        timeline = simulate(schedule, Durations.even(p * chunks))
+        assert timeline.busy == [3 * chunks * m] * p
+        assert timeline.actions == schedule.actions
+        if schedule.splits_backward:
+            assert timeline.makespan == makespan(name, p, chunks, m)
+        elif name == "gpipe" or m < p:
+            assert timeline.makespan <= makespan(name, p, chunks, m)
+        else:
+            assert timeline.makespan == 3 * chunks * m + 2 * (p - 1)
 
 
 @settings(max_examples=150, deadline=None)

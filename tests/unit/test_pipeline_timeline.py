@@ -1,13 +1,15 @@
 """Timelines with any durations: what a message needs, who waits, and what has arrived."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, needs, simulate, simulate_message_driven
-from llmtrain.parallel.pipeline.validate import peak_live, validate
+from llmtrain.parallel.pipeline.validate import validate
 
 # Powers of two add up exactly.
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])
@@ -94,6 +96,14 @@ def test_even_message_driven_is_1f1b() -> None:
         even = Durations.even(ranks)
         driven = simulate_message_driven(ranks, microbatches, ranks, even)
         assert driven.makespan == simulate(make_schedule("1f1b", ranks, 1, microbatches), even).makespan
+
+
+def test_even_message_driven_hands_back_as_1f1b_does() -> None:
+    for ranks, microbatches in [(1, 3), (4, 8), (8, 32)]:
+        even, schedule = Durations.even(ranks), make_schedule("1f1b", ranks, 1, microbatches)
+        driven = simulate_message_driven(ranks, microbatches, ranks, even, hands_back=True).makespan
+        assert driven == simulate(replace(schedule, hands_back=True), even).makespan
+        assert driven == simulate(schedule, even).makespan - (ranks - 1)
 
 
 def test_one_under_way_is_one_after_the_other() -> None:

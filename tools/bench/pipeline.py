@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast, get_args
@@ -39,8 +39,8 @@ Found = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison. pace: seconds that each block waits in a forward pass, as if it were computed elsewhere, and
-    twice that in a backward pass. rounds: measured steps of each contestant."""
+    """One comparison. pace: seconds that each block waits in a forward pass, as if it were computed elsewhere, in the
+    backward pass of its inputs and in that of its weights. rounds: measured steps of each contestant."""
 
     hidden: int
     sequence: int
@@ -52,8 +52,9 @@ class Setting:
         size = f"hidden {self.hidden}, {self.sequence} tokens a microbatch"
         if self.pace:
             return (
-                f"Each block also sleeps {1e3 * self.pace:.0f} ms in a forward pass and twice that in a backward pass, "
-                f"so that the ranks' work goes side by side as on processors of their own ({size}):"
+                f"Each block also sleeps {1e3 * self.pace:.0f} ms in a forward pass, in the backward pass of its "
+                "inputs and in that of its weights, so that the ranks' work goes side by side as on processors of "
+                f"their own ({size}):"
             )
         return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
 
@@ -98,11 +99,11 @@ def timeline(name: str, figures: Mapping[str, Any]) -> Timeline:
     """Play a schedule with the durations that were measured in it."""
     by_kind = figures["durations"]
     forward = by_kind["F"]
-    weights = by_kind.get("W", [0.0] * len(forward))
-    known = Durations(forward, by_kind["B"], weights, figures["transfers"])
+    known = Durations(forward, by_kind["B"], by_kind["W"], figures["transfers"])
     if name == "message-driven":
-        return simulate_message_driven(RANKS, MICROBATCHES, RANKS, known)
-    return simulate(make_schedule(cast(ScheduleName, name), RANKS, len(forward) // RANKS, MICROBATCHES), known)
+        return simulate_message_driven(RANKS, MICROBATCHES, RANKS, known, hands_back=True)
+    schedule = make_schedule(cast(ScheduleName, name), RANKS, len(forward) // RANKS, MICROBATCHES)
+    return simulate(replace(schedule, hands_back=True), known)
 
 
 def ratio(found: Found, name: str, other: str) -> float:

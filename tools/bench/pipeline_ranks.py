@@ -21,7 +21,6 @@ from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.compose import Run, compose
 from llmtrain.model.gpt import GPT
-from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.sharding.engine import Engine
@@ -31,7 +30,7 @@ from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from tools.bench.pipeline_watch import Watch, WatchedTransport, bubbles, durations, peak_live, step_seconds, transfers
+from tools.bench.pipeline_watch import Watch, bubbles, durations, peak_live, step_seconds, transfers, watch_run
 
 WARMUP = 2
 PEER = "torch"
@@ -41,28 +40,28 @@ class Pace(torch.autograd.Function):
     """The identity, which waits as if a block were computed elsewhere meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        """Wait `forward` seconds."""
-        ctx.seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, x: Tensor, seconds: float, later: Callable[[], bool]) -> Tensor:
+        """Wait `seconds`. later: whether in the backward pass the weights wait apart."""
+        ctx.seconds, ctx.later = seconds, later
+        time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Wait `backward` seconds."""
-        time.sleep(ctx.seconds)
+        """Wait as long for the gradient of the inputs, and again for that of the weights."""
+        time.sleep(ctx.seconds if ctx.later() else 2 * ctx.seconds)
         return gradient, None, None
 
 
-def pace(model: GPT, seconds: float, split: bool) -> None:
-    """Have each block take so many seconds more in its forward pass, and as many in the backward pass of its inputs and
-    in that of its weights, the latter not here where it is apart."""
+def pace(model: GPT, seconds: float, later: Callable[[], bool]) -> None:
+    """Have each block take so many seconds more in its forward pass, in the backward pass of its inputs and in that of
+    its weights. later: whether the latter are apart, as they then are for `pace_weights`."""
     for block in model.blocks.values():
-        block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, seconds if split else 2 * seconds))
+        block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, later))
 
 
 def pace_weights(engine: Engine, seconds: float) -> None:
-    """Have the backward pass of the weights take its share."""
+    """Have backward passes of weights that are apart take their share."""
     inner = engine.backward_weights
 
     def paced(received: Any, products: Any, turns: Collection[Turn]) -> None:
@@ -90,19 +89,12 @@ def rows_of(run: Run, number: int) -> Tensor:
 
 def ours(run: Run, seconds: float) -> Contestant:
     """A schedule of ours, in a run as any other."""
-    executor, watch, schedule = run.executor, Watch(), run.executor._schedule
+    executor, watch, microbatch = run.executor, Watch(), int(run.recipe.train.microbatch)
+    deferred = executor._deferred
     if seconds:
-        pace(run.model, seconds, schedule.splits_backward)
+        pace(run.model, seconds, lambda: deferred is not None and deferred.active)
         pace_weights(run.engine, seconds)
-    assert executor._transport is not None
-    executor._transport = WatchedTransport(executor._transport, watch)
-    act, microbatch = executor._act, int(run.recipe.train.microbatch)
-
-    def watched(action: Action, step: Any) -> None:
-        stage = schedule.stage(executor._rank, action.chunk)
-        watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
-
-    executor._act = watched  # type: ignore[method-assign]
+    watch_run(run, watch)
     factor = microbatch / run.recipe.train.global_batch
     return Contestant(
         lambda number: executor.train(rows_of(run, number).split(microbatch), factor),
@@ -136,7 +128,7 @@ def peer(run: Run, seconds: float) -> Contestant:
     count = run.recipe.train.global_batch // int(run.recipe.train.microbatch)
     module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].piece.closes
     if seconds:
-        pace(module.model, seconds, False)
+        pace(module.model, seconds, lambda: False)
 
     def loss_of(x: Tensor, targets: Tensor) -> Tensor:
         assert module.model.head.weight is not None

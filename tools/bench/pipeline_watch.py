@@ -8,19 +8,22 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from llmtrain.compose import Run
+from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from torch import Tensor
 
 
 class Done(NamedTuple):
     """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
-    needs was there."""
+    needs was there. after: for how long it went on when what it hands on was ready."""
 
     stage: int
     microbatch: int
     kind: str
     start: float
     end: float
+    after: float = 0.0
 
 
 @dataclass
@@ -32,13 +35,20 @@ class Watch:
     steps: list[tuple[float, float]] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     _got: float = 0.0
+    _after: float = 0.0
 
     def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
         """Run an action and note it."""
-        self._got = time.perf_counter()
+        self._got, self._after = time.perf_counter(), 0.0
         result = run()
-        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter()))
+        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after))
         return result
+
+    def go_on(self, run: Callable[[], None]) -> None:
+        """Do what the running action has left to do once it has handed on its result."""
+        began = time.perf_counter()
+        run()
+        self._after = time.perf_counter() - began
 
     def got(self) -> None:
         """Note that what the running action needs is there: nothing of it was computed before."""
@@ -66,6 +76,22 @@ class WatchedTransport:
         return values
 
 
+def watch_run(run: Run, watch: Watch) -> None:
+    """Note what a run's pipeline does."""
+    executor, engine = run.executor, run.engine
+    schedule, act, inner = executor._schedule, executor._act, engine.backward_weights
+    assert executor._transport is not None
+    executor._transport = WatchedTransport(executor._transport, watch)
+
+    def watched(action: Action, step: Any) -> None:
+        stage = schedule.stage(executor._rank, action.chunk)
+        watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
+
+    executor._act = watched  # type: ignore[method-assign]
+    if not schedule.splits_backward:
+        engine.backward_weights = lambda *given: watch.go_on(lambda: inner(*given))  # type: ignore[method-assign]
+
+
 def step_seconds(watches: Sequence[Watch]) -> list[float]:
     """Return how long each step took, from the first rank's start to the last one's end."""
     return [
@@ -82,19 +108,27 @@ def bubbles(watches: Sequence[Watch]) -> list[float]:
 
 
 def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
-    """Return, by kind, how long an action of each stage takes, the mean of all."""
+    """Return, by kind, how long an action of each stage takes, the mean of all. Of backward passes that do it all, W is
+    what comes after they have handed back the inputs' gradient, where any of the stage does that first; B the rest."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    after: dict[int, list[float]] = defaultdict(list)
     for done in (done for watch in watches for done in watch.actions):
         found[done.kind][done.stage].append(done.end - done.start)
-    return {kind: [fmean(stages[stage]) for stage in sorted(stages)] for kind, stages in found.items()}
+        if done.after:
+            after[done.stage].append(done.after)
+    means = {kind: [fmean(stages[stage]) for stage in sorted(stages)] for kind, stages in found.items()}
+    if "W" not in means:
+        means["W"] = [fmean(after[stage]) if after[stage] else 0.0 for stage in range(len(means["B"]))]
+        means["B"] = [whole - weights for whole, weights in zip(means["B"], means["W"], strict=True)]
+    return means
 
 
 def transfers(watches: Sequence[Watch], stages: int) -> list[float]:
-    """Return how long a message takes over each hop, the median of those that a rank was already waiting for: from the
-    end of the action that made it to the start of the one that needs it."""
+    """Return how long a message takes over each hop, the median of those that a rank was already waiting for: from when
+    the action that made it had it to the start of the one that needs it."""
     found: list[list[float]] = [[] for _ in range(stages - 1)]
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
-        ended = {(done.stage, done.microbatch, done.kind): done.end for rank in step for done in rank}
+        ended = {(done.stage, done.microbatch, done.kind): done.end - done.after for rank in step for done in rank}
         own = [{done.stage for done in rank} for rank in step]
         for rank, here in zip(step, own, strict=True):
             for before, done in pairwise(rank):

@@ -5,7 +5,7 @@ timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`
 import argparse
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -91,10 +91,11 @@ def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
     size, durations = setting.tokens * HIDDEN * 4, figures["durations"]
     transfer = [size / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
     latency = [max(0.0, hop - busy) for hop, busy in zip(figures["transfers"], transfer, strict=True)]
-    given = Durations(durations["F"], durations["B"], [0.0] * STAGES, transfer, latency)
+    given = Durations(durations["F"], durations["B"], durations["W"], transfer, latency)
+    count = setting.microbatches
     if schedule == "message-driven":
-        return simulate_message_driven(STAGES, setting.microbatches, figures["limit"], given).makespan
-    return simulate(make_schedule("1f1b", STAGES, 1, setting.microbatches), given).makespan
+        return simulate_message_driven(STAGES, count, figures["limit"], given, hands_back=True).makespan
+    return simulate(replace(make_schedule("1f1b", STAGES, 1, count), hands_back=True), given).makespan
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
@@ -107,8 +108,8 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             _name(*key),
             " ".join(map(str, figures["split"])),
             " / ".join(
-                f"{forward * 1e3:.0f} + {backward * 1e3:.0f}"
-                for forward, backward in zip(figures["durations"]["F"], figures["durations"]["B"], strict=True)
+                f"{forward * 1e3:.0f} + {(backward + weights) * 1e3:.0f}"
+                for forward, backward, weights in zip(*(figures["durations"][kind] for kind in "FBW"), strict=True)
             ),
             " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
             f"{median(figures['passes']):.2f}",

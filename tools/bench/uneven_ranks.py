@@ -20,13 +20,12 @@ from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.compose import Run, compose
-from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.recipe.schema import Recipe
 from llmtrain.train import train_step
 
-from tools.bench.pipeline_watch import Watch, WatchedTransport, durations, step_seconds, transfers
+from tools.bench.pipeline_watch import Watch, durations, step_seconds, transfers, watch_run
 
 WARMUP = 1
 
@@ -36,14 +35,8 @@ class Contestant:
 
     def __init__(self, run: Run) -> None:
         self.run, self.watch, self.whole = run, Watch(), list[float]()
-        executor = run.executor
-        act, train, schedule = executor._act, executor.train, executor._schedule
-        assert executor._transport is not None
-        executor._transport = WatchedTransport(executor._transport, self.watch)
-
-        def watched(action: Action, step: Any) -> None:
-            stage = schedule.stage(executor._rank, action.chunk)
-            self.watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
+        executor, train = run.executor, run.executor.train
+        watch_run(run, self.watch)
 
         def passes(*given: Any) -> torch.Tensor:
             started = time.perf_counter()
@@ -51,7 +44,7 @@ class Contestant:
             self.watch.steps.append((started, time.perf_counter()))
             return losses
 
-        executor._act, executor.train = watched, passes  # type: ignore[method-assign, assignment]
+        executor.train = passes  # type: ignore[method-assign, assignment]
 
     def step(self, number: int) -> None:
         """Do the optimizer step of a number."""

@@ -15,14 +15,13 @@ from llmtrain.parallel.pipeline.actions import Schedule
 from llmtrain.parallel.pipeline.deferred import Deferred
 from llmtrain.parallel.pipeline.executor import Executor, channels
 from llmtrain.parallel.pipeline.mpi import MpiTransport
+from llmtrain.parallel.pipeline.passes import recompute_of, schedule_of
 from llmtrain.parallel.pipeline.pieces import Piece, pieces_of, units_of
-from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
-from llmtrain.recipe.resolve import replica_share
-from llmtrain.recipe.schema import EveryK, Recipe
+from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import degrees_of
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, Spread
@@ -56,10 +55,10 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     schedule, split = schedule_of(recipe), recipe.pipeline.split
     assert not isinstance(split, str)
     pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
-    deferred = Deferred() if schedule.splits_backward else None
+    deferred = Deferred() if schedule.splits_backward or schedule.hands_back else None
     # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
     # memory to what is left; compile comes last, as it traces what is there.
-    model = GPT(config, ranks.device, recompute=_recompute(recipe))
+    model = GPT(config, ranks.device, recompute=recompute_of(recipe))
     keep(model, pieces)
     mesh = _mesh(recipe, ranks, count)
     parallelize(model, mesh, deferred)
@@ -73,17 +72,6 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
             block.compile()
     executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count, mesh)
     return Assembly(model, engine, executor, mesh)
-
-
-def schedule_of(recipe: Recipe) -> Schedule:
-    """Return the schedule of a resolved recipe; one without actions where what has arrived says what is next."""
-    ranks, name, chunks = recipe.parallel.pipeline, recipe.pipeline.schedule, int(recipe.pipeline.chunks)
-    microbatches = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
-    if ranks == 1:
-        return make_schedule("1f1b", 1, 1, microbatches)
-    if name == "message-driven":
-        return Schedule(ranks, 1, microbatches, ())
-    return make_schedule(name, ranks, chunks, microbatches)
 
 
 def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
@@ -222,14 +210,4 @@ def _together(recipe: Recipe) -> int:
     # A backward pass whose gradients of weights wait tells of no block that it is done with it, only of all.
     piece = max(split) if schedule_of(recipe).splits_backward else 0
     # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
-    return max(_recompute(recipe), piece, 2)
-
-
-def _recompute(recipe: Recipe) -> int:
-    match recipe.activation_checkpointing:
-        case EveryK(every=every):
-            return every
-        case "full":
-            return 1
-        case _:
-            return 0
+    return max(recompute_of(recipe), piece, 2)

@@ -82,7 +82,7 @@ class Engine:
 
     def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
         """Do a backward pass whose gradients of weights are to wait; returns those that came out all the same."""
-        with self.gradients.held() as received:
+        with self.gradients.held(names) as received:
             self._run_backward(run, names)
         return received
 

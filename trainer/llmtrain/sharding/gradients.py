@@ -182,8 +182,13 @@ class GradientReducer:
             own.copy_(part)
 
     @contextmanager
-    def held(self) -> Iterator[list[Received]]:
-        """Keep what autograd hands over inside for `take_in`."""
+    def held(self, names: Iterable[str]) -> Iterator[list[Received]]:
+        """Keep what autograd hands over inside, of the units of `names`, for `take_in`."""
+        for name in names:
+            self._listen(name, True)
+            for parameter in self._units[name].parameters:
+                # Nor is it added to sums that passes before have left there.
+                parameter.grad = None
         self._held = []
         yield self._held
         self._held = None

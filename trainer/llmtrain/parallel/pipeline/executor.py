@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.cluster.watch import Watch
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
 from llmtrain.parallel.pipeline.deferred import Deferred, Left, gradients
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.transport import Channel, Transport
@@ -37,10 +37,11 @@ class _Passed:
 @dataclass
 class _Step:
     """The microbatches of one optimizer step, int64 `[sequences, tokens + 1]`. factor: on each one's mean loss in the
-    backward pass. done: backward passes, by unit."""
+    backward pass. ahead: forward passes still to come. done: backward passes, by unit."""
 
     rows: Sequence[Tensor]
     factor: float
+    ahead: int
     passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
     left: dict[tuple[int, int], tuple[list[Received], Left]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -52,7 +53,8 @@ class Executor:
 
     stages: this rank's, by chunk. limit: microbatches under way at once where the schedule has no actions of its own
     and what has arrived says what is next; first_says: has the first of the ranks that share each layer choose it, as
-    all of them have to do the same. count: told of every message sent. watch: of waiting for one.
+    all of them have to do the same. deferred: for schedules where gradients of weights may come after those of inputs.
+    count: told of every message sent. watch: of waiting for one.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Executor:
         self._stages, self._rank, self._schedule, self._limit = stages, rank, schedule, limit
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
         self._deferred, self._count, self._watch, self._first_says = deferred, count, watch, first_says
+        # Of microbatches of a piece, on the rank that holds most.
+        self._most_live = max(peak_live(schedule)) if schedule.actions else limit
         # Of each unit, by each microbatch: two chunks may share one.
         self._passes = Counter(name for stage in stages for name in stage.piece.units)
         # Between two pieces on one rank.
@@ -73,7 +77,7 @@ class Executor:
 
         Collective over the pipeline.
         """
-        step = _Step(rows, factor)
+        step = _Step(rows, factor, len(rows) * len(self._stages))
         self._expect(rows, backward=True)
         with self._engine.training_pass():
             for action in self._schedule.actions[self._rank] if self._schedule.actions else self._as_it_comes(step):
@@ -109,8 +113,12 @@ class Executor:
                 if result.ndim == 0:
                     step.losses.append(result.detach())
                 step.passed[key] = _Passed(given, result)
+                step.ahead -= 1
             case Kind.B if self._schedule.splits_backward:
                 step.left[key] = self._backward_inputs(action.chunk, step.passed.pop(key), step.factor)
+            case Kind.B if self._hands_back_first(action.chunk, step):
+                received, left = self._backward_inputs(action.chunk, step.passed.pop(key), step.factor)
+                self._engine.backward_weights(received, gradients(left), self._turns(action.chunk, step))
             case Kind.B:
                 passed = step.passed.pop(key)
                 run = partial(self._backward, action.chunk, passed, step.factor)
@@ -119,6 +127,13 @@ class Executor:
             case Kind.W:
                 received, left = step.left.pop(key)
                 self._engine.backward_weights(received, gradients(left), self._turns(action.chunk, step))
+
+    def _hands_back_first(self, chunk: int, step: _Step) -> bool:
+        """Whether another rank has the inputs' gradient of the next backward pass before this one has the weights'."""
+        piece, schedule = self._stages[chunk].piece, self._schedule
+        if not schedule.hands_back or piece.opens or schedule.place(piece.stage - 1)[0] == self._rank:
+            return False
+        return hands_back_first(step.ahead, len(step.passed), self._most_live)
 
     def _turns(self, chunk: int, step: _Step) -> list[Turn]:
         """Count and return a chunk's next backward pass through each of its units; two chunks may share one."""

@@ -4,7 +4,8 @@ In all of them a stage runs its forwards in the order of the microbatches, and i
 sends to the next arrives in the order in which it is needed, and gradients are summed in the same order everywhere.
 
 Idle time is given for stages that all take the same: a forward 1, a backward 2 (1 for the inputs, 1 for the weights),
-both of one of the `ranks * chunks` pieces. p ranks, v chunks, m microbatches.
+both of one of the `ranks * chunks` pieces, and for gradients that are handed back after both. p ranks, v chunks, m
+microbatches.
 """
 
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def schedule_warning(name: ScheduleName, ranks: int, chunks: int, microbatches: 
         idle = simulate(make_schedule(name, ranks, chunks, microbatches), durations).bubble
     return (
         f"parallel.pipeline is {ranks}, but train.global_batch and train.microbatch give a pipeline {microbatches} "
-        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle at least {idle:.0%} of the "
+        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle some {idle:.0%} of the "
         "time; a larger global_batch or a smaller microbatch makes it less"
     )
 

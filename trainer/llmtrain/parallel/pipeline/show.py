@@ -1,7 +1,7 @@
 """What a pipeline will do, before it does: its timeline, its waiting, its memory. No torch in here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
-from llmtrain.parallel.pipeline.actions import Schedule
+from llmtrain.parallel.pipeline import passes
+from llmtrain.parallel.pipeline.actions import Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.pieces import stages_of
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
-from llmtrain.parallel.pipeline.validate import peak_live
 from llmtrain.recipe.check import check_given
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, replica_share, resolve, shape
@@ -82,18 +82,19 @@ def show(
     split: Sequence[int],
     durations: Durations,
     limit: int | None = None,
+    hands_back: bool = False,
 ) -> PipelineView:
     """Return the view of a pipeline. split: layers of each stage. limit: microbatches that message-driven has under way
-    (None: as many as ranks). Raises BadInputError for a schedule that cannot be.
+    (None: as many as ranks). hands_back: see `Schedule`. Raises BadInputError for a schedule that cannot be.
     """
     problem = schedule_problems(name, ranks, chunks, microbatches)
     if problem is not None:
         raise BadInputError(problem)
     if name == "message-driven":
-        timeline = simulate_message_driven(ranks, microbatches, limit or ranks, durations)
+        timeline = simulate_message_driven(ranks, microbatches, limit or ranks, durations, hands_back)
         schedule = Schedule(ranks, 1, microbatches, timeline.actions)
     else:
-        schedule = make_schedule(name, ranks, chunks, microbatches)
+        schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
         timeline = simulate(schedule, durations)
     bound = live_bound(name, ranks, chunks, microbatches, limit)
     warning = schedule_warning(name, ranks, chunks, microbatches)
@@ -145,6 +146,7 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
         pipeline.split,
         relative_durations(pipeline.split, costs, stage_speeds(cluster, layout), stages),
         None if pipeline.limit == "auto" else pipeline.limit,
+        passes.hands_back(resolved),
     )
 
 

@@ -1,9 +1,10 @@
 """When each action of a pipeline runs, given how long each takes. No torch in here."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
+from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
 
 
 @dataclass(frozen=True)
@@ -11,9 +12,9 @@ class Durations:
     """Seconds, or any other unit of time.
 
     forward, backward, weights: of one microbatch in each stage, in the order of the model; backward is that of the
-    inputs alone, and a schedule that does not have the weights' apart takes both in one. transfer: of one message over
-    each hop from a stage to the next and, for gradients, back, which keeps the link busy (bytes / bandwidth); hops
-    inside a rank take none. latency: of each hop besides, in which the link is free; none where empty.
+    inputs alone, and a schedule that does not have the weights' apart takes both, one after the other. transfer: of one
+    message over each hop from a stage to the next and, for gradients, back, which keeps the link busy (bytes /
+    bandwidth); hops inside a rank take none. latency: of each hop besides, in which the link is free; none where empty.
     """
 
     forward: Sequence[float]
@@ -67,7 +68,7 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all ranks' time in which they wait: (makespan x ranks - busy) / (makespan x ranks).
 
-        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) when interleaved.
+        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) when interleaved; less where the schedule hands back.
         """
         return 1 - sum(self.busy) / (self.makespan * len(self.ranks))
 
@@ -96,7 +97,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Play a schedule: each rank does its actions in order, waits for what an action needs, and does not wait for what
     it sent. Raises ValueError where ranks wait for each other forever, naming what they wait for.
     """
-    play = _Play(schedule, durations)
+    play = _Play(schedule, durations, max(peak_live(schedule)))
     at = [0] * schedule.ranks
     left = sum(map(len, schedule.actions))
     while left:
@@ -112,13 +113,15 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     return play.timeline()
 
 
-def simulate_message_driven(ranks: int, microbatches: int, limit: int, durations: Durations) -> Timeline:
+def simulate_message_driven(
+    ranks: int, microbatches: int, limit: int, durations: Durations, hands_back: bool = False
+) -> Timeline:
     """Play AxoNN's rule (Singh and Bhatele 2022, Algorithm 2): each rank does what has arrived, backward first.
 
     limit: microbatches under way at once; the first rank starts so many forwards, and one more with each backward that
-    it ends. As in `simulate`, what was sent is not waited for.
+    it ends. hands_back: see `Schedule`. As in `simulate`, what was sent is not waited for.
     """
-    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks), durations)
+    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, limit)
     inbox: list[list[Action]] = [[] for _ in range(ranks)]
     started = min(limit, microbatches)
     inbox[0] = [Action(index, 0, Kind.F) for index in range(started)]
@@ -144,9 +147,10 @@ def simulate_message_driven(ranks: int, microbatches: int, limit: int, durations
 class _Play:
     """The clock of every rank and link."""
 
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
-        self._schedule, self._durations = schedule, durations
+    def __init__(self, schedule: Schedule, durations: Durations, most_live: int) -> None:
+        self._schedule, self._durations, self._most_live = schedule, durations, most_live
         self._spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+        self._done: Counter[tuple[int, Kind]] = Counter()
         # When the output of (kind, stage, microbatch) is where it is needed.
         self._there: dict[tuple[Kind, int, int], float] = {}
         self._ended: dict[tuple[Kind, int, int], float] = {}
@@ -175,15 +179,24 @@ class _Play:
         stage = self._schedule.stage(rank, action.chunk)
         start = max(arrival, self._free(rank))
         end = start + self._durations.of(action.kind, stage, self._schedule.splits_backward)
+        out = start + self._durations.backward[stage] if self._hands_back_first(rank, action) else end
         self._spans[rank].append(Span(action, start, end))
+        self._done[rank, action.kind] += 1
         key = (action.kind, stage, action.microbatch)
         self._ended[key] = end
         to = stage + 1 if action.kind is Kind.F else stage - 1
         if action.kind is not Kind.W and 0 <= to < self._schedule.stages:
-            self._there[key] = self._send(rank, min(stage, to), self._schedule.place(to)[0], end)
+            self._there[key] = self._send(rank, min(stage, to), self._schedule.place(to)[0], out)
 
     def timeline(self) -> Timeline:
         return Timeline(tuple(map(tuple, self._spans)))
+
+    def _hands_back_first(self, rank: int, action: Action) -> bool:
+        if not self._schedule.hands_back or self._schedule.splits_backward or action.kind is not Kind.B:
+            return False
+        forwards = self._done[rank, Kind.F]
+        ahead = self._schedule.microbatches * self._schedule.chunks - forwards
+        return hands_back_first(ahead, forwards - self._done[rank, Kind.B], self._most_live)
 
     def _free(self, rank: int) -> float:
         return self._spans[rank][-1].end if self._spans[rank] else 0.0

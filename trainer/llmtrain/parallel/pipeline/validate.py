@@ -31,22 +31,6 @@ def validate(schedule: Schedule) -> None:
     _check_channels(schedule)
 
 
-def peak_live(schedule: Schedule) -> list[int]:
-    """Return the most activations that each rank holds at once, counted in microbatches of one piece of the model.
-
-    They live from their forward to their backward; where that is split, to the backward of the weights.
-    """
-    last = Kind.W if schedule.splits_backward else Kind.B
-    peaks = []
-    for order in schedule.actions:
-        live = peak = 0
-        for action in order:
-            live += (action.kind is Kind.F) - (action.kind is last)
-            peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
-
-
 def _check_channels(schedule: Schedule) -> None:
     orders: dict[tuple[Kind, int], list[int]] = {}
     for rank, order in enumerate(schedule.actions):

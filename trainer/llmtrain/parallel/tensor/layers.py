@@ -1,7 +1,7 @@
 """Parts of a block cut over tensor-parallel ranks, with the names that the plain ones' parameters have.
 
 After Megatron-LM (Shoeybi et al. 2019, section 3) and Korthikanti et al. 2022, section 4.2.2 (sequence parallelism).
-Products of weights may be put off (`Deferred`); with one rank alone that is all that these layers do.
+Products of weights may be put off (`Deferred`).
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class ParallelAttention(Attention):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the same shape."""
-        if not (self.training and self.dropout) or self.mesh.degree == 1 or self.mesh.sharded:
+        if not (self.training and self.dropout) or self.mesh.sharded:
             return super().forward(x, rotary)
         # All ranks draw the same random numbers, as residual dropout must be the same on them; heads must not be.
         seed = int(torch.randint(1 << 62, ()))

@@ -3,6 +3,7 @@
 from llmtrain.model.gpt import GPT
 from llmtrain.model.layers import MLP, Block
 from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.layers import defer_products
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.cross_entropy import VocabParallelHead
 from llmtrain.parallel.tensor.layers import (
@@ -18,15 +19,17 @@ def parallelize(model: GPT, mesh: TensorMesh, defer: Deferred | None = None) -> 
 
     Parameters keep their names and take the shapes of `UnitSpec.slice(mesh.place, mesh.degree)`. What is left whole has
     the same gradient on every rank, or, with `mesh.sequence`, a part of it, to be summed over the ranks. defer: takes
-    the backward passes of the blocks' products; the same for one rank alone.
+    the products of the blocks' weights, for one rank alone too.
     """
-    if mesh.degree == 1 and defer is None:
+    if mesh.degree == 1:
+        if defer is not None:
+            defer_products(model.blocks, defer)
         return
     config = model.config
     # The ends first: what they hold is cut along the vocabulary.
-    if mesh.degree > 1 and model.embedding is not None:
+    if model.embedding is not None:
         model.embedding = VocabParallelEmbedding(config, mesh)
-    if mesh.degree > 1 and model.head is not None:
+    if model.head is not None:
         model.head = VocabParallelHead(config, mesh)
     # Then each block's products; norms and residual sums take whatever tokens come.
     for block in model.blocks.values():
