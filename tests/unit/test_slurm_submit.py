@@ -71,6 +71,7 @@ def test_nodes_and_ranks(
         (["parallel.data=2"], "{}", "set ranks_per_node in the site's profile"),
         (["parallel.data=5"], "ranks_per_node: 5", "train.global_batch is 48"),
         (["parallel.datta=5"], "{}", "did you mean parallel.data"),
+        (["parallel.data=4", "checkpoint.resume=never"], "ranks_per_node: 4", "leave checkpoint.resume out"),
     ],
 )
 def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said: str) -> None:

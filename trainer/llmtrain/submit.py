@@ -47,6 +47,11 @@ def plan(
     if array is not None and chain > 1:
         raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
     recipe = load_recipe(name, overrides)
+    if recipe.checkpoint.resume == "never":
+        raise BadInputError(
+            "checkpoint.resume is never, but a job that is stopped and queued again goes on from its checkpoints; "
+            "leave checkpoint.resume out"
+        )
     nodes, ranks_per_node = _size(recipe, site, nodes)
     if site.container is None:
         # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
