@@ -187,7 +187,7 @@ def outcome(folder: Path) -> tuple[dict[tuple[str, int], float], dict[str, bytes
 def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> None:
     """Have a run suffer faults at random moments, let it finish, and hold it against an undisturbed one."""
     chance = random.Random(seed)
-    steps = 30 * len(faults) + 30 + ("two jobs" in faults) * LONG // int(LAYOUTS[layout][0])
+    steps = 30 * len(faults) + 30 + faults.count("two jobs") * LONG // int(LAYOUTS[layout][0])
     recipes = {}
     for name in ("calm", "harmed"):
         recipes[name] = disk.parent / f"{name}.yaml"
