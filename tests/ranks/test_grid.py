@@ -10,6 +10,8 @@ from strategies import INT4, INT8, SECOND
 from test_parity import check, settled
 
 Trained = Callable[[Case], Result]
+# Whichever test comes first has the cases of all trained.
+pytestmark = pytest.mark.timeout(3600)
 MODELS = {
     "llama": ("model.layers=8", "model.kv_heads=4"),
     # At the harness's rate of 1e-2 two programs of one process, both fp32, end up to 2e-5 apart.
@@ -127,14 +129,12 @@ def test_quantized(case: Case, trained: Trained) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", [*every(), *SPLITS], ids=str)
 def test_every_grid(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("case", "quantized"), list(every_zero()), ids=str)
 def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
