@@ -2,7 +2,7 @@
 
 import queue
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,7 @@ from llmtrain.parallel.pipeline.pieces import Piece
 from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.sharding.gradients import Received
-from torch import Tensor
+from torch import Tensor, nn
 
 COUNT, LIMIT = 12, 3
 
@@ -90,7 +90,8 @@ class Recorder:
         run()
         return []
 
-    def backward_weights(self, received: object, products: object, turns: object) -> None:
+    def backward_weights(self, received: object, products: Iterable[Received], turns: object) -> None:
+        assert len(list(products)) == 1
         self.did.append("weights")
 
     def expect(self, channel: Channel, shapes: object) -> None:
@@ -102,6 +103,9 @@ class Recorder:
     def send(self, channel: Channel, values: Tensor) -> None:
         self.did.append("activations" if channel.target > channel.source else "gradient")
 
+    def progress(self) -> None:
+        self.did.append("progress")
+
     def flush(self) -> None:
         pass
 
@@ -110,14 +114,20 @@ def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
     """What one of three ranks does with five microbatches, by initials."""
     recorder, schedule = Recorder(), replace(make_schedule(name, 3, 1, 5), hands_back=hands_back)
     piece = Piece(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
-    weight = torch.ones((), requires_grad=True)
+    weight, deferred = nn.Parameter(torch.ones(1)), Deferred()
 
     def forward(given: Tensor, targets: Tensor | None) -> Tensor:
-        return (given * weight).sum() if piece.closes else given * weight
+        result = given * weight
+        result.register_hook(put_off)
+        return result.sum() if piece.closes else result
+
+    def put_off(gradient: Tensor) -> None:
+        if deferred.active:
+            deferred.push(weight, lambda: lambda: gradient)
 
     stage: Any = SimpleNamespace(piece=piece, forward=forward)
     executor = Executor(
-        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), Deferred(), lambda *_: None,
+        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), deferred, lambda *_: None,
         Watch(), lambda choose: choose(),
     )  # type: ignore[arg-type]  # fmt: skip
     executor.train([torch.ones(1, 2) for _ in range(5)], 1.0)
@@ -127,9 +137,9 @@ def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
 def test_the_last_gradients_of_inputs_go_first() -> None:
     """While forward passes are left, all gradients come first: they take no memory for longer so."""
     assert did("1f1b", 0) == "aa" + "aw" * 3 + "ww"
-    assert did("1f1b", 1) == "aa" + "wga" * 3 + "gw" * 2
-    assert did("1f1b", 2) == "wg" * 4 + "gw"
+    assert did("1f1b", 1) == "aa" + "wga" * 3 + "gpw" * 2
+    assert did("1f1b", 2) == "wg" * 4 + "gpw"
     assert did("1f1b", 1, hands_back=False) == "aa" + "wga" * 3 + "wg" * 2
     # Of five, the fullest rank holds five.
-    assert did("gpipe", 1) == "a" * 5 + "wg" + "gw" * 4
+    assert did("gpipe", 1) == "a" * 5 + "wg" + "gpw" * 4
     assert did("zero-bubble", 1, hands_back=True) == did("zero-bubble", 1, hands_back=False)

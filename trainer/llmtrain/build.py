@@ -15,12 +15,12 @@ from llmtrain.parallel.pipeline.actions import Schedule
 from llmtrain.parallel.pipeline.deferred import Deferred
 from llmtrain.parallel.pipeline.executor import Executor, channels
 from llmtrain.parallel.pipeline.mpi import MpiTransport
-from llmtrain.parallel.pipeline.passes import recompute_of, schedule_of
 from llmtrain.parallel.pipeline.pieces import Piece, pieces_of, units_of
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.recipe.passes import recompute_of, schedule_of
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import degrees_of
 from llmtrain.sharding.collectives import Packing

@@ -17,6 +17,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.schedules import schedule_problems, schedule_warning
 from llmtrain.parallel.tensor.check import tensor_problems
+from llmtrain.recipe.passes import hands_back
 from llmtrain.recipe.resolve import Facts, replica_share, shape
 from llmtrain.recipe.schema import EveryK, Recipe
 
@@ -104,7 +105,8 @@ def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]
     found = placement_advice(cluster, layout)
     if parallel.pipeline > 1:
         count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
-        warning = schedule_warning(pipeline.schedule, parallel.pipeline, int(pipeline.chunks), count)
+        sizes = (parallel.pipeline, int(pipeline.chunks), count)
+        warning = schedule_warning(pipeline.schedule, *sizes, hands_back(recipe))
         found += [] if warning is None else [warning]
     return [*found, *_without_effect(recipe)]
 

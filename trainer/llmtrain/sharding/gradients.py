@@ -199,6 +199,10 @@ class GradientReducer:
         for parameter, gradient in received:
             name, place = self._places[parameter]
             there.setdefault(name, []).append((place, gradient))
+        for name in [name for name, found in there.items() if len(found) == self._filling[name].missing]:
+            # Nothing of it is still to come, so its sum over the ranks may begin.
+            for early in there.pop(name):
+                self._add(name, *early)
         for parameter, gradient in products:
             name, place = self._places[parameter]
             # One unit after another: only few have a buffer at a time.

@@ -66,7 +66,7 @@ class Executor:
         self._engine, self._transport, self._shape_of = engine, transport, shape_of
         self._deferred, self._count, self._watch, self._first_says = deferred, count, watch, first_says
         # Of microbatches of a piece, on the rank that holds most.
-        self._most_live = max(peak_live(schedule)) if schedule.actions else limit
+        self._most_live = max(peak_live(schedule)) if schedule.actions else min(limit, schedule.microbatches)
         # Of each unit, by each microbatch: two chunks may share one.
         self._passes = Counter(name for stage in stages for name in stage.piece.units)
         # Between two pieces on one rank.
@@ -118,7 +118,7 @@ class Executor:
                 step.left[key] = self._backward_inputs(action.chunk, step.passed.pop(key), step.factor)
             case Kind.B if self._hands_back_first(action.chunk, step):
                 received, left = self._backward_inputs(action.chunk, step.passed.pop(key), step.factor)
-                self._engine.backward_weights(received, gradients(left), self._turns(action.chunk, step))
+                self._engine.backward_weights(received, self._products(left), self._turns(action.chunk, step))
             case Kind.B:
                 passed = step.passed.pop(key)
                 run = partial(self._backward, action.chunk, passed, step.factor)
@@ -126,7 +126,7 @@ class Executor:
                 self._hand_back(action.chunk, passed)
             case Kind.W:
                 received, left = step.left.pop(key)
-                self._engine.backward_weights(received, gradients(left), self._turns(action.chunk, step))
+                self._engine.backward_weights(received, self._products(left), self._turns(action.chunk, step))
 
     def _hands_back_first(self, chunk: int, step: _Step) -> bool:
         """Whether another rank has the inputs' gradient of the next backward pass before this one has the weights'."""
@@ -176,6 +176,13 @@ class Executor:
             received = self._engine.backward_inputs(run, self._stages[chunk].piece.units)
         self._hand_back(chunk, passed)
         return received, left
+
+    def _products(self, left: Left) -> Iterator[Received]:
+        """Yield gradients of weights, while what was handed back is on its way."""
+        for parameter, gradient in gradients(left):
+            if self._transport is not None:
+                self._transport.progress()
+            yield parameter, gradient
 
     def _hand_back(self, chunk: int, passed: _Passed) -> None:
         piece = self._stages[chunk].piece

@@ -93,9 +93,13 @@ class MpiTransport:
             # MPI reads the memory itself, behind no stream.
             torch.cuda.current_stream().synchronize()
         request = self._world.Isend(_bytes(values), self._peers[channel], self._tag(channel))
+        self.progress()
+        self._sent.append((values, request))
+
+    def progress(self) -> None:
+        """Give MPI, which has no thread of its own, a moment for large messages: it asks first who is to get them."""
         while self._sent and self._sent[0][1].Test():
             self._sent.popleft()
-        self._sent.append((values, request))
 
     def flush(self) -> None:
         """Wait until all that was sent is on its way."""

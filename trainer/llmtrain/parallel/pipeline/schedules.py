@@ -9,6 +9,7 @@ microbatches.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
@@ -104,21 +105,25 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
     return None
 
 
-def schedule_warning(name: ScheduleName, ranks: int, chunks: int, microbatches: int) -> str | None:
+def schedule_warning(
+    name: ScheduleName, ranks: int, chunks: int, microbatches: int, hands_back: bool = False
+) -> str | None:
     """Say in one sentence that a schedule has fewer microbatches than ranks, and what that costs; None if it has not.
 
-    All schedules work with any number, but those ranks wait that could have had another microbatch.
+    All schedules work with any number, but those ranks wait that could have had another microbatch. hands_back: see
+    `Schedule`.
     """
     if microbatches >= ranks:
         return None
     durations = Durations.even(ranks * chunks)
     if name == "message-driven":
-        idle = simulate_message_driven(ranks, microbatches, ranks, durations).bubble
+        idle = simulate_message_driven(ranks, microbatches, ranks, durations, hands_back).bubble
     else:
-        idle = simulate(make_schedule(name, ranks, chunks, microbatches), durations).bubble
+        schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
+        idle = simulate(schedule, durations).bubble
     return (
         f"parallel.pipeline is {ranks}, but train.global_batch and train.microbatch give a pipeline {microbatches} "
-        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle some {idle:.0%} of the "
+        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle at least {idle:.0%} of the "
         "time; a larger global_batch or a smaller microbatch makes it less"
     )
 

@@ -13,13 +13,13 @@ from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
-from llmtrain.parallel.pipeline import passes
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.pieces import stages_of
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.recipe import passes
 from llmtrain.recipe.check import check_given
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, replica_share, resolve, shape
@@ -97,7 +97,7 @@ def show(
         schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
         timeline = simulate(schedule, durations)
     bound = live_bound(name, ranks, chunks, microbatches, limit)
-    warning = schedule_warning(name, ranks, chunks, microbatches)
+    warning = schedule_warning(name, ranks, chunks, microbatches, hands_back)
     return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
 
 

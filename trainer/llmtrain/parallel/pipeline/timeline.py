@@ -121,9 +121,9 @@ def simulate_message_driven(
     limit: microbatches under way at once; the first rank starts so many forwards, and one more with each backward that
     it ends. hands_back: see `Schedule`. As in `simulate`, what was sent is not waited for.
     """
-    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, limit)
-    inbox: list[list[Action]] = [[] for _ in range(ranks)]
     started = min(limit, microbatches)
+    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
+    inbox: list[list[Action]] = [[] for _ in range(ranks)]
     inbox[0] = [Action(index, 0, Kind.F) for index in range(started)]
     for _ in range(2 * ranks * microbatches):
         # The rank that can start first: nothing that starts later reaches it before.

@@ -40,6 +40,9 @@ class Transport(Protocol):
     def send(self, channel: Channel, values: Tensor) -> None:
         """Start to send a tensor, which must not change until `flush`."""
 
+    def progress(self) -> None:
+        """Help on what was sent; called between computations that others do not wait for."""
+
     def flush(self) -> None:
         """Wait until all that was sent is on its way and its tensors are free."""
 
@@ -125,6 +128,9 @@ class TorchTransport:
         while channel.source > channel.target and sent and sent[0][1].is_completed():
             sent.popleft()
         sent.append((values, work))
+
+    def progress(self) -> None:
+        """Do nothing: gloo and NCCL help themselves."""
 
     def flush(self) -> None:
         """Wait until all that was sent is on its way."""

@@ -78,7 +78,7 @@ class ParallelAttention(Attention):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the same shape."""
-        if not (self.training and self.dropout) or self.mesh.sharded:
+        if not (self.training and self.dropout) or self.mesh.degree == 1 or self.mesh.sharded:
             return super().forward(x, rotary)
         # All ranks draw the same random numbers, as residual dropout must be the same on them; heads must not be.
         seed = int(torch.randint(1 << 62, ()))

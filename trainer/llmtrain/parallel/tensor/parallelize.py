@@ -21,15 +21,17 @@ def parallelize(model: GPT, mesh: TensorMesh, defer: Deferred | None = None) -> 
     the same gradient on every rank, or, with `mesh.sequence`, a part of it, to be summed over the ranks. defer: takes
     the products of the blocks' weights, for one rank alone too.
     """
-    if mesh.degree == 1:
-        if defer is not None:
-            defer_products(model.blocks, defer)
+    if mesh.degree == 1 and defer is None:
         return
+    if mesh.degree == 1 and defer is not None and not model.recompute:
+        defer_products(model.blocks, defer)
+        return
+    # One rank takes these layers too where blocks are recomputed, without the product that comes last in each.
     config = model.config
     # The ends first: what they hold is cut along the vocabulary.
-    if model.embedding is not None:
+    if mesh.degree > 1 and model.embedding is not None:
         model.embedding = VocabParallelEmbedding(config, mesh)
-    if model.head is not None:
+    if mesh.degree > 1 and model.head is not None:
         model.head = VocabParallelHead(config, mesh)
     # Then each block's products; norms and residual sums take whatever tokens come.
     for block in model.blocks.values():

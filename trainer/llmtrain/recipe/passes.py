@@ -23,10 +23,12 @@ def schedule_of(recipe: Recipe) -> Schedule:
 def hands_back(recipe: Recipe) -> bool:
     """Return whether backward passes may hand back the gradients of inputs before they compute those of weights.
 
-    What is recomputed, or gathered, would have to stay until then, and torch.compile does not see through it.
+    What is recomputed, or gathered, would have to stay until then, and torch.compile does not see through it. Where
+    ranks share the sequence, what waits is gathered once more, in most passes of GPipe.
     """
-    plain = not recipe.train.compile and not recompute_of(recipe)
-    return plain and degrees_of(recipe).weights == 1
+    if recipe.train.compile or recompute_of(recipe) or degrees_of(recipe).weights > 1:
+        return False
+    return not (recipe.parallel.sequence and recipe.pipeline.schedule == "gpipe")
 
 
 def recompute_of(recipe: Recipe) -> int:
