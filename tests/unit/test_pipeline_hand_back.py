@@ -1,0 +1,92 @@
+"""Gradients come out the same to the bit, whichever of a backward pass's are handed on first."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.watch import Watch
+from llmtrain.model.gpt import GPT
+from llmtrain.model.presets import PRESETS
+from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.parallel.pipeline.pieces import pieces_of, units_of
+from llmtrain.parallel.pipeline.schedules import make_schedule
+from llmtrain.parallel.pipeline.stage import Stage, keep
+from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.sharding.engine import Engine, Spread
+from llmtrain.sharding.unit import Cut, build_unit
+from torch import Tensor
+
+CPU = torch.device("cpu")
+TOKENS, MICROBATCHES = 16, 5
+
+
+class Neighbours:
+    """The stages before and behind, which send what a seed says."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._random = dtype, torch.Generator().manual_seed(1)
+        self.given: dict[Channel, list[Tensor]] = {}
+        self.sent: dict[Channel, list[Tensor]] = {}
+
+    def expect(self, channel: Channel, shapes: list[torch.Size]) -> None:
+        self.given[channel] = [torch.randn(shape, generator=self._random).to(self._dtype) for shape in shapes]
+
+    def receive(self, channel: Channel) -> Tensor:
+        return self.given[channel].pop(0)
+
+    def send(self, channel: Channel, values: Tensor) -> None:
+        self.sent.setdefault(channel, []).append(values.clone())
+
+    def progress(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def trained(
+    family: str, name: ScheduleName, ranks: int, chunks: int, dtype: torch.dtype, hands_back: bool
+) -> tuple[list[Tensor], dict[Channel, list[Tensor]]]:
+    """Return the last rank's summed gradients after each of three steps, and what it sent."""
+    config = replace(PRESETS[f"{family}-1m"], layers=2 * ranks * chunks)
+    schedule = replace(make_schedule(name, ranks, chunks, MICROBATCHES), hands_back=hands_back)
+    pieces, deferred = pieces_of(config, schedule, [2] * (ranks * chunks), ranks - 1), Deferred()
+    model = GPT(config, CPU)
+    keep(model, pieces)
+    parallelize(model, TensorMesh(), deferred)
+    units = [
+        build_unit(spec, model.unit(spec.name), Cut.of(spec.numel, Degrees(), (), 0), CPU, dtype, 1)
+        for spec in units_of(config, pieces, 0, 1)
+    ]
+    used = {"head": "embedding"} if config.tie_embeddings else {}
+    engine, transport = Engine(model, units, Spread(), used, lambda calls: None), Neighbours(dtype)
+    executor = Executor(
+        [Stage(model, piece) for piece in pieces], ranks - 1, schedule, ranks, engine, transport,
+        lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)), deferred, lambda *_: None, Watch(),
+        lambda choose: choose(),
+    )  # fmt: skip
+    random, found = torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        rows = [torch.randint(0, config.vocab, (2, TOKENS + 1), generator=random) for _ in range(MICROBATCHES)]
+        executor.train(rows, 1 / MICROBATCHES)
+        found += [unit.gradient.clone() for unit in units]
+    engine.close()
+    return found, transport.sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_order_changes_no_bit(family: str, name: ScheduleName, chunks: int, dtype: torch.dtype) -> None:
+    (sums, sent), (plain_sums, plain_sent) = (trained(family, name, 2, chunks, dtype, first) for first in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(sums, plain_sums, strict=True))
+    assert any(not torch.equal(one, other) for one, other in pairwise(sums) if one.shape == other.shape)
+    assert sent.keys() == plain_sent.keys()
+    for channel, messages in sent.items():
+        assert all(torch.equal(one, other) for one, other in zip(messages, plain_sent[channel], strict=True))
