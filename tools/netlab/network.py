@@ -34,6 +34,9 @@ QUEUE_BYTES = 64 * 2**20
 _SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
+    # Room for all that is under way on a fast link of long latency, as on machines that are set up for one: the usual
+    # 64 KiB are one message of a pipeline in a round trip.
+    "ipv4/tcp_rmem": "4096 4194304 33554432",
     "ipv4/ip_forward": "0",
     "ipv6/conf/default/disable_ipv6": "1",
 }
