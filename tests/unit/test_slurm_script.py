@@ -121,6 +121,8 @@ def start(job: Path, ends: str, state: str = "JobState=RUNNING Reason=None", **v
         **os.environ, "PATH": f"{job.parent}:{os.environ['PATH']}", "NOTES": str(job.parent), "ENDS": ends,
         "STATE": state, "PLUGIN": "task/none", **slurm, **variables,
     }  # fmt: skip
+    # A shell cannot trap what its parent ignores, as the process of these tests does once one of them has trained.
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     return subprocess.Popen(
         ["bash", str(job)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -166,7 +166,7 @@ def main() -> None:
             f"## Pipeline\n\n`python -m tools.bench.pipeline`. {machine()}. A GPT of {LAYERS} layers, fp32, in "
             f"{RANKS} stages on ranks of one thread each, {MICROBATCHES} microbatches of one sequence; forward and "
             "backward passes of steps in turns, medians, ratios within a turn. The bubble is the share of the ranks' "
-            "time in which no action runs, from the first rank's start to the last one's end; the timeline's is the "
+            "time in which no action runs, from the first stage's start to the last one's end; the timeline's is the "
             "schedule played with the means of the durations measured in it, messages' ways included. Once its forward "
             "passes are done, a rank of ours hands back the gradient of its inputs before it computes those of its "
             "weights; torch's hands it back after both. Whole steps: "

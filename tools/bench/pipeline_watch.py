@@ -93,11 +93,9 @@ def watch_run(run: Run, watch: Watch) -> None:
 
 
 def step_seconds(watches: Sequence[Watch]) -> list[float]:
-    """Return how long each step took, from the first rank's start to the last one's end."""
-    return [
-        max(end for _, end in step) - min(start for start, _ in step)
-        for step in zip(*(w.steps for w in watches), strict=True)
-    ]
+    """Return how long each step took, from the first stage's start to the last rank's end. watches: by rank, of which
+    the first has the first stage: others may come sooner out of what they all waited in, but to no avail."""
+    return [max(end for _, end in step) - step[0][0] for step in zip(*(w.steps for w in watches), strict=True)]
 
 
 def bubbles(watches: Sequence[Watch]) -> list[float]:

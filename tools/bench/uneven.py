@@ -152,7 +152,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--write", type=Path)
     given, setting = parser.parse_args(), Setting()
     head = HEAD.format(machine=machine(), rate=RATE, hidden=HIDDEN, rounds=given.rounds, **asdict(setting))

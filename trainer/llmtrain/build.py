@@ -55,7 +55,9 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     schedule, split = schedule_of(recipe), recipe.pipeline.split
     assert not isinstance(split, str)
     pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
-    deferred = Deferred() if schedule.splits_backward or schedule.hands_back else None
+    # The first stage has nobody to hand a gradient back to.
+    hands_back = schedule.hands_back and not all(piece.opens for piece in pieces)
+    deferred = Deferred() if schedule.splits_backward or hands_back else None
     # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
     # memory to what is left; compile comes last, as it traces what is there.
     model = GPT(config, ranks.device, recompute=recompute_of(recipe))
