@@ -171,7 +171,7 @@ def _executor(
         [Stage(model, piece) for piece in pieces],
         ranks.layout.coordinate(ranks.rank, Axis.PIPELINE),
         schedule,
-        recipe.pipeline.limit if recipe.pipeline.limit != "auto" else schedule.ranks,
+        _limit(recipe),
         engine,
         _transport(recipe, ranks, schedule),
         lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
@@ -196,13 +196,22 @@ def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | 
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
+    # As many are under way, but with GPipe; and two where messages come one way only, or one at a time.
+    ahead = max(2, schedule.ranks if schedule.actions else _limit(recipe))
     if over_mpi:
-        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype)
+        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype, ahead)
     return TorchTransport(
         {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
         ranks.device,
         dtype,
+        ahead,
     )
+
+
+def _limit(recipe: Recipe) -> int:
+    limit = recipe.pipeline.limit
+    assert limit != "auto"
+    return limit
 
 
 def _together(recipe: Recipe) -> int:

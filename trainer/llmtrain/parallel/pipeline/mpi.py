@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.errors import BadInputError
-from llmtrain.parallel.pipeline.transport import AHEAD, Channel
+from llmtrain.parallel.pipeline.transport import Channel
 
 # How long to look for a message without a pause, and how long a pause then is, in seconds.
 PATIENCE, NAP = 1e-3, 1e-4
@@ -37,12 +37,18 @@ class _Inbox:
 class MpiTransport:
     """Isend and Irecv of a communicator of its own; each channel has its own tag (AxoNN, section IV.A).
 
-    peers: by channel, the other side's rank in the run. stages: of the whole pipeline. world: ranks of the run. Raises
-    BadInputError where MPI does not know as many.
+    peers: by channel, the other side's rank in the run. stages: of the whole pipeline. world: ranks of the run. ahead:
+    receives that are posted ahead of need on each channel. Raises BadInputError where MPI does not know as many ranks.
     """
 
     def __init__(
-        self, peers: Mapping[Channel, int], stages: int, world: int, device: torch.device, dtype: torch.dtype
+        self,
+        peers: Mapping[Channel, int],
+        stages: int,
+        world: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        ahead: int,
     ) -> None:
         everyone = _mpi().COMM_WORLD
         if everyone.size != world:
@@ -51,7 +57,7 @@ class MpiTransport:
                 f"mpirun -n {world} llmtrain run RECIPE, or set pipeline.transport=torch"
             )
         self._world = everyone.Dup()
-        self._peers, self._stages, self._device, self._dtype = peers, stages, device, dtype
+        self._peers, self._stages, self._device, self._dtype, self._ahead = peers, stages, device, dtype, ahead
         self._direct = device.type == "cpu" or _reaches_cuda()
         self._inboxes: dict[Channel, _Inbox] = {}
         self._sent: deque[tuple[Tensor, Any]] = deque()
@@ -111,7 +117,7 @@ class MpiTransport:
         self._world.Free()
 
     def _post(self, channel: Channel, inbox: _Inbox) -> None:
-        while inbox.shapes and len(inbox.posted) < AHEAD:
+        while inbox.shapes and len(inbox.posted) < self._ahead:
             values = torch.empty(inbox.shapes.popleft(), dtype=self._dtype, device=self._device)
             host = values if self._direct else torch.empty_like(values, device="cpu", pin_memory=True)
             if host.is_cuda:

@@ -10,9 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Receives that are posted ahead of need on each channel, so that a message travels while its receiver computes.
-AHEAD = 2
-
 
 @dataclass(frozen=True)
 class Channel:
@@ -62,13 +59,19 @@ class _Inbox:
 class TorchTransport:
     """torch.distributed's messages; every channel has a process group of two, so that none waits for another.
 
-    peers: by channel, its group and the other side's rank.
+    peers: by channel, its group and the other side's rank. ahead: receives that are posted ahead of need on each
+    channel, at least as many as messages under way: gloo sends one only when it was told of its receive, which on a
+    link of long latency comes late else.
     """
 
     def __init__(
-        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, dtype: torch.dtype
+        self,
+        peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+        ahead: int,
     ) -> None:
-        self._peers, self._device, self._dtype = peers, device, dtype
+        self._peers, self._device, self._dtype, self._ahead = peers, device, dtype, ahead
         self._inboxes: dict[Channel, _Inbox] = {}
         self._sent: dict[Channel, deque[tuple[Tensor, dist.Work]]] = {channel: deque() for channel in peers}
         # gloo tells that a message is there only to those who wait for it.
@@ -154,7 +157,7 @@ class TorchTransport:
 
     def _post(self, channel: Channel, inbox: _Inbox) -> None:
         group, peer = self._peers[channel]
-        while inbox.shapes and len(inbox.posted) < AHEAD:
+        while inbox.shapes and len(inbox.posted) < self._ahead:
             values = torch.empty(inbox.shapes.popleft(), dtype=self._dtype, device=self._device)
             work = dist.irecv(values, peer, group=group)
             assert work is not None
