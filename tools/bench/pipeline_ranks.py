@@ -219,7 +219,7 @@ def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[st
             "seconds": step_seconds(watches),
             "bubbles": bubbles(watches),
             "durations": durations(watches),
-            "transfers": transfers(watches, schedule.stages if schedule else len(watches)),
+            "transfers": transfers(watches, [0.0] * ((schedule.stages if schedule else len(watches)) - 1)),
             "live": peak_live(watches, "W" if schedule and schedule.splits_backward else "B"),
         }
     return found

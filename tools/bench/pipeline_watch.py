@@ -4,8 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from llmtrain.compose import Run
@@ -13,10 +12,14 @@ from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from torch import Tensor
 
+# Seconds from which on a receive has been waited for: one that is there takes some hundredths of a millisecond.
+WAITED = 5e-4
+
 
 class Done(NamedTuple):
     """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
-    needs was there. after: for how long it went on when what it hands on was ready."""
+    needs was there. after: for how long it went on when what it hands on was ready. waited: whether the rank had to
+    wait for what it needs."""
 
     stage: int
     microbatch: int
@@ -24,6 +27,7 @@ class Done(NamedTuple):
     start: float
     end: float
     after: float = 0.0
+    waited: bool = False
 
 
 @dataclass
@@ -36,12 +40,15 @@ class Watch:
     cpu: list[float] = field(default_factory=list)
     _got: float = 0.0
     _after: float = 0.0
+    _waited: bool = False
 
     def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
         """Run an action and note it."""
         self._got, self._after = time.perf_counter(), 0.0
         result = run()
-        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after))
+        done = Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after, self._waited)
+        self.actions.append(done)
+        self._waited = False
         return result
 
     def go_on(self, run: Callable[[], None]) -> None:
@@ -49,6 +56,10 @@ class Watch:
         began = time.perf_counter()
         run()
         self._after = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Note that the rank waits, or had to, for what the running action or else the next one needs."""
+        self._waited = True
 
     def got(self) -> None:
         """Note that what the running action needs is there: nothing of it was computed before."""
@@ -61,7 +72,7 @@ class Watch:
 
 
 class WatchedTransport:
-    """A transport whose receives are noted."""
+    """A transport whose receives, and waiting for them, are noted."""
 
     def __init__(self, inner: Transport, watch: Watch) -> None:
         self._inner, self._watch = inner, watch
@@ -71,9 +82,17 @@ class WatchedTransport:
 
     def receive(self, channel: Channel) -> Tensor:
         """Return the next message of a channel."""
+        began = time.perf_counter()
         values = self._inner.receive(channel)
         self._watch.got()
+        if time.perf_counter() - began > WAITED:
+            self._watch.wait()
         return values
+
+    def wait_any(self, channels: Sequence[Channel]) -> None:
+        """Wait until the next message of any of `channels` is there."""
+        self._watch.wait()
+        self._inner.wait_any(channels)
 
 
 def watch_run(run: Run, watch: Watch) -> None:
@@ -121,20 +140,28 @@ def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
     return means
 
 
-def transfers(watches: Sequence[Watch], stages: int) -> list[float]:
-    """Return how long a message takes over each hop, the median of those that a rank was already waiting for: from when
-    the action that made it had it to the start of the one that needs it."""
-    found: list[list[float]] = [[] for _ in range(stages - 1)]
+def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
+    """Return how long a message takes over each hop when the link is free, the mean of both ways' means of those that a
+    rank was waiting for: from when the action that made it had it to the start of the one that needs it. busy: seconds
+    in which a message keeps each hop's link from the next one."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
-        ended = {(done.stage, done.microbatch, done.kind): done.end - done.after for rank in step for done in rank}
-        own = [{done.stage for done in rank} for rank in step]
-        for rank, here in zip(step, own, strict=True):
-            for before, done in pairwise(rank):
-                source = done.stage - 1 if done.kind == "F" else done.stage + 1
-                sent = ended.get((source, done.microbatch, done.kind))
-                if done.kind != "W" and sent is not None and source not in here and before.end < sent:
-                    found[min(source, done.stage)].append(max(done.start - sent, 0.0))
-    return [median(some) if some else 0.0 for some in found]
+        actions = [done for rank in step for done in rank if done.kind != "W"]
+        rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
+        needed = {(done.stage, done.microbatch, done.kind): done for done in actions}
+        free: dict[tuple[int, int], float] = defaultdict(float)
+        for done in sorted(actions, key=lambda done: done.end - done.after):
+            to = done.stage + (1 if done.kind == "F" else -1)
+            by = needed.get((to, done.microbatch, done.kind))
+            if by is None or rank_of[to] == rank_of[done.stage]:
+                continue
+            way, hop = (done.stage, to), min(done.stage, to)
+            sent = max(done.end - done.after, free[way])
+            free[way] = sent + busy[hop]
+            if by.waited:
+                found[way].append(max(by.start - sent, 0.0))
+    ways = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
+    return [fmean(map(fmean, both)) if both else 0.0 for both in ways]
 
 
 def peak_live(watches: Sequence[Watch], last: str) -> list[int]:

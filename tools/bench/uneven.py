@@ -5,17 +5,21 @@ timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`
 import argparse
 import json
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from llmtrain.cluster.description import load_cluster
+from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.schedules import make_schedule
-from llmtrain.parallel.pipeline.timeline import Durations, simulate, simulate_message_driven
+from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 
 from tools.bench.labs import answer, write_set
+from tools.bench.pipeline_watch import Done
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -46,9 +50,9 @@ HEAD = """## Uneven stages
 processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of
 hidden {hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns,
 medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
-the optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes by what a
-forward and a backward pass of each stage took, and a message over each link. The split auto has the clusters' speeds
-from the cluster file. Ratios are no more exact than the steps' spread, some 5%."""
+the optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes of each step by
+what each of its actions took, and of a message over each link by what one takes when it is waited for. The split auto
+has the clusters' speeds from the cluster file."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ SCHEDULES = {
     "message-driven": ["pipeline.schedule=message-driven"],
     "message-driven with limit 6": ["pipeline.schedule=message-driven", "pipeline.limit=6"],
 }
+# Those for which goals are set.
+GOALS = ("1f1b", "message-driven")
 SPLITS = ("uniform", "auto")
 ALL = list(product(SCHEDULES, SPLITS))
 
@@ -83,7 +89,13 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
             _name(schedule, split): [f"name=run{number}", *SCHEDULES[schedule], f"pipeline.split={split}"]
             for number, (schedule, split) in enumerate(ALL)
         }
-        wanted = {"recipe": str(recipe), "cluster": str(description), "contestants": contestants, "rounds": rounds}
+        wanted = {
+            "recipe": str(recipe),
+            "cluster": str(description),
+            "contestants": contestants,
+            "rounds": rounds,
+            "busy": busy(setting),
+        }
         with Lab(of_cluster(load_cluster(description))) as lab:
             found: dict[str, dict[str, Any]] = answer(
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=600
@@ -91,23 +103,51 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
         return found
 
 
-def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
-    """Return the seconds that the timeline says of the passes, by the durations that `figures` have and the links'
-    rates; what a message takes longer than by those is its latency."""
-    size, durations = setting.tokens * HIDDEN * 4, figures["durations"]
-    transfer = [size / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
-    latency = [max(0.0, hop - busy) for hop, busy in zip(figures["transfers"], transfer, strict=True)]
-    given = Durations(durations["F"], durations["B"], durations["W"], transfer, latency)
-    count = setting.microbatches
+@dataclass(frozen=True)
+class OwnDurations(Durations):
+    """Durations of which each action has its own. took: seconds by (stage, microbatch, kind), and those until it had
+    what it hands on."""
+
+    took: Mapping[tuple[int, int, str], tuple[float, float]] = field(default_factory=dict)
+
+    def of(self, action: Action, stage: int, splits_backward: bool) -> float:
+        """Return how long an action of a stage takes."""
+        return self.took[stage, action.microbatch, action.kind.value][0]
+
+    def until_handed_back(self, action: Action, stage: int) -> float:
+        """Return how long a backward pass of a stage takes to hand back."""
+        return self.took[stage, action.microbatch, action.kind.value][1]
+
+
+def busy(setting: Setting) -> list[float]:
+    """Return the seconds in which a message has each link."""
+    return [setting.tokens * HIDDEN * 4 / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
+
+
+def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timeline:
+    """Return when actions of such durations run by a schedule. limit: of a message-driven one."""
     if schedule == "1f1b":
-        return simulate(replace(make_schedule("1f1b", STAGES, 1, count), hands_back=True), given).makespan
-    return simulate_message_driven(STAGES, count, figures["limit"], given, hands_back=True).makespan
+        return simulate(replace(make_schedule("1f1b", STAGES, 1, setting.microbatches), hands_back=True), own)
+    return simulate_message_driven(STAGES, setting.microbatches, limit, own, hands_back=True)
+
+
+def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
+    """Return the seconds that the timeline says of each step's passes, by the durations that `figures` have and the
+    links' rates; what a message takes longer than by those is its latency."""
+    known, transfer = figures["durations"], busy(setting)
+    latency = [max(0.0, hop - own) for hop, own in zip(figures["transfers"], transfer, strict=True)]
+    found = []
+    for actions in map(partial(map, Done._make), figures["actions"]):
+        took = {(a.stage, a.microbatch, a.kind): (a.end - a.start, a.end - a.start - a.after) for a in actions}
+        own = OwnDurations(known["F"], known["B"], known["W"], transfer, latency, took)
+        found.append(play(setting, schedule, figures["limit"], own).makespan)
+    return found
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     """Return the table of one setting, and what it comes to."""
     predicted = {
-        (schedule, split): timeline(setting, schedule, found[_name(schedule, split)]) for schedule, split in ALL
+        (schedule, split): median(timeline(setting, schedule, found[_name(schedule, split)])) for schedule, split in ALL
     }
     rows = [
         (
@@ -140,17 +180,17 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     passes = {key: median(found[_name(*key)]["passes"]) for key in ALL}
     said = []
     for split, schedule in product(SPLITS, list(SCHEDULES)[1:]):
-        ours, theirs = (schedule, split), ("1f1b", split)
+        ours, theirs, goal = (schedule, split), ("1f1b", split), " (goal: 1.10)" if schedule in GOALS else ""
         said.append(
-            f"With the split {split}, {schedule} goes at {whole[theirs] / whole[ours]:.2f} times the rate of 1f1b "
-            f"(goal: 1.10), its passes at {passes[theirs] / passes[ours]:.2f} (timeline: "
+            f"With the split {split}, {schedule} goes at {whole[theirs] / whole[ours]:.2f} times the rate of 1f1b"
+            f"{goal}, its passes at {passes[theirs] / passes[ours]:.2f} (timeline: "
             f"{predicted[theirs] / predicted[ours]:.2f})."
         )
     for schedule in SCHEDULES:
-        ours, theirs = (schedule, "auto"), (schedule, "uniform")
+        ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), ", the goal" if schedule in GOALS else ""
         said.append(
-            f"With {schedule}, the passes of auto go at {passes[theirs] / passes[ours]:.2f} times the rate of "
-            f"uniform (timeline, the goal: {predicted[theirs] / predicted[ours]:.2f})."
+            f"With {schedule}, the passes of auto go at {passes[theirs] / passes[ours]:.3f} times the rate of "
+            f"uniform (timeline{goal}: {predicted[theirs] / predicted[ours]:.3f})."
         )
     return f"{table(header, rows)}\n\n{' '.join(said)}"
 
@@ -158,7 +198,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", type=Path)
     given, setting = parser.parse_args(), Setting()
     head = HEAD.format(machine=machine(), rate=RATE, hidden=HIDDEN, rounds=given.rounds, **asdict(setting))

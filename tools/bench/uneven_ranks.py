@@ -58,8 +58,8 @@ class Contestant:
         self.watch.steps.clear()
         self.whole.clear()
 
-    def figures(self) -> dict[str, Any]:
-        """Return what the watches of all ranks say. Collective."""
+    def figures(self, busy: list[float]) -> dict[str, Any]:
+        """Return what the watches of all ranks say. busy: seconds in which a message has each link. Collective."""
         watches: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(watches, self.watch)
         recipe = self.run.recipe
@@ -70,7 +70,10 @@ class Contestant:
             "whole": self.whole,
             "passes": step_seconds(watches),
             "durations": durations(watches),
-            "transfers": transfers(watches, len(watches)),
+            "transfers": transfers(watches, busy),
+            "actions": [
+                [done for rank in step for done in rank] for step in zip(*map(Watch.by_step, watches), strict=True)
+            ],
         }
 
 
@@ -99,7 +102,7 @@ def main(settings: dict[str, Any]) -> None:
                     contestants[name].forget()
                 dist.barrier()
                 contestants[name].step(number)
-        found = {name: contestant.figures() for name, contestant in contestants.items()}
+        found = {name: contestant.figures(settings["busy"]) for name, contestant in contestants.items()}
     if ranks.is_main:
         print(json.dumps(found), flush=True)
     disconnect(ranks)

@@ -1,6 +1,7 @@
 """From a resolved recipe to a model whose states lie where its layout says, and to what runs it."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -11,7 +12,7 @@ from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.tiers import axis_tiers, tier_between
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
-from llmtrain.parallel.pipeline.actions import Schedule
+from llmtrain.parallel.pipeline.actions import Schedule, peak_live
 from llmtrain.parallel.pipeline.deferred import Deferred
 from llmtrain.parallel.pipeline.executor import Executor, channels
 from llmtrain.parallel.pipeline.mpi import MpiTransport
@@ -196,8 +197,8 @@ def _transport(recipe: Recipe, ranks: Ranks, schedule: Schedule) -> Transport | 
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # As many are under way, but with GPipe; and two where messages come one way only, or one at a time.
-    ahead = max(2, schedule.ranks if schedule.actions else _limit(recipe))
+    # As many are under way on a channel; and two where they come one at a time.
+    ahead = max(2, ceil(max(peak_live(schedule)) / schedule.chunks) if schedule.actions else _limit(recipe))
     if over_mpi:
         return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype, ahead)
     return TorchTransport(

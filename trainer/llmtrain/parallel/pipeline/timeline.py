@@ -30,13 +30,17 @@ class Durations:
         """Return durations that are the same for every stage and hop."""
         return cls([forward] * stages, [backward] * stages, [weights] * stages, [transfer] * (stages - 1))
 
-    def of(self, kind: Kind, stage: int, splits_backward: bool) -> float:
-        """Return how long one action of a stage takes."""
-        if kind is Kind.F:
+    def of(self, action: Action, stage: int, splits_backward: bool) -> float:
+        """Return how long an action of a stage takes."""
+        if action.kind is Kind.F:
             return self.forward[stage]
-        if kind is Kind.W:
+        if action.kind is Kind.W:
             return self.weights[stage]
         return self.backward[stage] + (0.0 if splits_backward else self.weights[stage])
+
+    def until_handed_back(self, action: Action, stage: int) -> float:
+        """Return how long a backward pass of a stage takes to hand back, where it does that first."""
+        return self.backward[stage]
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,9 @@ class _Play:
         """Let a rank do an action as soon as it is free and `arrival` has come, and send what comes out of it."""
         stage = self._schedule.stage(rank, action.chunk)
         start = max(arrival, self._free(rank))
-        end = start + self._durations.of(action.kind, stage, self._schedule.splits_backward)
-        out = start + self._durations.backward[stage] if self._hands_back_first(rank, action) else end
+        end = start + self._durations.of(action, stage, self._schedule.splits_backward)
+        first = self._hands_back_first(rank, action)
+        out = start + self._durations.until_handed_back(action, stage) if first else end
         self._spans[rank].append(Span(action, start, end))
         self._done[rank, action.kind] += 1
         key = (action.kind, stage, action.microbatch)

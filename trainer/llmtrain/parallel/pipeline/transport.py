@@ -2,8 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -47,13 +49,49 @@ class Transport(Protocol):
         """End what runs in the background, and leave the other ranks."""
 
 
+class _Watcher:
+    """A thread that waits for works one after another: gloo tells that a message is there only to those who wait for
+    it. It holds up nobody's end, as what it waits for may never come."""
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[dist.Work, Future[None]] | None] = SimpleQueue()
+        Thread(target=self._run, name="pipeline", daemon=True).start()
+
+    def watch(self, work: dist.Work) -> "Future[None]":
+        """Return what tells that a work is done."""
+        done: Future[None] = Future()
+        self._works.put((work, done))
+        return done
+
+    def close(self) -> None:
+        """End the thread once it has waited for all works."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, done = item
+            try:
+                work.wait()
+            except RuntimeError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
 @dataclass
 class _Inbox:
-    """One channel's messages: still to be posted, and posted."""
+    """One channel's messages: still to be posted, and posted. watched: whether the next is there, once asked for."""
 
     shapes: deque[torch.Size] = field(default_factory=deque)
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
-    watched: "Future[object] | None" = None
+    watcher: _Watcher | None = None
+    watched: "Future[None] | None" = None
+
+    def watch(self) -> "Future[None]":
+        """Return what tells that the next message is there."""
+        self.watcher = self.watcher or _Watcher()
+        self.watched = self.watched or self.watcher.watch(self.posted[0][1])
+        return self.watched
 
 
 class TorchTransport:
@@ -74,8 +112,6 @@ class TorchTransport:
         self._peers, self._device, self._dtype, self._ahead = peers, device, dtype, ahead
         self._inboxes: dict[Channel, _Inbox] = {}
         self._sent: dict[Channel, deque[tuple[Tensor, dist.Work]]] = {channel: deque() for channel in peers}
-        # gloo tells that a message is there only to those who wait for it.
-        self._watchers = ThreadPoolExecutor(max(len(peers), 1), "pipeline") if device.type == "cpu" else None
         if device.type == "cuda":
             self._connect()
 
@@ -94,6 +130,9 @@ class TorchTransport:
         if inbox.watched is not None:
             inbox.watched.result()
             inbox.watched = None
+            if inbox.posted:
+                # Now, or whoever asks for it after the next computation is told that it is not there, though it is.
+                inbox.watch()
         else:
             work.wait()
         there = self._sent.get(Channel(channel.target, channel.source))
@@ -107,18 +146,16 @@ class TorchTransport:
         inbox = self._inboxes.get(channel)
         if inbox is None or not inbox.posted:
             return False
-        if self._watchers is None:
-            return inbox.posted[0][1].is_completed()
-        return self._watch(inbox, self._watchers).done()
+        return inbox.posted[0][1].is_completed() if self._device.type == "cuda" else inbox.watch().done()
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
         """Wait until the next message of any of `channels` is there."""
-        if self._watchers is None:
+        if self._device.type == "cuda":
             while not any(self.arrived(channel) for channel in channels):
                 pass
             return
         inboxes = [self._inboxes[channel] for channel in channels if channel in self._inboxes]
-        wait([self._watch(inbox, self._watchers) for inbox in inboxes if inbox.posted], return_when=FIRST_COMPLETED)
+        wait([inbox.watch() for inbox in inboxes if inbox.posted], return_when=FIRST_COMPLETED)
 
     def send(self, channel: Channel, values: Tensor) -> None:
         """Start to send a tensor."""
@@ -143,8 +180,9 @@ class TorchTransport:
 
     def close(self) -> None:
         """End the threads and leave the process groups."""
-        if self._watchers is not None:
-            self._watchers.shutdown()
+        for inbox in self._inboxes.values():
+            if inbox.watcher is not None:
+                inbox.watcher.close()
         for group, _ in self._peers.values():
             dist.destroy_process_group(group)
 
@@ -162,8 +200,3 @@ class TorchTransport:
             work = dist.irecv(values, peer, group=group)
             assert work is not None
             inbox.posted.append((values, work))
-
-    def _watch(self, inbox: _Inbox, watchers: ThreadPoolExecutor) -> "Future[object]":
-        if inbox.watched is None:
-            inbox.watched = watchers.submit(inbox.posted[0][1].wait)
-        return inbox.watched
