@@ -30,6 +30,22 @@ class Done(NamedTuple):
     waited: bool = False
 
 
+class Message(NamedTuple):
+    """What an action hands on."""
+
+    stage: int
+    microbatch: int
+    kind: str
+
+
+class Way(NamedTuple):
+    """Of a message to the stage `to`: how long it took, or no longer than where no rank waited for it."""
+
+    to: int
+    seconds: float
+    waited: bool
+
+
 @dataclass
 class Watch:
     """One rank's actions, those of all steps one after another; when each step began and ended, and its processor time
@@ -140,28 +156,36 @@ def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
     return means
 
 
+def ways(actions: Sequence[Done], rank_of: Sequence[int], busy: Sequence[float]) -> dict[Message, Way]:
+    """Return how long each message of a step took over a free link: from when the action that made it had it to the
+    start of the one that needs it. rank_of: of each stage. busy: seconds in which a message keeps each hop's link from
+    the next one."""
+    found: dict[Message, Way] = {}
+    needed = {(done.stage, done.microbatch, done.kind): done for done in actions}
+    free: dict[tuple[int, int], float] = defaultdict(float)
+    for done in sorted(actions, key=lambda done: done.end - done.after):
+        to = done.stage + (1 if done.kind == "F" else -1)
+        by = needed.get((to, done.microbatch, done.kind))
+        if by is None or done.kind == "W" or rank_of[to] == rank_of[done.stage]:
+            continue
+        sent = max(done.end - done.after, free[done.stage, to])
+        free[done.stage, to] = sent + busy[min(done.stage, to)]
+        found[Message(done.stage, done.microbatch, done.kind)] = Way(to, by.start - sent, by.waited)
+    return found
+
+
 def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
-    """Return how long a message takes over each hop when the link is free, the mean of both ways' means of those that a
-    rank was waiting for: from when the action that made it had it to the start of the one that needs it. busy: seconds
-    in which a message keeps each hop's link from the next one."""
+    """Return how long a message takes over each hop, the mean of both ways' means of those that a rank was waiting for.
+    busy: see `ways`."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
-        actions = [done for rank in step for done in rank if done.kind != "W"]
         rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
-        needed = {(done.stage, done.microbatch, done.kind): done for done in actions}
-        free: dict[tuple[int, int], float] = defaultdict(float)
-        for done in sorted(actions, key=lambda done: done.end - done.after):
-            to = done.stage + (1 if done.kind == "F" else -1)
-            by = needed.get((to, done.microbatch, done.kind))
-            if by is None or rank_of[to] == rank_of[done.stage]:
-                continue
-            way, hop = (done.stage, to), min(done.stage, to)
-            sent = max(done.end - done.after, free[way])
-            free[way] = sent + busy[hop]
-            if by.waited:
-                found[way].append(max(by.start - sent, 0.0))
-    ways = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
-    return [fmean(map(fmean, both)) if both else 0.0 for both in ways]
+        every = [done for actions in step for done in actions]
+        for message, way in ways(every, [rank_of[stage] for stage in sorted(rank_of)], busy).items():
+            if way.waited:
+                found[message.stage, way.to].append(max(way.seconds, 0.0))
+    both = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
+    return [fmean(map(fmean, known)) if known else 0.0 for known in both]
 
 
 def peak_live(watches: Sequence[Watch], last: str) -> list[int]:

@@ -7,7 +7,6 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 
 from tools.bench.labs import answer, write_set
-from tools.bench.pipeline_watch import Done
+from tools.bench.pipeline_watch import Done, Message, ways
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -50,9 +49,10 @@ HEAD = """## Uneven stages
 processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of
 hidden {hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns,
 medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
-the optimizer besides. "timeline" is what `simulate`, or `simulate_message_driven`, says of the passes of each step by
-what each of its actions took, and of a message over each link by what one takes when it is waited for. The split auto
-has the clusters' speeds from the cluster file."""
+the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of
+what actions of each stage took, and messages over each link that a rank waited for; "by each", for each step, of what
+each of its actions took, and each such message: then nothing is left between the two but what the timeline does not
+know of. The split auto has the clusters' speeds from the cluster file."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,24 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class OwnDurations(Durations):
-    """Durations of which each action has its own. took: seconds by (stage, microbatch, kind), and those until it had
-    what it hands on."""
+    """Durations of which each action has its own, and each message. took: seconds of an action. handed: until it had
+    what it hands on. late: latency of that."""
 
-    took: Mapping[tuple[int, int, str], tuple[float, float]] = field(default_factory=dict)
+    took: Mapping[Message, float] = field(default_factory=dict)
+    handed: Mapping[Message, float] = field(default_factory=dict)
+    late: Mapping[Message, float] = field(default_factory=dict)
 
     def of(self, action: Action, stage: int, splits_backward: bool) -> float:
         """Return how long an action of a stage takes."""
-        return self.took[stage, action.microbatch, action.kind.value][0]
+        return self.took[_message(action, stage)]
 
     def until_handed_back(self, action: Action, stage: int) -> float:
         """Return how long a backward pass of a stage takes to hand back."""
-        return self.took[stage, action.microbatch, action.kind.value][1]
+        return self.handed[_message(action, stage)]
+
+    def latency_of(self, action: Action, stage: int, hop: int) -> float:
+        """Return the latency of what an action of a stage sends."""
+        return self.late[_message(action, stage)]
 
 
 def busy(setting: Setting) -> list[float]:
@@ -131,24 +137,42 @@ def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timelin
     return simulate_message_driven(STAGES, setting.microbatches, limit, own, hands_back=True)
 
 
-def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
-    """Return the seconds that the timeline says of each step's passes, by the durations that `figures` have and the
-    links' rates; what a message takes longer than by those is its latency."""
+def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
+    """Return the seconds that the timeline says of a step's passes, by the mean durations and the links' rates; what a
+    message takes longer than by those is its latency."""
     known, transfer = figures["durations"], busy(setting)
     latency = [max(0.0, hop - own) for hop, own in zip(figures["transfers"], transfer, strict=True)]
-    found = []
-    for actions in map(partial(map, Done._make), figures["actions"]):
-        took = {(a.stage, a.microbatch, a.kind): (a.end - a.start, a.end - a.start - a.after) for a in actions}
-        own = OwnDurations(known["F"], known["B"], known["W"], transfer, latency, took)
+    means = Durations(known["F"], known["B"], known["W"], transfer, latency)
+    return play(setting, schedule, figures["limit"], means).makespan
+
+
+def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
+    """Return the seconds that the timeline says of each step's passes, by what each action took, and each message that
+    was waited for; the others are taken to be like the mean of these, but no slower than they were."""
+    known, transfer, found = figures["durations"], busy(setting), []
+    for actions in ([Done(*values) for values in step] for step in figures["actions"]):
+        took, handed = {}, {}
+        for before, done in zip([None, *actions], actions, strict=False):
+            # What a rank does to come to an action is the action's, unless it waits.
+            same = before is not None and before.stage == done.stage and not done.waited
+            message = Message(done.stage, done.microbatch, done.kind)
+            took[message] = done.end - (before.end if before is not None and same else done.start)
+            handed[message] = took[message] - done.after
+        late = {}
+        for message, way in ways(actions, range(STAGES), transfer).items():
+            hop = min(message.stage, way.to)
+            seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
+            late[message] = seconds - transfer[hop]
+        own = OwnDurations(known["F"], known["B"], known["W"], transfer, [], took, handed, late)
         found.append(play(setting, schedule, figures["limit"], own).makespan)
     return found
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     """Return the table of one setting, and what it comes to."""
-    predicted = {
-        (schedule, split): median(timeline(setting, schedule, found[_name(schedule, split)])) for schedule, split in ALL
-    }
+    means = {key: timeline(setting, key[0], found[_name(*key)]) for key in ALL}
+    played = {key: replayed(setting, key[0], found[_name(*key)]) for key in ALL}
+    each = {key: median(steps) for key, steps in played.items()}
     rows = [
         (
             _name(*key),
@@ -159,7 +183,9 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             ),
             " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
             f"{median(figures['passes']):.2f}",
-            f"{predicted[key]:.2f}",
+            f"{means[key]:.2f}",
+            f"{each[key]:.2f}",
+            f"{median(real / play for real, play in zip(figures['passes'], played[key], strict=True)):.3f}",
             f"{median(figures['whole']):.2f}",
             f"{min(figures['whole']):.2f} to {max(figures['whole']):.2f}",
         )
@@ -172,7 +198,9 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "ms forward + backward",
         "ms of a message",
         "s of passes",
-        "timeline",
+        "by means",
+        "by each",
+        "passes / by each",
         "s of a step",
         "from, to",
     )
@@ -184,13 +212,14 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         said.append(
             f"With the split {split}, {schedule} goes at {whole[theirs] / whole[ours]:.2f} times the rate of 1f1b"
             f"{goal}, its passes at {passes[theirs] / passes[ours]:.2f} (timeline: "
-            f"{predicted[theirs] / predicted[ours]:.2f})."
+            f"{means[theirs] / means[ours]:.2f} by means, {each[theirs] / each[ours]:.2f} by each)."
         )
     for schedule in SCHEDULES:
         ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), ", the goal" if schedule in GOALS else ""
         said.append(
             f"With {schedule}, the passes of auto go at {passes[theirs] / passes[ours]:.3f} times the rate of "
-            f"uniform (timeline{goal}: {predicted[theirs] / predicted[ours]:.3f})."
+            f"uniform (timeline{goal}: {means[theirs] / means[ours]:.3f} by means, "
+            f"{each[theirs] / each[ours]:.3f} by each)."
         )
     return f"{table(header, rows)}\n\n{' '.join(said)}"
 
@@ -206,6 +235,10 @@ def main() -> None:
     print(said)
     if given.write:
         write_section(given.write, "uneven", said)
+
+
+def _message(action: Action, stage: int) -> Message:
+    return Message(stage, action.microbatch, action.kind.value)
 
 
 def _name(schedule: str, split: str) -> str:

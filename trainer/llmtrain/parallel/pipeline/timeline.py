@@ -42,6 +42,10 @@ class Durations:
         """Return how long a backward pass of a stage takes to hand back, where it does that first."""
         return self.backward[stage]
 
+    def latency_of(self, action: Action, stage: int, hop: int) -> float:
+        """Return the latency of what an action of a stage sends over a hop."""
+        return self.latency[hop] if self.latency else 0.0
+
 
 @dataclass(frozen=True)
 class Span:
@@ -191,7 +195,9 @@ class _Play:
         self._ended[key] = end
         to = stage + 1 if action.kind is Kind.F else stage - 1
         if action.kind is not Kind.W and 0 <= to < self._schedule.stages:
-            self._there[key] = self._send(rank, min(stage, to), self._schedule.place(to)[0], out)
+            hop, target = min(stage, to), self._schedule.place(to)[0]
+            late = 0.0 if rank == target else self._durations.latency_of(action, stage, hop)
+            self._there[key] = self._send(rank, hop, target, out) + late
 
     def timeline(self) -> Timeline:
         return Timeline(tuple(map(tuple, self._spans)))
@@ -211,4 +217,4 @@ class _Play:
             return now
         sent = max(now, self._link_free.get((rank, to), 0.0)) + self._durations.transfer[hop]
         self._link_free[rank, to] = sent
-        return sent + (self._durations.latency[hop] if self._durations.latency else 0.0)
+        return sent
