@@ -14,8 +14,8 @@ TIMED_OUT = 124
 SETTLE = 5.0
 # Seconds between SIGTERM and SIGKILL, and between a signal that was passed on and SIGKILL.
 GRACE, PASSED_ON_GRACE = 10.0, 60.0
-# Seconds in which a slowed rank stops once: short beside a microbatch's compute.
-PERIOD = 0.01
+# Seconds in which a slowed rank stops once: short beside what a microbatch computes, or passes come in leaps.
+PERIOD = 0.003
 
 
 class Ranks:
