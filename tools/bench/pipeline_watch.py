@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from llmtrain.compose import Run
@@ -12,8 +12,9 @@ from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from torch import Tensor
 
-# Seconds from which on a receive has been waited for: one that is there takes some hundredths of a millisecond.
-WAITED = 5e-4
+# Seconds from which on a message has been waited for: one that is there takes some hundredths of a millisecond, and up
+# to two more where a rank is slowed and just then stops.
+WAITED = 3e-3
 
 
 class Done(NamedTuple):
@@ -74,7 +75,7 @@ class Watch:
         self._after = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Note that the rank waits, or had to, for what the running action or else the next one needs."""
+        """Note that the rank had to wait for what the running action, or else the next one, needs."""
         self._waited = True
 
     def got(self) -> None:
@@ -107,8 +108,10 @@ class WatchedTransport:
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
         """Wait until the next message of any of `channels` is there."""
-        self._watch.wait()
+        began = time.perf_counter()
         self._inner.wait_any(channels)
+        if time.perf_counter() - began > WAITED:
+            self._watch.wait()
 
 
 def watch_run(run: Run, watch: Watch) -> None:
@@ -175,8 +178,8 @@ def ways(actions: Sequence[Done], rank_of: Sequence[int], busy: Sequence[float])
 
 
 def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
-    """Return how long a message takes over each hop, the mean of both ways' means of those that a rank was waiting for.
-    busy: see `ways`."""
+    """Return how long a message takes over each hop, the mean of both ways' medians of those that a rank was waiting
+    for. busy: see `ways`."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
         rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
@@ -185,7 +188,7 @@ def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
             if way.waited:
                 found[message.stage, way.to].append(max(way.seconds, 0.0))
     both = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
-    return [fmean(map(fmean, known)) if known else 0.0 for known in both]
+    return [fmean(map(median, known)) if known else 0.0 for known in both]
 
 
 def peak_live(watches: Sequence[Watch], last: str) -> list[int]:

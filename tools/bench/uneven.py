@@ -50,9 +50,9 @@ processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latenc
 hidden {hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns,
 medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
 the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of
-what actions of each stage took, and messages over each link that a rank waited for; "by each", for each step, of what
-each of its actions took, and each such message: then nothing is left between the two but what the timeline does not
-know of. The split auto has the clusters' speeds from the cluster file."""
+what actions of each stage took, and the medians of messages over each link that a rank waited for; "by each", for each
+step, of what each of its actions took, and each such message: then nothing is left between the two but what the
+timeline does not know of. The split auto has the clusters' speeds from the cluster file."""
 
 
 @dataclass(frozen=True)
