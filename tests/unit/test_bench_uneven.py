@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from llmtrain.parallel.pipeline.timeline import Timeline
 
+from tools.bench import pipeline_watch
 from tools.bench.pipeline_watch import Done, Message, Watch, durations, transfers
 from tools.bench.uneven import STAGES, OwnDurations, Setting, busy, play, replayed
 
@@ -33,25 +34,25 @@ def watched(known: Timeline) -> list[Watch]:
     """Return what the ranks' watches note of it."""
     watches = []
     for rank, spans in enumerate(known.ranks):
-        free, watch = 0.0, Watch(steps=[(0.0, spans[-1].end)])
+        watch = Watch(steps=[(0.0, spans[-1].end)])
         for span in spans:
-            action = span.action
-            watch.actions.append(
-                Done(rank, action.microbatch, action.kind.value, span.start, span.end, waited=span.start > free)
-            )
-            free = span.end
+            watch.actions.append(Done(rank, span.action.microbatch, span.action.kind.value, span.start, span.end))
         watches.append(watch)
     return watches
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
-def test_a_timeline_of_what_happened_is_what_happened(schedule: str, seed: int) -> None:
+def test_a_timeline_of_what_happened_is_what_happened(
+    schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the links' latency is known to it nor that messages waited for each other, only when actions ran."""
+    # Nothing holds up these ranks but what they wait for.
+    monkeypatch.setattr(pipeline_watch, "WAITED", 1e-9)
     known = happened(schedule, seed)
     watches = watched(known)
     hops = transfers(watches, busy(SETTING))
     assert hops == pytest.approx([late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)])
-    actions = [[done for watch in watches for done in watch.actions]]
+    actions = [[watch.actions for watch in watches]]
     figures = {"durations": durations(watches), "transfers": hops, "actions": actions, "limit": LIMIT}
     assert replayed(SETTING, schedule, figures) == pytest.approx([known.makespan])

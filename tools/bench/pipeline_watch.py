@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -12,15 +13,14 @@ from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from torch import Tensor
 
-# Seconds from which on a message has been waited for: one that is there takes some hundredths of a millisecond, and up
-# to two more where a rank is slowed and just then stops.
+# Seconds between two actions from which on a rank has waited: else it needs some tenths of a millisecond, and two more
+# where it is slowed and just then stops.
 WAITED = 3e-3
 
 
 class Done(NamedTuple):
     """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
-    needs was there. after: for how long it went on when what it hands on was ready. waited: whether the rank had to
-    wait for what it needs."""
+    needs was there. after: for how long it went on when what it hands on was ready."""
 
     stage: int
     microbatch: int
@@ -28,7 +28,6 @@ class Done(NamedTuple):
     start: float
     end: float
     after: float = 0.0
-    waited: bool = False
 
 
 class Message(NamedTuple):
@@ -57,15 +56,12 @@ class Watch:
     cpu: list[float] = field(default_factory=list)
     _got: float = 0.0
     _after: float = 0.0
-    _waited: bool = False
 
     def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
         """Run an action and note it."""
         self._got, self._after = time.perf_counter(), 0.0
         result = run()
-        done = Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after, self._waited)
-        self.actions.append(done)
-        self._waited = False
+        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after))
         return result
 
     def go_on(self, run: Callable[[], None]) -> None:
@@ -73,10 +69,6 @@ class Watch:
         began = time.perf_counter()
         run()
         self._after = time.perf_counter() - began
-
-    def wait(self) -> None:
-        """Note that the rank had to wait for what the running action, or else the next one, needs."""
-        self._waited = True
 
     def got(self) -> None:
         """Note that what the running action needs is there: nothing of it was computed before."""
@@ -89,7 +81,7 @@ class Watch:
 
 
 class WatchedTransport:
-    """A transport whose receives, and waiting for them, are noted."""
+    """A transport whose receives are noted."""
 
     def __init__(self, inner: Transport, watch: Watch) -> None:
         self._inner, self._watch = inner, watch
@@ -99,19 +91,9 @@ class WatchedTransport:
 
     def receive(self, channel: Channel) -> Tensor:
         """Return the next message of a channel."""
-        began = time.perf_counter()
         values = self._inner.receive(channel)
         self._watch.got()
-        if time.perf_counter() - began > WAITED:
-            self._watch.wait()
         return values
-
-    def wait_any(self, channels: Sequence[Channel]) -> None:
-        """Wait until the next message of any of `channels` is there."""
-        began = time.perf_counter()
-        self._inner.wait_any(channels)
-        if time.perf_counter() - began > WAITED:
-            self._watch.wait()
 
 
 def watch_run(run: Run, watch: Watch) -> None:
@@ -159,21 +141,26 @@ def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
     return means
 
 
-def ways(actions: Sequence[Done], rank_of: Sequence[int], busy: Sequence[float]) -> dict[Message, Way]:
+def ways(step: Sequence[Sequence[Done]], busy: Sequence[float]) -> dict[Message, Way]:
     """Return how long each message of a step took over a free link: from when the action that made it had it to the
-    start of the one that needs it. rank_of: of each stage. busy: seconds in which a message keeps each hop's link from
-    the next one."""
+    start of the one that needs it. step: actions by rank, in order. busy: seconds in which a message keeps each hop's
+    link from the next one."""
     found: dict[Message, Way] = {}
-    needed = {(done.stage, done.microbatch, done.kind): done for done in actions}
+    rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
+    needed, before = {}, {}
+    for actions in step:
+        for done, ended in zip(actions, [-inf, *(done.end for done in actions)], strict=False):
+            message = Message(done.stage, done.microbatch, done.kind)
+            needed[message], before[message] = done, ended
     free: dict[tuple[int, int], float] = defaultdict(float)
-    for done in sorted(actions, key=lambda done: done.end - done.after):
-        to = done.stage + (1 if done.kind == "F" else -1)
-        by = needed.get((to, done.microbatch, done.kind))
-        if by is None or done.kind == "W" or rank_of[to] == rank_of[done.stage]:
+    for done in sorted(needed.values(), key=lambda done: done.end - done.after):
+        own, to = Message(done.stage, done.microbatch, done.kind), done.stage + (1 if done.kind == "F" else -1)
+        by = own._replace(stage=to)
+        if by not in needed or done.kind == "W" or rank_of[to] == rank_of[done.stage]:
             continue
-        sent = max(done.end - done.after, free[done.stage, to])
+        sent, start = max(done.end - done.after, free[done.stage, to]), needed[by].start
         free[done.stage, to] = sent + busy[min(done.stage, to)]
-        found[Message(done.stage, done.microbatch, done.kind)] = Way(to, by.start - sent, by.waited)
+        found[own] = Way(to, start - sent, start - before[by] > WAITED or before[by] < sent)
     return found
 
 
@@ -182,9 +169,7 @@ def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
     for. busy: see `ways`."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
-        rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
-        every = [done for actions in step for done in actions]
-        for message, way in ways(every, [rank_of[stage] for stage in sorted(rank_of)], busy).items():
+        for message, way in ways(step, busy).items():
             if way.waited:
                 found[message.stage, way.to].append(max(way.seconds, 0.0))
     both = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -148,18 +148,21 @@ def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
 
 def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
     """Return the seconds that the timeline says of each step's passes, by what each action took, and each message that
-    was waited for; the others are taken to be like the mean of these, but no slower than they were."""
+    was waited for; the others are taken to be like the median of these, but no slower than they were."""
     known, transfer, found = figures["durations"], busy(setting), []
-    for actions in ([Done(*values) for values in step] for step in figures["actions"]):
+    for step in figures["actions"]:
+        actions = [[Done(*values) for values in rank] for rank in step]
+        every = ways(actions, transfer)
+        waited = {message._replace(stage=way.to) for message, way in every.items() if way.waited}
         took, handed = {}, {}
-        for before, done in zip([None, *actions], actions, strict=False):
-            # What a rank does to come to an action is the action's, unless it waits.
-            same = before is not None and before.stage == done.stage and not done.waited
+        for before, done in chain.from_iterable(pairwise([None, *rank]) for rank in actions):
+            assert done is not None
             message = Message(done.stage, done.microbatch, done.kind)
-            took[message] = done.end - (before.end if before is not None and same else done.start)
+            # What a rank does to come to an action is the action's, unless it waits.
+            took[message] = done.end - (done.start if before is None or message in waited else before.end)
             handed[message] = took[message] - done.after
         late = {}
-        for message, way in ways(actions, range(STAGES), transfer).items():
+        for message, way in every.items():
             hop = min(message.stage, way.to)
             seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]

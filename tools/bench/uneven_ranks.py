@@ -71,9 +71,7 @@ class Contestant:
             "passes": step_seconds(watches),
             "durations": durations(watches),
             "transfers": transfers(watches, busy),
-            "actions": [
-                [done for rank in step for done in rank] for step in zip(*map(Watch.by_step, watches), strict=True)
-            ],
+            "actions": list(zip(*map(Watch.by_step, watches), strict=True)),
         }
 
 
