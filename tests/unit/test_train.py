@@ -186,6 +186,27 @@ def test_recipe_that_does_not_fit_leaves_the_folder_as_it_was(train: Train, fold
     assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
 
 
+def test_what_changed_since_the_last_start_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    train("train.steps=6")
+    assert "changed since" not in "".join(capsys.readouterr())
+    train("train.steps=8", "data.sequence_length=8", "model.positions=16", "optimizer.clip=0.5")
+    shown = "".join(capsys.readouterr())
+    assert re.findall(r"(\S+: \S+ -> \S+), changed since the last start", shown) == [
+        "data.sequence_length: 16 -> 8",
+        "train.steps: 6 -> 8",
+        "optimizer.clip: 1.0 -> 0.5",
+    ]
+
+
+@pytest.mark.parametrize("record", ["train: {steps: 6", "no recipe", "[a, b]", "train: 5", b"\xff"])
+def test_a_record_that_is_damaged_stops_no_run(record: str | bytes, train: Train, folder: Path) -> None:
+    train("train.steps=6")
+    place = folder / "runs" / "tiny" / "recipe.resolved.yaml"
+    place.write_bytes(record if isinstance(record, bytes) else record.encode())
+    train("train.steps=8")
+    assert "steps: 8" in place.read_text()
+
+
 def test_damaged_checkpoint_is_skipped(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train("name=calm")
     assert train("checkpoint.keep=9") == whole

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmtrain_data.dataset import Samples, open_split
+from omegaconf import OmegaConf
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from llmtrain.build import build
@@ -25,8 +26,9 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.optim.scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.recipe.resolve import as_data, shape, to_yaml
+from llmtrain.recipe.resolve import as_data, changes, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.yaml_file import read_yaml
 from llmtrain.recipe.zero import degrees_of
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.traffic import Traffic
@@ -35,6 +37,9 @@ from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.links import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
+
+# The recipe as it is resolved, in a run's folder.
+RECORD = "recipe.resolved.yaml"
 
 
 @dataclass
@@ -62,7 +67,8 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything that a step needs. compared: steps after which replicas were last found alike."""
+    """Everything that a step needs. compared: steps after which replicas were last found alike. changed: what the
+    recipe has otherwise than at the run's last start, as the main rank knows it."""
 
     recipe: Recipe
     ranks: Ranks
@@ -79,6 +85,7 @@ class Run:
     scale: LossScale
     stop: StopRequest
     compared: int = 0
+    changed: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -182,6 +189,7 @@ def resume(run: Run) -> bool:
     run.engine.update()
     run.compared = run.progress.step
     if run.ranks.is_main:
+        run.changed = _changes(run) if goes_on else []
         # Only now: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
         _record(run)
     return goes_on
@@ -230,9 +238,18 @@ def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
 
 
+def _changes(run: Run) -> list[str]:
+    try:
+        before = OmegaConf.to_container(read_yaml(run.folder / RECORD, "is not a recipe"))
+    except BadInputError:
+        # It tells nothing that the run needs.
+        return []
+    return changes({str(key): value for key, value in before.items()}, run.recipe) if isinstance(before, dict) else []
+
+
 def _record(run: Run) -> None:
     with _writing(run.folder):
-        (run.folder / "recipe.resolved.yaml").write_text(to_yaml(run.recipe))
+        (run.folder / RECORD).write_text(to_yaml(run.recipe))
         if run.recipe.data.tokenizer is not None:
             # So that the run can be sampled and converted wherever it is taken.
             copy_tokenizer(Path(run.recipe.data.tokenizer), run.folder / "tokenizer")

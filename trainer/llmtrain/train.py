@@ -30,7 +30,8 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
     steps = recipe.train.steps
     with StopRequest() as stop, compose(recipe, ranks, stop) as run:
         goes_on = resume(run)
-        run.log.start(run.progress.step, decisions, run.progress.tokens)
+        changed = [f"{change}, changed since the last start" for change in run.changed]
+        run.log.start(run.progress.step, [*decisions, *changed], run.progress.tokens)
         if not goes_on or run.progress.step == 0:
             begin(run)
         while run.progress.step < steps:

@@ -136,6 +136,14 @@ def decisions(before: Recipe, after: Recipe) -> list[str]:
     return lines
 
 
+def changes(before: dict[str, Any], after: Recipe) -> list[str]:
+    """Return what a resolved recipe has otherwise than `before`, an earlier one as plain data, as lines `key: value ->
+    value`. Keys that only one of them has are left out, and the cluster."""
+    old = dict(_flat(before))
+    found = [(key, old[key], value) for key, value in _flat(as_data(after)) if key in old and old[key] != value]
+    return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]
+
+
 def as_data(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain data, as JSON and YAML can hold it; `parse_recipe` reads it back."""
     data: dict[str, Any] = recipe_adapter().dump_python(recipe, by_alias=True, mode="json")
