@@ -104,6 +104,7 @@ def test_degrees_in_an_order(order: str) -> None:
             ParallelConfig(tensor=2, data=2),
             r"is 2, times parallel\.tensor \(2\) .* run has 8 ranks; set parallel\.data=auto",
         ),
+        (ParallelConfig(tensor=3, data=2), r"is 2, times parallel\.tensor \(3\) .* run has 8 ranks; start it with 6$"),
     ],
 )
 def test_degrees_that_do_not_fit(parallel: ParallelConfig, sentence: str) -> None:
@@ -158,6 +159,9 @@ def test_what_crosses_is_told_with_its_remedy() -> None:
     assert placement_advice(two, mesh(8, pipeline=2)) == []
     assert placement_advice(two, mesh(8, pipeline=4, tensor=2)) == []
     (order,) = placement_advice(two, mesh(8, pipeline=2, order="data-pipeline-tensor"))
+    assert "; set parallel.order to pipeline-data-tensor to have" in order
+    # As many stages as there are do, though fewer would.
+    (order,) = placement_advice(two, mesh(8, pipeline=4, order="data-pipeline-tensor"))
     assert "; set parallel.order to pipeline-data-tensor to have" in order
     (both,) = placement_advice(sites(2, 1, between=BETWEEN), mesh(6, pipeline=2, order="data-pipeline-tensor"))
     assert "; set parallel.pipeline to 3 and parallel.order to pipeline-data-tensor to have" in both

@@ -102,3 +102,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'tensor' is not an override" in refused(capsys, "p4d", "tensor")
     assert "is 3, but the run has 16 ranks" in refused(capsys, "p4d", "parallel.tensor=3", "--ranks", "16")
     assert "start it with 32" in refused(capsys, "two-sites", "--ranks", "16")
+    assert "keys of cluster, which is two-sites here" in refused(capsys, "two-sites", "cluster.node.ranks=4")
+
+
+def test_a_description_takes_keys_of_any_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert described(capsys, "two-sites", "data.sequence_length=64") == described(capsys, "two-sites")

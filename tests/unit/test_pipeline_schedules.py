@@ -151,6 +151,17 @@ def test_fewer_microbatches_than_ranks(name: ScheduleName, chunks: int) -> None:
     assert f"{1 - 3 * chunks * 2 / makespan(name, 4, chunks, 2):.0%}" in warning
 
 
+def test_fewer_under_way_than_stages() -> None:
+    assert schedule_warning("message-driven", 4, 1, 8, limit=4) is None
+    warning = schedule_warning("message-driven", 4, 1, 8, limit=1)
+    assert warning is not None
+    assert warning.startswith("pipeline.limit is 1, less than the 4 stages, so that ranks idle at least 75% ")
+    # Where there are no more to have under way, that is what is wrong.
+    few = schedule_warning("message-driven", 4, 1, 2, limit=2)
+    assert few is not None
+    assert "2 microbatches" in few
+
+
 def with_actions(schedule: Schedule, rank: int, text: str) -> Schedule:
     """Replace a rank's actions by those written as `str(action)` writes them."""
     parts = [word.partition(".") for word in text.split()]

@@ -114,6 +114,9 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["parallel.pipeline=4", "pipeline.split=[3,3,3,4]"], "which sums to 13"),
         (["parallel.pipeline=2", "train.global_batch=9", "train.microbatch=2"], "train.microbatch is 2"),
         (["parallel.pipeline=2", "pipeline.chunks=2"], "pipeline.chunks is 2"),
+        # The rule of the schedule, not what too many stages come to.
+        (["parallel.pipeline=4", "pipeline.schedule=zero-bubble-v", "pipeline.chunks=9"], "expected 2 with pipeline"),
+        (["parallel.pipeline=2", "parallel.tensor=5"], "parallel.tensor is 5"),
         (["parallel.pipeline=3", "parallel.data=2", "--ranks", "7"], "the run has 7 ranks"),
     ],
 )

@@ -64,6 +64,12 @@ def test_microbatch_is_the_largest_divisor_up_to_8(batch: int, microbatch: int) 
     assert resolve(recipe(f"train.global_batch={batch}"), CPU).train.microbatch == microbatch
 
 
+@pytest.mark.parametrize(("batch", "microbatch"), [(64, 8), (32, 4), (8, 1), (4, 1), (36, 4), (7, 1)])
+def test_microbatch_leaves_each_stage_four(batch: int, microbatch: int) -> None:
+    resolved = resolve(recipe(f"train.global_batch={batch}", "parallel.pipeline=2"), CPU)
+    assert resolved.train.microbatch == microbatch
+
+
 def test_vocabulary_comes_from_the_tokenizer_unless_given() -> None:
     known = replace(CPU, tokenizer=3000)
     assert shape(resolve(recipe(), known)).vocab == 3000

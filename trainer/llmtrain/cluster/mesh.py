@@ -28,7 +28,10 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
         said = f"{parts} is {model}"
         if parallel.data != "auto":
             said = f"parallel.data is {data}" + (f", times {parts}" if model > 1 else "")
-        needed = f"start it with a multiple of {model}" if parallel.data == "auto" else "set parallel.data=auto"
+        needed = f"start it with a multiple of {model}"
+        if parallel.data != "auto":
+            # With any other number of ranks, auto has nothing to fit.
+            needed = f"start it with {model * data}" if world % model else "set parallel.data=auto"
         raise BadInputError(f"{said}, but the run has {world} rank{'s' if world > 1 else ''}; {needed}")
     degree = {Axis.TENSOR: parallel.tensor, Axis.PIPELINE: parallel.pipeline, Axis.DATA: data}
     return {Axis(name): degree[Axis(name)] for name in parallel.order.split("-")}
@@ -105,8 +108,9 @@ def _remedy(cluster: Cluster, layout: Layout) -> str:
         other = Layout(dict(zip(axes, (pipeline, blocks // pipeline, tensor), strict=True)))
         return not any(_names(cluster, group) for group in other.groups(Axis.DATA))
 
-    # As many stages as there are blocks leave nothing to cross.
-    pipeline = next(stages for stages in range(1, blocks + 1) if blocks % stages == 0 and inside(stages))
+    # Best as many as there are; as many stages as there are blocks leave nothing to cross.
+    counts = (layout.degree(Axis.PIPELINE), *range(1, blocks + 1))
+    pipeline = next(stages for stages in counts if blocks % stages == 0 and inside(stages))
     keys = [f"parallel.pipeline to {pipeline}"] if pipeline != layout.degree(Axis.PIPELINE) else []
     if list(layout.degrees) != [axis for axis in axes if axis in layout.degrees]:
         keys.append(f"parallel.order to {HOLMES}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -53,9 +54,14 @@ def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise BadInputError(f"the overrides cannot be read: {' '.join(str(error).split())}") from error
     assert isinstance(given, dict)
+    if source is not None and "cluster" in given:
+        raise BadInputError(f"the overrides have keys of cluster, which is {source} here; change that, or a copy of it")
     # What a recipe cannot be without, and says nothing of where ranks are.
-    rest = {"name": "none", "model": {}, "data": {"path": "none"}, "cluster": source or "auto"}
-    return parse_recipe({**rest, **{str(key): value for key, value in given.items()}})
+    rest: dict[str, Any] = {"name": "none", "model": {}, "data": {"path": "none"}, "cluster": source or "auto"}
+    whole: dict[str, Any] = {**rest, **{str(key): value for key, value in given.items()}}
+    if isinstance(whole["data"], dict):
+        whole["data"] = {**rest["data"], **whole["data"]}
+    return parse_recipe(whole)
 
 
 def _is_description(source: str) -> bool:

@@ -106,7 +106,8 @@ def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]
     if parallel.pipeline > 1:
         count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
         sizes = (parallel.pipeline, int(pipeline.chunks), count)
-        warning = schedule_warning(pipeline.schedule, *sizes, hands_back(recipe))
+        limit = None if pipeline.limit == "auto" else pipeline.limit
+        warning = schedule_warning(pipeline.schedule, *sizes, hands_back(recipe), limit)
         found += [] if warning is None else [warning]
     return [*found, *_without_effect(recipe)]
 

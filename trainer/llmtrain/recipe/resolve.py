@@ -19,6 +19,7 @@ from llmtrain.model.config import Family, GPTConfig, ModelConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.config import PipelineConfig
 from llmtrain.parallel.pipeline.pieces import pieces_of, stages_of, units_of
+from llmtrain.parallel.pipeline.schedules import schedule_problems
 from llmtrain.parallel.pipeline.split import split_layers, stage_costs
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
@@ -69,8 +70,7 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
     data = layout.degree(Axis.DATA)
     train, backend, compute = recipe.train, recipe.optimizer.backend, recipe.precision.compute
     if train.microbatch == "auto":
-        share = replica_share(recipe, data)
-        train = replace(train, microbatch=max(size for size in range(1, 9) if share % size == 0))
+        train = replace(train, microbatch=_microbatch(replica_share(recipe, data), layout.degree(Axis.PIPELINE)))
     if backend == "auto":
         backend = "apex" if facts.apex and facts.device == "cuda" else "torch"
     if compute == "auto":
@@ -218,11 +218,20 @@ def _pipeline(recipe: Recipe, config: GPTConfig, facts: Facts, layout: Layout) -
         # A recipe for many stages is fine on one rank, which is all of them.
         return replace(pipeline, chunks=1, limit=1, split=(config.layers,))
     speeds = facts.speeds or stage_speeds(facts.cluster, layout)
+    if problem := schedule_problems(pipeline.schedule, ranks, stages.chunks, 1):
+        raise BadInputError(problem)
     split = split_layers(
         config.layers, ranks, pipeline.split, costs, speeds, pipeline.alpha, stages.chunks, stages.folded
     )
     limit = ranks if pipeline.limit == "auto" else pipeline.limit
     return replace(pipeline, chunks=stages.chunks, limit=limit, split=split)
+
+
+def _microbatch(share: int, stages: int) -> int:
+    """Return the largest divisor of `share` up to 8 which leaves a pipeline enough microbatches, or else the most that
+    there can be: four for each stage, so that ranks wait a fifth of the time at most."""
+    least = 4 * stages if stages > 1 else 1
+    return max((size for size in range(1, 9) if share % size == 0 and share // size >= least), default=1)
 
 
 def _largest_share(config: GPTConfig, pipeline: PipelineConfig, parallel: ParallelConfig) -> int:

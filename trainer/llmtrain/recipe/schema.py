@@ -19,8 +19,9 @@ class TrainConfig:
     """How long and in which batches.
 
     global_batch: sequences per optimizer step, over all ranks. microbatch: sequences that one rank computes at
-    once (auto: the largest divisor of its share, up to 8). eval_every: steps between evaluations (0: never).
-    eval_batches: global batches per evaluation, fewer if the validation split is smaller.
+    once (auto: the largest divisor of its share, up to 8; with a pipeline, that leaves four of them for each stage).
+    eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation, fewer if the
+    validation split is smaller.
     compile: run the blocks through torch.compile. max_skipped: skipped steps in a row that stop the run.
     compare_every: steps between comparisons of what ranks hold alike, by checksum, which then also come before each
     checkpoint (0: never). timeout: seconds within which a rank that is gone, or that all wait for, has ended the run.

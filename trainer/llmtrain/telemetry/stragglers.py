@@ -25,8 +25,11 @@ class Stragglers:
 
         seconds: by rank, without what it waited for others.
         """
-        ratios = [seconds[rank] / max(median(seconds[peer] for peer in peers), 1e-9) for rank, peers in self._pairs()]
-        slowest = max(range(len(ratios)), key=ratios.__getitem__)
+        ratios = [
+            seconds[rank] / max(median(seconds[peer] for peer in peers), 1e-9) if peers else 1.0
+            for rank, peers in enumerate(self._peers)
+        ]
+        slowest = max(range(len(ratios)), key=lambda rank: (ratios[rank], seconds[rank]))
         row = {"median": median(seconds), "slowest": seconds[slowest], "rank": slowest}
         suspect = slowest if ratios[slowest] > SLOWER else None
         self._seen = self._seen + 1 if suspect == self._suspect else 1
@@ -34,12 +37,9 @@ class Stragglers:
         found = suspect is not None and self._seen == SAMPLES
         return row, (slowest, ratios[slowest]) if found else None
 
-    def _pairs(self) -> list[tuple[int, list[int]]]:
-        return list(enumerate(self._peers))
-
 
 def _peers(layout: Layout, rank: int) -> list[int]:
-    """Return the other ranks with the same work: those of the same stage, or all where it has no other."""
+    """Return the other ranks with the same work, those of the same stage: none may have more of it than another."""
     stage = layout.coordinate(rank, Axis.PIPELINE)
     others = [other for other in range(layout.world) if other != rank]
-    return [other for other in others if layout.coordinate(other, Axis.PIPELINE) == stage] or others
+    return [other for other in others if layout.coordinate(other, Axis.PIPELINE) == stage]

@@ -106,21 +106,28 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
 
 
 def schedule_warning(
-    name: ScheduleName, ranks: int, chunks: int, microbatches: int, hands_back: bool = False
+    name: ScheduleName, ranks: int, chunks: int, microbatches: int, hands_back: bool = False, limit: int | None = None
 ) -> str | None:
-    """Say in one sentence that a schedule has fewer microbatches than ranks, and what that costs; None if it has not.
+    """Say in one sentence that a schedule has fewer microbatches than ranks, in all or under way, and what that costs;
+    None if it has not.
 
     All schedules work with any number, but those ranks wait that could have had another microbatch. hands_back: see
-    `Schedule`.
+    `Schedule`. limit: of message-driven; None: as many as ranks.
     """
-    if microbatches >= ranks:
+    limit = limit if name == "message-driven" and limit is not None else ranks
+    if min(microbatches, limit) >= ranks:
         return None
     durations = Durations.even(ranks * chunks)
     if name == "message-driven":
-        idle = simulate_message_driven(ranks, microbatches, ranks, durations, hands_back).bubble
+        idle = simulate_message_driven(ranks, microbatches, limit, durations, hands_back).bubble
     else:
         schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
         idle = simulate(schedule, durations).bubble
+    if limit < min(ranks, microbatches):
+        return (
+            f"pipeline.limit is {limit}, less than the {ranks} stages, so that ranks idle at least {idle:.0%} of the "
+            "time; leave it out, or set more"
+        )
     return (
         f"parallel.pipeline is {ranks}, but train.global_batch and train.microbatch give a pipeline {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle at least {idle:.0%} of the "

@@ -19,6 +19,7 @@ from llmtrain.parallel.pipeline.pieces import stages_of
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.parallel.tensor.check import tensor_problems
 from llmtrain.recipe import passes
 from llmtrain.recipe.check import check_given
 from llmtrain.recipe.load import load_recipe
@@ -97,7 +98,7 @@ def show(
         schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
         timeline = simulate(schedule, durations)
     bound = live_bound(name, ranks, chunks, microbatches, limit)
-    warning = schedule_warning(name, ranks, chunks, microbatches, hands_back)
+    warning = schedule_warning(name, ranks, chunks, microbatches, hands_back, limit)
     return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
 
 
@@ -128,6 +129,8 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
     layout = Layout(layout_degrees(parallel, layout.world))
     facts = _facts(recipe, cluster, layout.world)
     resolved = resolve(recipe, facts)
+    if (problem := tensor_problems(shape(resolved), parallel, resolved.data.sequence_length)) is not None:
+        raise BadInputError(problem)
     pipeline, train = resolved.pipeline, resolved.train
     share, microbatch = replica_share(resolved, int(resolved.parallel.data)), int(train.microbatch)
     if share % microbatch:

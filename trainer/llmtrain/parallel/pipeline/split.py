@@ -121,7 +121,7 @@ def _given(layers: int, stages: int, split: Sequence[int]) -> tuple[int, ...]:
     if len(split) != stages:
         raise BadInputError(
             f"{shown}, which is {len(split)} stages; expected {stages}, one for each chunk of each rank of "
-            "parallel.pipeline"
+            "parallel.pipeline; or set pipeline.split=auto"
         )
     if min(split) < 1:
         raise BadInputError(f"{shown}; expected at least 1 layer in every stage")
