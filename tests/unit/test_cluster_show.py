@@ -90,6 +90,20 @@ def test_without_a_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 ranks on one machine" in shown(capsys, "--ranks", "4")
 
 
+def test_overrides_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("parallel.pipeline=2", "parallel.tensor=2", "--ranks", "8")
+    assert [described(capsys, *words)["axes"][axis]["degree"] for axis in ("pipeline", "tensor", "data")] == [2, 2, 2]
+
+
+def test_a_description_without_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("clusters: [{name: a, nodes: 1}]\n")
+    said = refused(capsys, str(own))
+    assert "node is missing; every description" in said
+    own.write_text("[clusters]\n")
+    assert "is not a recipe" in refused(capsys, str(own))
+
+
 def test_ranks_that_fill_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert described(capsys, "p4d")["ranks"] == 8
     assert described(capsys, "p4d", "parallel.tensor=8", "parallel.pipeline=2")["ranks"] == 16

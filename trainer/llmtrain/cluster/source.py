@@ -1,12 +1,13 @@
 """From the words of a command line to a cluster and a layout of ranks on it. No torch in here."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from math import lcm
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -30,6 +31,9 @@ def run_on(
     source: a recipe's or a description's name or file; None for a recipe that says nothing. ranks: of the run; None for
     all that are described. Raises BadInputError.
     """
+    if source is not None and "=" in source and not Path(source).exists():
+        # The first of the overrides, as no recipe is named.
+        overrides, source = [source, *overrides], None
     recipe = _recipe(source, overrides)
     cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
     if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
@@ -65,7 +69,7 @@ def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
 
 
 def _is_description(source: str) -> bool:
-    """Whether a name or a file is a cluster's description; a recipe has no key `node`."""
+    """Whether a name or a file is a cluster's description: has keys of one, and none of a recipe."""
     if source in shipped_names():
         return False
     path = Path(source)
@@ -74,10 +78,13 @@ def _is_description(source: str) -> bool:
         near = get_close_matches(path.stem, [*shipped_names(), *shipped_clusters()], n=1)
         return bool(near) and near[0] in shipped_clusters()
     try:
-        return "node" in read_yaml(path, "is no description")
+        given = read_yaml(path, "is no description")
     except BadInputError:
         # Whatever is wrong with it is told of it as a recipe.
         return False
+    keys = set(given) if isinstance(given, DictConfig) else set()
+    of_cluster, of_recipe = ({field.name for field in fields(form)} for form in (Cluster, Recipe))
+    return bool(keys & (of_cluster - of_recipe)) and not keys & (of_recipe - of_cluster)
 
 
 def _described(cluster: Cluster | None, parallel: ParallelConfig) -> int:

@@ -131,24 +131,35 @@ def simulate_message_driven(
     """
     started = min(limit, microbatches)
     play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
-    inbox: list[list[Action]] = [[] for _ in range(ranks)]
-    inbox[0] = [Action(index, 0, Kind.F) for index in range(started)]
+    # By rank, when all is there for each action that it may do next.
+    inbox: list[dict[Action, float]] = [{} for _ in range(ranks)]
+    inbox[0] = {Action(index, 0, Kind.F): 0.0 for index in range(started)}
+    # When each rank that may do something can start.
+    starts = {0: 0.0}
     for _ in range(2 * ranks * microbatches):
         # The rank that can start first: nothing that starts later reaches it before.
-        starts = {r: min(play.start(r, action) for action in inbox[r]) for r in range(ranks) if inbox[r]}
-        rank = min(starts, key=lambda r: starts[r])
-        arrived = [action for action in inbox[rank] if play.start(rank, action) <= starts[rank]]
+        rank = min(starts, key=lambda r: (starts[r], r))
+        arrived = [action for action, arrival in inbox[rank].items() if arrival <= starts[rank]]
         action = min(arrived, key=lambda action: (action.kind is Kind.F, action.microbatch))
-        inbox[rank].remove(action)
+        del inbox[rank][action]
         play.run(rank, action, starts[rank])
+        to, follows = rank, None
         if action.kind is Kind.F:
-            kind, to = (Kind.F, rank + 1) if rank < ranks - 1 else (Kind.B, rank)
-            inbox[to].append(Action(action.microbatch, 0, kind))
+            to, kind = (rank + 1, Kind.F) if rank < ranks - 1 else (rank, Kind.B)
+            follows = Action(action.microbatch, 0, kind)
         elif rank:
-            inbox[rank - 1].append(Action(action.microbatch, 0, Kind.B))
+            to, follows = rank - 1, Action(action.microbatch, 0, Kind.B)
         elif started < microbatches:
-            inbox[0].append(Action(started, 0, Kind.F))
+            follows = Action(started, 0, Kind.F)
             started += 1
+        if follows is not None:
+            arrival = play.arrival(to, follows)
+            assert arrival is not None
+            inbox[to][follows] = arrival
+        for changed in {rank, to}:
+            starts.pop(changed, None)
+            if inbox[changed]:
+                starts[changed] = max(min(inbox[changed].values()), play.free(changed))
     return play.timeline()
 
 
@@ -176,16 +187,14 @@ class _Play:
             latest = max(latest, at)
         return latest
 
-    def start(self, rank: int, action: Action) -> float:
-        """Return when a rank can start an action whose needs have been computed."""
-        arrival = self.arrival(rank, action)
-        assert arrival is not None
-        return max(arrival, self._free(rank))
+    def free(self, rank: int) -> float:
+        """Return when a rank has done all that it began."""
+        return self._spans[rank][-1].end if self._spans[rank] else 0.0
 
     def run(self, rank: int, action: Action, arrival: float) -> None:
         """Let a rank do an action as soon as it is free and `arrival` has come, and send what comes out of it."""
         stage = self._schedule.stage(rank, action.chunk)
-        start = max(arrival, self._free(rank))
+        start = max(arrival, self.free(rank))
         end = start + self._durations.of(action, stage, self._schedule.splits_backward)
         first = self._hands_back_first(rank, action)
         out = start + self._durations.until_handed_back(action, stage) if first else end
@@ -208,9 +217,6 @@ class _Play:
         forwards = self._done[rank, Kind.F]
         ahead = self._schedule.microbatches * self._schedule.chunks - forwards
         return hands_back_first(ahead, forwards - self._done[rank, Kind.B], self._most_live)
-
-    def _free(self, rank: int) -> float:
-        return self._spans[rank][-1].end if self._spans[rank] else 0.0
 
     def _send(self, rank: int, hop: int, to: int, now: float) -> float:
         if rank == to:
