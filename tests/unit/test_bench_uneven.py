@@ -10,7 +10,7 @@ from tools.bench import pipeline_watch
 from tools.bench.pipeline_watch import Done, Message, Watch, durations, transfers
 from tools.bench.uneven import STAGES, OwnDurations, Setting, busy, play, replayed
 
-SETTING, LIMIT = Setting(), 4
+SETTING, LIMIT = Setting(hidden=256, tokens=64), 4
 LATENCY = [0.01, 0.06]
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,52 +23,16 @@ from llmtrain.compose import Run, compose
 from llmtrain.model.gpt import GPT
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
-from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.gradients import Turn
 from llmtrain.train import train_step
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from tools.bench.pace import pace, pace_run
 from tools.bench.pipeline_watch import Watch, bubbles, durations, peak_live, step_seconds, transfers, watch_run
 
 WARMUP = 2
 PEER = "torch"
-
-
-class Pace(torch.autograd.Function):
-    """The identity, which waits as if a block were computed elsewhere meanwhile."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, later: Callable[[], bool]) -> Tensor:
-        """Wait `seconds`. later: whether in the backward pass the weights wait apart."""
-        ctx.seconds, ctx.later = seconds, later
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Wait as long for the gradient of the inputs, and again for that of the weights."""
-        time.sleep(ctx.seconds if ctx.later() else 2 * ctx.seconds)
-        return gradient, None, None
-
-
-def pace(model: GPT, seconds: float, later: Callable[[], bool]) -> None:
-    """Have each block take so many seconds more in its forward pass, in the backward pass of its inputs and in that of
-    its weights. later: whether the latter are apart, as they then are for `pace_weights`."""
-    for block in model.blocks.values():
-        block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, later))
-
-
-def pace_weights(engine: Engine, seconds: float) -> None:
-    """Have backward passes of weights that are apart take their share."""
-    inner = engine.backward_weights
-
-    def paced(received: Any, products: Any, turns: Collection[Turn]) -> None:
-        time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in turns))
-        inner(received, products, turns)
-
-    engine.backward_weights = paced  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -90,10 +54,7 @@ def rows_of(run: Run, number: int) -> Tensor:
 def ours(run: Run, seconds: float) -> Contestant:
     """A schedule of ours, in a run as any other."""
     executor, watch, microbatch = run.executor, Watch(), int(run.recipe.train.microbatch)
-    deferred = executor._deferred
-    if seconds:
-        pace(run.model, seconds, lambda: deferred is not None and deferred.active)
-        pace_weights(run.engine, seconds)
+    pace_run(run, seconds)
     watch_run(run, watch)
     factor = microbatch / run.recipe.train.global_batch
     return Contestant(

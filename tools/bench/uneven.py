@@ -31,7 +31,7 @@ clusters:
 between: {{interface: eth0, bandwidth: {rate}mbit, latency: {latency}ms}}
 """
 RECIPE = """
-model: {{family: gpt2, layers: 12, hidden: 256, heads: 4, vocab: 512, tie_embeddings: false}}
+model: {{family: gpt2, layers: 12, hidden: {hidden}, heads: 4, vocab: {vocab}, tie_embeddings: false}}
 data: {{path: {folder}/set, sequence_length: {tokens}}}
 train: {{steps: 100000, global_batch: {microbatches}, microbatch: 1, eval_every: 0}}
 parallel: {{pipeline: 3, data: 1}}
@@ -40,14 +40,13 @@ activation_checkpointing: none
 optimizer: {{lr: 1.0e-3, schedule: constant, warmup: 0}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-STAGES, HIDDEN = 3, 256
+STAGES, VOCAB = 3, 128
 # Mbit/s inside a cluster and between.
 NEAR, RATE = 800, 100
 HEAD = """## Uneven stages
 
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
-processor runs {speed:.0%} of the time; {rate} Mbit/s and {latency} ms of latency between the clusters. A GPT of
-hidden {hidden} and 12 layers, fp32, {microbatches} microbatches of {tokens} tokens; each schedule and split in turns,
+processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
 medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
 the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of
 what actions of each stage took, and the medians of messages over each link that a rank waited for; "by each", for each
@@ -57,12 +56,32 @@ timeline does not know of. The split auto has the clusters' speeds from the clus
 
 @dataclass(frozen=True)
 class Setting:
-    """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms."""
+    """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms.
+    pace: seconds that a block of the others waits in a forward pass, as if it were computed elsewhere, in the backward
+    pass of its inputs and in that of its weights; 0: ranks have this machine's cores, the slow one in part."""
 
+    hidden: int
+    tokens: int
+    pace: float = 0.0
     speed: float = 0.4
     latency: int = 60
-    tokens: int = 64
     microbatches: int = 24
+
+    def __str__(self) -> str:
+        size = (
+            f"{self.latency} ms of latency, speed {self.speed:g}, {self.microbatches} microbatches of {self.tokens} "
+            f"tokens, hidden {self.hidden}"
+        )
+        if not self.pace:
+            return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
+        return (
+            f"Each block sleeps {1e3 * self.pace:g} ms in a forward pass, in the backward pass of its inputs and in "
+            f"that of its weights, and {1e3 * self.pace / self.speed:g} ms in the slow cluster, so that the ranks' "
+            f"work goes side by side as on processors of their own ({size}):"
+        )
+
+
+SETTINGS = (Setting(64, 256, pace=0.002), Setting(256, 64))
 
 
 # With more microbatches under way than stages, the latency of a link is hidden behind others.
@@ -83,8 +102,8 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
         folder = Path(name)
         description, recipe = folder / "clusters.yaml", folder / "bench.yaml"
         description.write_text(DESCRIPTION.format(near=NEAR, rate=RATE, speed=setting.speed, latency=setting.latency))
-        recipe.write_text(RECIPE.format(folder=folder, tokens=setting.tokens, microbatches=setting.microbatches))
-        write_set(folder / "set", 512, 100)
+        recipe.write_text(RECIPE.format(folder=folder, vocab=VOCAB, **asdict(setting)))
+        write_set(folder / "set", VOCAB, 100)
         contestants = {
             _name(schedule, split): [f"name=run{number}", *SCHEDULES[schedule], f"pipeline.split={split}"]
             for number, (schedule, split) in enumerate(ALL)
@@ -95,8 +114,10 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
             "contestants": contestants,
             "rounds": rounds,
             "busy": busy(setting),
+            "paces": [setting.pace] * (STAGES - 1) + [setting.pace / setting.speed],
         }
-        with Lab(of_cluster(load_cluster(description))) as lab:
+        emulated = of_cluster(load_cluster(description))
+        with Lab(replace(emulated, speeds={}) if setting.pace else emulated) as lab:
             found: dict[str, dict[str, Any]] = answer(
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=600
             )
@@ -127,7 +148,7 @@ class OwnDurations(Durations):
 
 def busy(setting: Setting) -> list[float]:
     """Return the seconds in which a message has each link."""
-    return [setting.tokens * HIDDEN * 4 / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
+    return [setting.tokens * setting.hidden * 4 / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
 
 
 def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timeline:
@@ -232,12 +253,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", type=Path)
-    given, setting = parser.parse_args(), Setting()
-    head = HEAD.format(machine=machine(), rate=RATE, hidden=HIDDEN, rounds=given.rounds, **asdict(setting))
-    said = f"{head}\n\n{report(setting, measure(setting, given.rounds))}"
-    print(said)
+    given = parser.parse_args()
+    parts = [HEAD.format(machine=machine(), rate=RATE, rounds=given.rounds)]
+    for setting in SETTINGS:
+        parts.append(f"{setting}\n\n{report(setting, measure(setting, given.rounds))}")
+        print(parts[-1], flush=True)
     if given.write:
-        write_section(given.write, "uneven", said)
+        write_section(given.write, "uneven", "\n\n".join(parts))
 
 
 def _message(action: Action, stage: int) -> Message:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.description import load_cluster
-from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.cluster.stop import StopRequest
@@ -25,17 +25,20 @@ from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.recipe.schema import Recipe
 from llmtrain.train import train_step
 
+from tools.bench.pace import pace_run
 from tools.bench.pipeline_watch import Watch, durations, step_seconds, transfers, watch_run
 
 WARMUP = 1
 
 
 class Contestant:
-    """A run of ours, whose actions are watched. whole: seconds of its steps, the optimizer's part included."""
+    """A run of ours, whose actions are watched. pace: seconds, see `pace_run`. whole: seconds of its steps, the
+    optimizer's part included."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, pace: float) -> None:
         self.run, self.watch, self.whole = run, Watch(), list[float]()
         executor, train = run.executor, run.executor.train
+        pace_run(run, pace)
         watch_run(run, self.watch)
 
         def passes(*given: Any) -> torch.Tensor:
@@ -93,7 +96,9 @@ def main(settings: dict[str, Any]) -> None:
     parallel = next(iter(recipes.values())).parallel
     ranks = connect(Layout(layout_degrees(parallel, facts.world)), facts.tiers, cluster=cluster)
     with ExitStack() as stack:
-        contestants = {name: Contestant(our_run(name, recipe, facts, ranks, stack)) for name, recipe in recipes.items()}
+        pace = settings["paces"][ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)]
+        runs = {name: our_run(name, recipe, facts, ranks, stack) for name, recipe in recipes.items()}
+        contestants = {name: Contestant(run, pace) for name, run in runs.items()}
         for number in range(WARMUP + settings["rounds"]):
             for name in list(contestants) if number % 2 else list(reversed(contestants)):
                 if number == WARMUP:
