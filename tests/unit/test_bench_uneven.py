@@ -7,11 +7,13 @@ import pytest
 from llmtrain.parallel.pipeline.timeline import Timeline
 
 from tools.bench import pipeline_watch
-from tools.bench.pipeline_watch import Done, Message, Watch, durations, transfers
-from tools.bench.uneven import STAGES, OwnDurations, Setting, busy, play, replayed
+from tools.bench.pipeline_watch import Done, Message, Watch, durations, took, transfers
+from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, replayed
 
-SETTING, LIMIT = Setting(hidden=256, tokens=64), 4
+SETTING, LIMIT = SETTINGS[0], 4
 LATENCY = [0.01, 0.06]
+# Seconds that a rank needs to come to an action.
+COMING = 1e-3
 
 
 def sends(message: Message) -> bool:
@@ -36,7 +38,11 @@ def watched(known: Timeline) -> list[Watch]:
     for rank, spans in enumerate(known.ranks):
         watch = Watch(steps=[(0.0, spans[-1].end)])
         for span in spans:
-            watch.actions.append(Done(rank, span.action.microbatch, span.action.kind.value, span.start, span.end))
+            idle = span.start - watch.actions[-1].end if watch.actions else span.start
+            key = (rank, span.action.microbatch, span.action.kind.value)
+            # One that has waited has come to it meanwhile.
+            start = span.start if idle > COMING or not watch.actions else span.start + COMING
+            watch.actions.append(Done(*key, start, span.end, idle=idle))
         watches.append(watch)
     return watches
 
@@ -47,12 +53,13 @@ def test_a_timeline_of_what_happened_is_what_happened(
     schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the links' latency is known to it nor that messages waited for each other, only when actions ran."""
-    # Nothing holds up these ranks but what they wait for.
-    monkeypatch.setattr(pipeline_watch, "WAITED", 1e-9)
+    # Nothing holds up these ranks but what they wait for and what they do to come to it.
+    for name in ("WAITED", "AT_ONCE"):
+        monkeypatch.setattr(pipeline_watch, name, COMING)
     known = happened(schedule, seed)
     watches = watched(known)
     hops = transfers(watches, busy(SETTING))
     assert hops == pytest.approx([late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)])
     actions = [[watch.actions for watch in watches]]
-    figures = {"durations": durations(watches), "transfers": hops, "actions": actions, "limit": LIMIT}
+    figures = {"durations": durations(watches, took), "transfers": hops, "actions": actions, "limit": LIMIT}
     assert replayed(SETTING, schedule, figures) == pytest.approx([known.makespan])

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -13,14 +12,17 @@ from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
 from torch import Tensor
 
-# Seconds between two actions from which on a rank has waited: else it needs some tenths of a millisecond, and two more
-# where it is slowed and just then stops.
+# Seconds of waiting from which on a message came when it says so: a rank that is slowed may stop for two milliseconds
+# while it takes one that is there.
 WAITED = 3e-3
+# Seconds that a rank needs at most to take what is there, if it is not slowed.
+AT_ONCE = 2e-4
 
 
 class Done(NamedTuple):
     """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
-    needs was there. after: for how long it went on when what it hands on was ready."""
+    needs was there. after: for how long it went on when what it hands on was ready. idle: for how long the rank stood
+    still for what it needs."""
 
     stage: int
     microbatch: int
@@ -28,6 +30,7 @@ class Done(NamedTuple):
     start: float
     end: float
     after: float = 0.0
+    idle: float = 0.0
 
 
 class Message(NamedTuple):
@@ -56,12 +59,14 @@ class Watch:
     cpu: list[float] = field(default_factory=list)
     _got: float = 0.0
     _after: float = 0.0
+    _idle: float = 0.0
 
     def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
         """Run an action and note it."""
         self._got, self._after = time.perf_counter(), 0.0
         result = run()
-        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after))
+        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after, self._idle))
+        self._idle = 0.0
         return result
 
     def go_on(self, run: Callable[[], None]) -> None:
@@ -70,9 +75,13 @@ class Watch:
         run()
         self._after = time.perf_counter() - began
 
-    def got(self) -> None:
-        """Note that what the running action needs is there: nothing of it was computed before."""
+    def stand_still(self, run: Callable[[], Any]) -> Any:
+        """Wait for what the running action needs, or the next one: nothing of it was computed before."""
+        began = time.perf_counter()
+        result = run()
         self._got = time.perf_counter()
+        self._idle += self._got - began
+        return result
 
     def by_step(self) -> list[list[Done]]:
         """Return the actions of each step."""
@@ -91,9 +100,11 @@ class WatchedTransport:
 
     def receive(self, channel: Channel) -> Tensor:
         """Return the next message of a channel."""
-        values = self._inner.receive(channel)
-        self._watch.got()
-        return values
+        return self._watch.stand_still(lambda: self._inner.receive(channel))
+
+    def wait_any(self, channels: Sequence[Channel]) -> None:
+        """Wait until the next message of any of `channels` is there."""
+        self._watch.stand_still(lambda: self._inner.wait_any(channels))
 
 
 def watch_run(run: Run, watch: Watch) -> None:
@@ -125,15 +136,32 @@ def bubbles(watches: Sequence[Watch]) -> list[float]:
     return [1 - b / (seconds * len(watches)) for b, seconds in zip(busy, step_seconds(watches), strict=True)]
 
 
-def durations(watches: Sequence[Watch]) -> dict[str, list[float]]:
+def ran(actions: Sequence[Done]) -> list[float]:
+    """Return the seconds of each action of a rank's step alone."""
+    return [done.end - done.start for done in actions]
+
+
+def took(actions: Sequence[Done]) -> list[float]:
+    """Return the seconds of each action of a rank's step, with what the rank does to come to it: where it has to wait,
+    it does that meanwhile."""
+    ends = [None, *(done.end for done in actions)]
+    return [
+        done.end - (done.start if ended is None or done.idle > AT_ONCE else ended)
+        for done, ended in zip(actions, ends, strict=False)
+    ]
+
+
+def durations(watches: Sequence[Watch], of: Callable[[Sequence[Done]], list[float]] = ran) -> dict[str, list[float]]:
     """Return, by kind, how long an action of each stage takes, the mean of all. Of backward passes that do it all, W is
-    what comes after they have handed back the inputs' gradient, where any of the stage does that first; B the rest."""
+    what comes after they have handed back the inputs' gradient, where any of the stage does that first; B the rest.
+    of: seconds of the actions of a rank's step."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     after: dict[int, list[float]] = defaultdict(list)
-    for done in (done for watch in watches for done in watch.actions):
-        found[done.kind][done.stage].append(done.end - done.start)
-        if done.after:
-            after[done.stage].append(done.after)
+    for actions in (actions for watch in watches for actions in watch.by_step()):
+        for done, seconds in zip(actions, of(actions), strict=True):
+            found[done.kind][done.stage].append(seconds)
+            if done.after:
+                after[done.stage].append(done.after)
     means = {kind: [fmean(stages[stage]) for stage in sorted(stages)] for kind, stages in found.items()}
     if "W" not in means:
         means["W"] = [fmean(after[stage]) if after[stage] else 0.0 for stage in range(len(means["B"]))]
@@ -147,11 +175,7 @@ def ways(step: Sequence[Sequence[Done]], busy: Sequence[float]) -> dict[Message,
     link from the next one."""
     found: dict[Message, Way] = {}
     rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
-    needed, before = {}, {}
-    for actions in step:
-        for done, ended in zip(actions, [-inf, *(done.end for done in actions)], strict=False):
-            message = Message(done.stage, done.microbatch, done.kind)
-            needed[message], before[message] = done, ended
+    needed = {Message(done.stage, done.microbatch, done.kind): done for actions in step for done in actions}
     free: dict[tuple[int, int], float] = defaultdict(float)
     for done in sorted(needed.values(), key=lambda done: done.end - done.after):
         own, to = Message(done.stage, done.microbatch, done.kind), done.stage + (1 if done.kind == "F" else -1)
@@ -160,7 +184,7 @@ def ways(step: Sequence[Sequence[Done]], busy: Sequence[float]) -> dict[Message,
             continue
         sent, start = max(done.end - done.after, free[done.stage, to]), needed[by].start
         free[done.stage, to] = sent + busy[min(done.stage, to)]
-        found[own] = Way(to, start - sent, start - before[by] > WAITED or before[by] < sent)
+        found[own] = Way(to, start - sent, needed[by].idle > WAITED)
     return found
 
 

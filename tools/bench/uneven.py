@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 
 from tools.bench.labs import answer, write_set
-from tools.bench.pipeline_watch import Done, Message, ways
+from tools.bench.pipeline_watch import Done, Message, took, ways
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -47,30 +47,33 @@ HEAD = """## Uneven stages
 
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
 processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
-medians of {rounds} steps. "passes" are all forward and backward passes of a step; a step has the sums over ranks and
-the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of
-what actions of each stage took, and the medians of messages over each link that a rank waited for; "by each", for each
-step, of what each of its actions took, and each such message: then nothing is left between the two but what the
-timeline does not know of. The split auto has the clusters' speeds from the cluster file."""
+medians. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the optimizer
+besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of what actions
+of each stage took, with what a rank does to come to them unless it waits, and the medians of messages over each link
+that a rank waited for; "by each", for each step, of what each of its actions took, and each such message: then nothing
+is left between the two but what the timeline does not know of. The split auto has the clusters' speeds from the cluster
+file."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms.
     pace: seconds that a block of the others waits in a forward pass, as if it were computed elsewhere, in the backward
-    pass of its inputs and in that of its weights; 0: ranks have this machine's cores, the slow one in part."""
+    pass of its inputs and in that of its weights; 0: ranks have this machine's cores, the slow one in part. rounds:
+    measured steps of each contestant."""
 
     hidden: int
-    tokens: int
-    pace: float = 0.0
-    speed: float = 0.4
-    latency: int = 60
+    latency: int
+    pace: float
+    rounds: int
+    speed: float
+    tokens: int = 64
     microbatches: int = 24
 
     def __str__(self) -> str:
         size = (
             f"{self.latency} ms of latency, speed {self.speed:g}, {self.microbatches} microbatches of {self.tokens} "
-            f"tokens, hidden {self.hidden}"
+            f"tokens, hidden {self.hidden}, {self.rounds} steps"
         )
         if not self.pace:
             return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
@@ -81,9 +84,11 @@ class Setting:
         )
 
 
-SETTINGS = (Setting(64, 256, pace=0.002), Setting(256, 64))
-
-
+SETTINGS = (
+    Setting(hidden=64, latency=180, pace=0.006, rounds=8, speed=0.3),
+    Setting(hidden=64, latency=180, pace=0.006, rounds=8, speed=0.4),
+    Setting(hidden=256, latency=60, pace=0.0, rounds=20, speed=0.4),
+)
 # With more microbatches under way than stages, the latency of a link is hidden behind others.
 SCHEDULES = {
     "1f1b": ["pipeline.schedule=1f1b"],
@@ -96,7 +101,7 @@ SPLITS = ("uniform", "auto")
 ALL = list(product(SCHEDULES, SPLITS))
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(setting: Setting) -> dict[str, dict[str, Any]]:
     """Return by contestant what `uneven_ranks` measured."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -112,14 +117,14 @@ def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
             "recipe": str(recipe),
             "cluster": str(description),
             "contestants": contestants,
-            "rounds": rounds,
+            "rounds": setting.rounds,
             "busy": busy(setting),
             "paces": [setting.pace] * (STAGES - 1) + [setting.pace / setting.speed],
         }
         emulated = of_cluster(load_cluster(description))
         with Lab(replace(emulated, speeds={}) if setting.pace else emulated) as lab:
             found: dict[str, dict[str, Any]] = answer(
-                lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=600
+                lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=1800
             )
         return found
 
@@ -174,20 +179,17 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
     for step in figures["actions"]:
         actions = [[Done(*values) for values in rank] for rank in step]
         every = ways(actions, transfer)
-        waited = {message._replace(stage=way.to) for message, way in every.items() if way.waited}
-        took, handed = {}, {}
-        for before, done in chain.from_iterable(pairwise([None, *rank]) for rank in actions):
-            assert done is not None
-            message = Message(done.stage, done.microbatch, done.kind)
-            # What a rank does to come to an action is the action's, unless it waits.
-            took[message] = done.end - (done.start if before is None or message in waited else before.end)
-            handed[message] = took[message] - done.after
+        spent, handed = {}, {}
+        for rank in actions:
+            for done, seconds in zip(rank, took(rank), strict=True):
+                message = Message(done.stage, done.microbatch, done.kind)
+                spent[message], handed[message] = seconds, seconds - done.after
         late = {}
         for message, way in every.items():
             hop = min(message.stage, way.to)
             seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]
-        own = OwnDurations(known["F"], known["B"], known["W"], transfer, [], took, handed, late)
+        own = OwnDurations(known["F"], known["B"], known["W"], transfer, [], spent, handed, late)
         found.append(play(setting, schedule, figures["limit"], own).makespan)
     return found
 
@@ -251,12 +253,11 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    parts = [HEAD.format(machine=machine(), rate=RATE, rounds=given.rounds)]
+    parts = [HEAD.format(machine=machine(), rate=RATE)]
     for setting in SETTINGS:
-        parts.append(f"{setting}\n\n{report(setting, measure(setting, given.rounds))}")
+        parts.append(f"{setting}\n\n{report(setting, measure(setting))}")
         print(parts[-1], flush=True)
     if given.write:
         write_section(given.write, "uneven", "\n\n".join(parts))
