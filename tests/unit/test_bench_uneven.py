@@ -7,8 +7,8 @@ import pytest
 from llmtrain.parallel.pipeline.timeline import Timeline
 
 from tools.bench import pipeline_watch
-from tools.bench.pipeline_watch import Done, Message, Watch, durations, took, transfers
-from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, replayed
+from tools.bench.pipeline_watch import Done, Message, Watch, transfers
+from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, replayed, timeline
 
 SETTING, LIMIT = SETTINGS[0], 4
 LATENCY = [0.01, 0.06]
@@ -20,12 +20,13 @@ def sends(message: Message) -> bool:
     return message.stage < STAGES - 1 if message.kind == "F" else message.stage > 0
 
 
-def happened(schedule: str, seed: int) -> Timeline:
-    """Return a timeline of actions of which each takes as long as it likes."""
+def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
+    """Return a timeline of actions of which each takes as long as it likes. alike: as others of its stage and kind."""
     draw = random.Random(seed)
-    took = {
-        Message(*key): draw.uniform(0.005, 0.05) for key in product(range(STAGES), range(SETTING.microbatches), "FB")
-    }
+    took: dict[Message, float] = {}
+    for stage, microbatch, kind in product(range(STAGES), range(SETTING.microbatches), "FB"):
+        before = took.get(Message(stage, microbatch - 1, kind)) if alike else None
+        took[Message(stage, microbatch, kind)] = before or draw.uniform(0.005, 0.05)
     late = {message: LATENCY[message.stage - (message.kind == "B")] for message in took if sends(message)}
     means = [0.01] * STAGES
     own = OwnDurations(means, means, means, busy(SETTING), [], took, took, late)
@@ -61,5 +62,15 @@ def test_a_timeline_of_what_happened_is_what_happened(
     hops = transfers(watches, busy(SETTING))
     assert hops == pytest.approx([late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)])
     actions = [[watch.actions for watch in watches]]
-    figures = {"durations": durations(watches, took), "transfers": hops, "actions": actions, "limit": LIMIT}
+    figures = {"transfers": hops, "actions": actions, "limit": LIMIT}
     assert replayed(SETTING, schedule, figures) == pytest.approx([known.makespan])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
+def test_a_timeline_of_means_is_what_happens_where_all_are_alike(schedule: str) -> None:
+    known = happened(schedule, 0, alike=True)
+    actions = [[watch.actions for watch in watched(known)]]
+    hops = [late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)]
+    assert timeline(SETTING, schedule, {"transfers": hops, "actions": actions, "limit": LIMIT}) == pytest.approx(
+        [known.makespan], rel=COMING
+    )

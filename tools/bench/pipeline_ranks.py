@@ -179,7 +179,7 @@ def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[st
             "cpu": [sum(step) for step in zip(*(watch.cpu for watch in watches), strict=True)],
             "seconds": step_seconds(watches),
             "bubbles": bubbles(watches),
-            "durations": durations(watches),
+            "durations": durations(actions for watch in watches for actions in watch.by_step()),
             "transfers": transfers(watches, [0.0] * ((schedule.stages if schedule else len(watches)) - 1)),
             "live": peak_live(watches, "W" if schedule and schedule.splits_backward else "B"),
         }

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -151,13 +151,15 @@ def took(actions: Sequence[Done]) -> list[float]:
     ]
 
 
-def durations(watches: Sequence[Watch], of: Callable[[Sequence[Done]], list[float]] = ran) -> dict[str, list[float]]:
+def durations(
+    steps: Iterable[Sequence[Done]], of: Callable[[Sequence[Done]], list[float]] = ran
+) -> dict[str, list[float]]:
     """Return, by kind, how long an action of each stage takes, the mean of all. Of backward passes that do it all, W is
     what comes after they have handed back the inputs' gradient, where any of the stage does that first; B the rest.
-    of: seconds of the actions of a rank's step."""
+    steps: the actions of a rank's step, of any ranks and steps. of: seconds of such actions."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     after: dict[int, list[float]] = defaultdict(list)
-    for actions in (actions for watch in watches for actions in watch.by_step()):
+    for actions in steps:
         for done, seconds in zip(actions, of(actions), strict=True):
             found[done.kind][done.stage].append(seconds)
             if done.after:

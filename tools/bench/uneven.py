@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 
 from tools.bench.labs import answer, write_set
-from tools.bench.pipeline_watch import Done, Message, took, ways
+from tools.bench.pipeline_watch import Done, Message, durations, took, ways
 from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -48,10 +48,10 @@ HEAD = """## Uneven stages
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
 processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
 medians. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the optimizer
-besides. The timeline is what `simulate`, or `simulate_message_driven`, says of the passes: "by means" of what actions
-of each stage took, with what a rank does to come to them unless it waits, and the medians of messages over each link
-that a rank waited for; "by each", for each step, of what each of its actions took, and each such message: then nothing
-is left between the two but what the timeline does not know of. The split auto has the clusters' speeds from the cluster
+besides. The timeline is what `simulate`, or `simulate_message_driven`, says of each step's passes: "by means" of what
+actions of each stage took in it, with what a rank does to come to them unless it waits, and the medians of messages
+over each link that a rank waited for; "by each" of what each action took, and each such message: then nothing is left
+between the two but what the timeline does not know of. The split auto has the clusters' speeds from the cluster
 file."""
 
 
@@ -102,7 +102,7 @@ ALL = list(product(SCHEDULES, SPLITS))
 
 
 def measure(setting: Setting) -> dict[str, dict[str, Any]]:
-    """Return by contestant what `uneven_ranks` measured."""
+    """Return by contestant what `uneven_ranks` measured; actions by step, rank and order."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         description, recipe = folder / "clusters.yaml", folder / "bench.yaml"
@@ -126,7 +126,9 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
             found: dict[str, dict[str, Any]] = answer(
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=1800
             )
-        return found
+    for figures in found.values():
+        figures["actions"] = [[[Done(*values) for values in rank] for rank in step] for step in figures["actions"]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -163,24 +165,24 @@ def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timelin
     return simulate_message_driven(STAGES, setting.microbatches, limit, own, hands_back=True)
 
 
-def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> float:
-    """Return the seconds that the timeline says of a step's passes, by the mean durations and the links' rates; what a
-    message takes longer than by those is its latency."""
-    known, transfer = figures["durations"], busy(setting)
+def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
+    """Return the seconds that the timeline says of each step's passes, by the means of its actions and the links'
+    rates; what messages take longer than by those is their latency."""
+    transfer = busy(setting)
     latency = [max(0.0, hop - own) for hop, own in zip(figures["transfers"], transfer, strict=True)]
-    means = Durations(known["F"], known["B"], known["W"], transfer, latency)
-    return play(setting, schedule, figures["limit"], means).makespan
+    every = (durations(step, took) for step in figures["actions"])
+    means = [Durations(known["F"], known["B"], known["W"], transfer, latency) for known in every]
+    return [play(setting, schedule, figures["limit"], own).makespan for own in means]
 
 
 def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
     """Return the seconds that the timeline says of each step's passes, by what each action took, and each message that
     was waited for; the others are taken to be like the median of these, but no slower than they were."""
-    known, transfer, found = figures["durations"], busy(setting), []
+    transfer, found = busy(setting), []
     for step in figures["actions"]:
-        actions = [[Done(*values) for values in rank] for rank in step]
-        every = ways(actions, transfer)
+        every = ways(step, transfer)
         spent, handed = {}, {}
-        for rank in actions:
+        for rank in step:
             for done, seconds in zip(rank, took(rank), strict=True):
                 message = Message(done.stage, done.microbatch, done.kind)
                 spent[message], handed[message] = seconds, seconds - done.after
@@ -189,14 +191,14 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
             hop = min(message.stage, way.to)
             seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]
-        own = OwnDurations(known["F"], known["B"], known["W"], transfer, [], spent, handed, late)
+        own = OwnDurations([], [], [], transfer, [], spent, handed, late)
         found.append(play(setting, schedule, figures["limit"], own).makespan)
     return found
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     """Return the table of one setting, and what it comes to."""
-    means = {key: timeline(setting, key[0], found[_name(*key)]) for key in ALL}
+    means = {key: median(timeline(setting, key[0], found[_name(*key)])) for key in ALL}
     played = {key: replayed(setting, key[0], found[_name(*key)]) for key in ALL}
     each = {key: median(steps) for key, steps in played.items()}
     rows = [
@@ -205,7 +207,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             " ".join(map(str, figures["split"])),
             " / ".join(
                 f"{forward * 1e3:.0f} + {(backward + weights) * 1e3:.0f}"
-                for forward, backward, weights in zip(*(figures["durations"][kind] for kind in "FBW"), strict=True)
+                for forward, backward, weights in zip(*(known[kind] for kind in "FBW"), strict=True)
             ),
             " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
             f"{median(figures['passes']):.2f}",
@@ -217,6 +219,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         )
         for key in ALL
         for figures in (found[_name(*key)],)
+        for known in (durations(chain.from_iterable(figures["actions"]), took),)
     ]
     header = (
         "schedule, split",

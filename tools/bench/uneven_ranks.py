@@ -26,7 +26,7 @@ from llmtrain.recipe.schema import Recipe
 from llmtrain.train import train_step
 
 from tools.bench.pace import pace_run
-from tools.bench.pipeline_watch import Watch, durations, step_seconds, took, transfers, watch_run
+from tools.bench.pipeline_watch import Watch, step_seconds, transfers, watch_run
 
 WARMUP = 1
 
@@ -72,7 +72,6 @@ class Contestant:
             "limit": recipe.pipeline.limit,
             "whole": self.whole,
             "passes": step_seconds(watches),
-            "durations": durations(watches, took),
             "transfers": transfers(watches, busy),
             "actions": list(zip(*map(Watch.by_step, watches), strict=True)),
         }
