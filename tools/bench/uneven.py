@@ -5,7 +5,7 @@ timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`
 import argparse
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
@@ -47,12 +47,12 @@ HEAD = """## Uneven stages
 
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
 processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
-medians. "passes" are all forward and backward passes of a step; a step has the sums over ranks and the optimizer
-besides. The timeline is what `simulate`, or `simulate_message_driven`, says of each step's passes: "by means" of what
-actions of each stage took in it, with what a rank does to come to them unless it waits, and the medians of messages
-over each link that a rank waited for; "by each" of what each action took, and each such message: then nothing is left
-between the two but what the timeline does not know of. The split auto has the clusters' speeds from the cluster
-file."""
+medians, ratios within a step or a turn. "passes" are all forward and backward passes of a step; a step has the sums
+over ranks and the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of each step's
+passes: "by means" of what actions of each stage took in it, with what a rank does to come to them unless it waits, and
+the medians of messages over each link that a rank waited for; "by each" of what each action took, and each such
+message: then nothing is left between the two but what the timeline does not know of. The split auto has the clusters'
+speeds from the cluster file."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     """Return the table of one setting, and what it comes to."""
-    means = {key: median(timeline(setting, key[0], found[_name(*key)])) for key in ALL}
-    played = {key: replayed(setting, key[0], found[_name(*key)]) for key in ALL}
-    each = {key: median(steps) for key, steps in played.items()}
+    means = {key: timeline(setting, key[0], found[_name(*key)]) for key in ALL}
+    each = {key: replayed(setting, key[0], found[_name(*key)]) for key in ALL}
+    passes, whole = ({key: found[_name(*key)][what] for key in ALL} for what in ("passes", "whole"))
     rows = [
         (
             _name(*key),
@@ -210,12 +210,13 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
                 for forward, backward, weights in zip(*(known[kind] for kind in "FBW"), strict=True)
             ),
             " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
-            f"{median(figures['passes']):.2f}",
-            f"{means[key]:.2f}",
-            f"{each[key]:.2f}",
-            f"{median(real / play for real, play in zip(figures['passes'], played[key], strict=True)):.3f}",
-            f"{median(figures['whole']):.2f}",
-            f"{min(figures['whole']):.2f} to {max(figures['whole']):.2f}",
+            f"{median(passes[key]):.2f}",
+            f"{median(means[key]):.2f}",
+            f"{median(each[key]):.2f}",
+            f"{median(_ratios(passes[key], means[key])):.3f}",
+            f"{median(_ratios(passes[key], each[key])):.3f}",
+            f"{median(whole[key]):.2f}",
+            f"{min(whole[key]):.2f} to {max(whole[key]):.2f}",
         )
         for key in ALL
         for figures in (found[_name(*key)],)
@@ -229,26 +230,26 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "s of passes",
         "by means",
         "by each",
-        "passes / by each",
+        "passes / by means",
+        "/ by each",
         "s of a step",
         "from, to",
     )
-    whole = {key: median(found[_name(*key)]["whole"]) for key in ALL}
-    passes = {key: median(found[_name(*key)]["passes"]) for key in ALL}
     said = []
     for split, schedule in product(SPLITS, list(SCHEDULES)[1:]):
         ours, theirs, goal = (schedule, split), ("1f1b", split), " (goal: 1.10)" if schedule in GOALS else ""
+        rates = [median(_ratios(of[theirs], of[ours])) for of in (whole, passes, means, each)]
         said.append(
-            f"With the split {split}, {schedule} goes at {whole[theirs] / whole[ours]:.2f} times the rate of 1f1b"
-            f"{goal}, its passes at {passes[theirs] / passes[ours]:.2f} (timeline: "
-            f"{means[theirs] / means[ours]:.2f} by means, {each[theirs] / each[ours]:.2f} by each)."
+            f"With the split {split}, {schedule} goes at {rates[0]:.2f} times the rate of 1f1b{goal}, its passes at "
+            f"{rates[1]:.2f} (timeline: {rates[2]:.2f} by means, {rates[3]:.2f} by each)."
         )
     for schedule in SCHEDULES:
-        ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), ", the goal" if schedule in GOALS else ""
+        ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), " (goal: 1)" if schedule in GOALS else ""
+        measured, by_means, by_each = (_ratios(of[theirs], of[ours]) for of in (passes, means, each))
         said.append(
-            f"With {schedule}, the passes of auto go at {passes[theirs] / passes[ours]:.3f} times the rate of "
-            f"uniform (timeline{goal}: {means[theirs] / means[ours]:.3f} by means, "
-            f"{each[theirs] / each[ours]:.3f} by each)."
+            f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform; the timeline "
+            f"says {median(by_means):.3f} by means, of which this is {median(_ratios(measured, by_means)):.4f}{goal}, "
+            f"and {median(by_each):.3f} by each."
         )
     return f"{table(header, rows)}\n\n{' '.join(said)}"
 
@@ -264,6 +265,11 @@ def main() -> None:
         print(parts[-1], flush=True)
     if given.write:
         write_section(given.write, "uneven", "\n\n".join(parts))
+
+
+def _ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return how many times as much each is as its counterpart, of the same step or turn."""
+    return [one / other for one, other in zip(some, others, strict=True)]
 
 
 def _message(action: Action, stage: int) -> Message:
