@@ -30,13 +30,14 @@ class Pace(torch.autograd.Function):
 
 def pace(model: GPT, seconds: float, later: Callable[[], bool]) -> None:
     """Have each block take so many seconds more in its forward pass, in the backward pass of its inputs and in that of
-    its weights. later: whether the latter are apart, as they then are for `pace_weights`."""
+    its weights. later: whether the latter come apart, in `backward_weights`."""
     for block in model.blocks.values():
         block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, later))
 
 
 def pace_run(run: Run, seconds: float) -> None:
-    """Have each block of a pipelined run of ours take so many seconds more in each of the three."""
+    """Have each block of a pipelined run of ours take so many seconds more in each of the three, the weights' where
+    they come apart too."""
     if not seconds:
         return
     deferred, inner = run.executor._deferred, run.engine.backward_weights
