@@ -10,7 +10,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.config import ScheduleName
 from llmtrain.parallel.pipeline.draw import COLORS, print_view, timeline_lines
 from llmtrain.parallel.pipeline.figure import timeline_figure
-from llmtrain.parallel.pipeline.show import PipelineView, relative_durations, show
+from llmtrain.parallel.pipeline.show import PipelineView, durations_by_work, show
 from llmtrain.parallel.pipeline.split import StageCosts, split_layers
 from llmtrain.parallel.pipeline.timeline import Durations
 from matplotlib.colors import to_hex
@@ -74,7 +74,7 @@ def test_durations_by_work_and_speed() -> None:
     costs, speeds = StageCosts(6e9, 0.0, 12e9), [1.0, 2.0]
     split = split_layers(7, 2, "auto", costs, speeds)
     assert split == (3, 4)
-    view = show(2, 1, 4, "1f1b", split, relative_durations(split, costs, speeds, even_view("1f1b", 1, 2).schedule))
+    view = show(2, 1, 4, "1f1b", split, durations_by_work(split, costs, speeds, even_view("1f1b", 1, 2).schedule))
     assert view.timeline.bubble == pytest.approx(1 / (4 + 1))
     assert view.timeline.makespan == pytest.approx(3 * 3 * (4 + 1))
 

@@ -15,6 +15,7 @@ from typing import Any
 from llmtrain.cluster.description import load_cluster
 from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.schedules import make_schedule
+from llmtrain.parallel.pipeline.show import show_recipe
 from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 
 from tools.bench.labs import answer, write_set
@@ -51,8 +52,10 @@ medians, ratios within a step or a turn. "passes" are all forward and backward p
 over ranks and the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of each step's
 passes: "by means" of what actions of each stage took in it, with what a rank does to come to them unless it waits, and
 the medians of messages over each link that a rank waited for; "by each" of what each action took, and each such
-message: then nothing is left between the two but what the timeline does not know of. The split auto has the clusters'
-speeds from the cluster file."""
+message: then nothing is left between the two but what the timeline does not know of. "shown" is what
+`llmtrain pipeline show --flops` says before anything has run, from the cluster file and FLOPs alone, of ranks as fast
+as the first one was in the forward passes of 1F1B with the split uniform. The split auto has the clusters' speeds from
+the cluster file."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,21 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
             found: dict[str, dict[str, Any]] = answer(
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=1800
             )
-    for figures in found.values():
-        figures["actions"] = [[[Done(*values) for values in rank] for rank in step] for step in figures["actions"]]
+        for figures in found.values():
+            figures["actions"] = [[[Done(*values) for values in rank] for rank in step] for step in figures["actions"]]
+        rate = f"{first_rate(setting, found[_name('1f1b', 'uniform')]):.0f}FLOP/s"
+        for key, keys in contestants.items():
+            view = show_recipe(str(recipe), [f"cluster={description}", *keys], None, rate)
+            found[key]["shown"] = view.timeline.makespan
     return found
+
+
+def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
+    """Return the FLOPs that the first rank computed in a second of its forward passes."""
+    seconds = durations((step[0] for step in figures["actions"]), took)["F"][0]
+    # Of a GPT-2 block's matrices, and of attention.
+    layer = 2 * 12 * setting.hidden**2 + 4 * setting.hidden * setting.tokens
+    return float(figures["split"][0] * layer * setting.tokens / seconds)
 
 
 @dataclass(frozen=True)
@@ -213,6 +228,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             f"{median(passes[key]):.2f}",
             f"{median(means[key]):.2f}",
             f"{median(each[key]):.2f}",
+            f"{figures['shown']:.2f}",
             f"{median(_ratios(passes[key], means[key])):.3f}",
             f"{median(_ratios(passes[key], each[key])):.3f}",
             f"{median(whole[key]):.2f}",
@@ -230,6 +246,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "s of passes",
         "by means",
         "by each",
+        "shown",
         "passes / by means",
         "/ by each",
         "s of a step",
@@ -246,10 +263,11 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
     for schedule in SCHEDULES:
         ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), " (goal: 1)" if schedule in GOALS else ""
         measured, by_means, by_each = (_ratios(of[theirs], of[ours]) for of in (passes, means, each))
+        shown = found[_name(*theirs)]["shown"] / found[_name(*ours)]["shown"]
         said.append(
             f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform; the timeline "
             f"says {median(by_means):.3f} by means, of which this is {median(_ratios(measured, by_means)):.4f}{goal}, "
-            f"and {median(by_each):.3f} by each."
+            f"and {median(by_each):.3f} by each; {shown:.3f} was shown before."
         )
     return f"{table(header, rows)}\n\n{' '.join(said)}"
 

@@ -23,6 +23,14 @@ def show(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the run; default: all that are described, or one replica.")
     ] = None,
+    flops: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="What a rank computes in a second, such as 150TFLOP/s: then time is in seconds, and messages take "
+            "theirs by the description of the cluster.",
+        ),
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -32,7 +40,7 @@ def show(
     from llmtrain.parallel.pipeline.draw import print_view
     from llmtrain.parallel.pipeline.show import show_recipe
 
-    view = show_recipe(recipe, overrides or [], ranks)
+    view = show_recipe(recipe, overrides or [], ranks, flops)
     if png is not None:
         from llmtrain.parallel.pipeline.figure import timeline_figure
 

@@ -37,10 +37,10 @@ def summary(view: PipelineView) -> list[str]:
         f"bubble       {timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work",
         f"activations  {' '.join(map(str, view.live))} by rank, in {activations}; the schedule's bound is "
         f"{' '.join(map(str, view.bound))}",
-        f"step         {timeline.makespan:.4g} forward passes of one layer, {view.slowdown:.3f} times as long as if no "
-        "rank waited",
+        f"step         {timeline.makespan:.4g} {view.unit}, {view.slowdown:.3f} times as long as if no rank waited",
     ]
-    return lines if view.warning is None else [*lines, f"warning      {view.warning}"]
+    more = (("warning", view.warning), ("links", view.advice))
+    return [*lines, *(f"{name:13}{sentence}" for name, sentence in more if sentence is not None)]
 
 
 def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:

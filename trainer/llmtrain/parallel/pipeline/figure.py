@@ -36,7 +36,7 @@ def timeline_figure(view: PipelineView) -> bytes:
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
-    axes.set_xlabel("time (forward passes of one layer)")
+    axes.set_xlabel(f"time ({view.unit})")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     axes.set_title(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
+from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.parallel.pipeline.links import hop_times
 from llmtrain.parallel.pipeline.pieces import stages_of
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
@@ -26,13 +29,16 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, replica_share, resolve, shape
 from llmtrain.recipe.schema import Recipe
 
+# What time is counted in where nobody says how fast a rank is.
+LAYERS = "forward passes of one layer"
+
 
 @dataclass(frozen=True)
 class PipelineView:
     """A pipeline and its timeline.
 
     split: layers of each stage. bound: the most activations that each rank may come to hold, as `live_bound` counts.
-    warning: what is wrong with it, though it works.
+    warning: what is wrong with it, though it works. unit: of its time. advice: what would tell more.
     """
 
     name: ScheduleName
@@ -41,6 +47,8 @@ class PipelineView:
     timeline: Timeline
     bound: tuple[int, ...]
     warning: str | None = None
+    unit: str = LAYERS
+    advice: str | None = None
 
     @property
     def live(self) -> list[int]:
@@ -65,9 +73,11 @@ class PipelineView:
             "bubble_over_ideal": self.timeline.bubble_over_ideal,
             "slowdown": self.slowdown,
             "step_time": self.timeline.makespan,
+            "unit": self.unit,
             "peak_live": self.live,
             "live_bound": list(self.bound),
             "warning": self.warning,
+            "advice": self.advice,
             "actions": [
                 [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
                 for spans in self.timeline.ranks
@@ -102,30 +112,39 @@ def show(
     return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
 
 
-def relative_durations(
-    split: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None, stages: Schedule
+def durations_by_work(
+    split: Sequence[int],
+    costs: StageCosts,
+    speeds: Sequence[float] | None,
+    stages: Schedule,
+    layer: float = 1.0,
+    recomputed: bool = False,
 ) -> Durations:
-    """Return the durations of stages by their FLOPs and the speeds of their ranks (None: all 1), in forward passes of
-    one layer at speed 1. A forward pass, the backward pass of the inputs and that of the weights have as many FLOPs
-    each; messages take no time.
+    """Return the durations of stages by their FLOPs and the speeds of their ranks (None: all 1). layer: time of a
+    forward pass of one layer at speed 1. A forward pass, the backward pass of the inputs and that of the weights have
+    as many FLOPs each; messages take no time. recomputed: whether backward passes compute their layers forward again.
     """
-    speed = [1.0 if speeds is None else speeds[stages.place(stage)[0]] for stage in range(stages.stages)]
-    times = [work / costs.layer / speed for work, speed in zip(costs.of(split), speed, strict=True)]
-    return Durations(times, times, times, [0.0] * (stages.stages - 1))
+    own = [layer / (1.0 if speeds is None else speeds[stages.place(stage)[0]]) for stage in range(stages.stages)]
+    times = [work / costs.layer * unit for work, unit in zip(costs.of(split), own, strict=True)]
+    again = [recomputed * layers * unit for layers, unit in zip(split, own, strict=True)]
+    return Durations(times, list(map(add, times, again)), times, [0.0] * (stages.stages - 1))
 
 
-def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PipelineView:
+def show_recipe(
+    name_or_path: str, overrides: Sequence[str], ranks: int | None, flops: str | None = None
+) -> PipelineView:
     """Return the view of a recipe's pipeline, by FLOPs and the speeds that the cluster states.
 
     The data need not be there. ranks: of the run; None for as many as the cluster has, or, where nothing says how many,
-    as one replica needs. Raises BadInputError.
+    as one replica needs. flops: what a rank of speed 1 computes in a second, such as 150TFLOP/s; with it, times are in
+    seconds, and messages take theirs by the bandwidths and latencies that the cluster states. Raises BadInputError.
     """
     recipe = load_recipe(name_or_path, overrides, complete=False)
     check_given(recipe)
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
-    cluster, _, layout = run_on(name_or_path, overrides, ranks)
+    cluster, tiers, layout = run_on(name_or_path, overrides, ranks)
     layout = Layout(layout_degrees(parallel, layout.world))
     facts = _facts(recipe, cluster, layout.world)
     resolved = resolve(recipe, facts)
@@ -140,17 +159,47 @@ def show_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
         )
     assert not isinstance(pipeline.split, str)
     stages = stages_of(pipeline, parallel.pipeline)
-    costs = stage_costs(shape(resolved), resolved.data.sequence_length)
-    return show(
+    costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
+    transfer, latency = hop_times(cluster, tiers, layout, stages, _message_bytes(resolved))
+    layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
+    recomputed = passes.recompute_of(resolved) > 0
+    durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
+    view = show(
         parallel.pipeline,
         stages.chunks,
         share // microbatch,
         pipeline.schedule,
         pipeline.split,
-        relative_durations(pipeline.split, costs, stage_speeds(cluster, layout), stages),
+        durations if flops is None else replace(durations, transfer=transfer, latency=latency),
         None if pipeline.limit == "auto" else pipeline.limit,
         passes.hands_back(resolved),
     )
+    if flops is not None:
+        return replace(view, unit="s")
+    return replace(view, advice=_COUNT_LINKS) if any((*transfer, *latency)) else view
+
+
+_COUNT_LINKS = (
+    "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
+    "by the cluster's links"
+)
+
+
+def _layer_seconds(recipe: Recipe, costs: StageCosts, flops: str) -> float:
+    """Return how long a rank takes for the forward pass of its part of a layer."""
+    try:
+        rate = quantity(flops, "FLOP/s")
+    except ValueError as error:
+        raise BadInputError(f"--flops is {flops!r}; {error}") from None
+    # A third of a layer's work is in the forward pass.
+    return costs.layer / 3 * int(recipe.train.microbatch) * recipe.data.sequence_length / recipe.parallel.tensor / rate
+
+
+def _message_bytes(recipe: Recipe) -> int:
+    """Return the bytes that a rank sends to the next stage for a microbatch."""
+    tokens = int(recipe.train.microbatch) * recipe.data.sequence_length
+    numel = tokens // (recipe.parallel.tensor if recipe.parallel.sequence else 1) * shape(recipe).hidden
+    return numel * (4 if recipe.precision.compute == "fp32" else 2)
 
 
 def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:

@@ -1,0 +1,117 @@
+"""What messages between stages cost, by the description of a cluster: sharing, tiers, and `pipeline show --flops`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from llmtrain.cli.main import main
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.tiers import tiers
+from llmtrain.parallel.pipeline.actions import Schedule
+from llmtrain.parallel.pipeline.links import hop_times
+
+SITES = """
+node: {ranks: 4, tiers: [{name: node, ranks: 4, bandwidth: 8MB/s, latency: 1ms}]}
+clusters:
+  - {name: ib, nodes: 2, nic: {kind: infiniband, bandwidth: 4MB/s, latency: 2ms}}
+  - {name: roce, nodes: 2, nic: {kind: roce, bandwidth: 2MB/s, latency: 3ms}}
+between: {bandwidth: 1MB/s, latency: 50ms}
+"""
+MB = 1_000_000
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Path:
+    path = tmp_path / "sites.yaml"
+    path.write_text(SITES)
+    return path
+
+
+def times(cluster: Cluster | None, layout: Layout, stages: Schedule) -> list[tuple[float, float]]:
+    known = tiers(cluster, layout.world, cluster.node.ranks if cluster else layout.world)
+    once, twice = (hop_times(cluster, known, layout, stages, size) for size in (MB, 2 * MB))
+    assert twice == ([2 * seconds for seconds in once[0]], once[1])
+    return list(zip(*once, strict=True))
+
+
+def layout(pipeline: int, data: int, tensor: int) -> Layout:
+    return Layout({Axis.PIPELINE: pipeline, Axis.DATA: data, Axis.TENSOR: tensor})
+
+
+def test_ranks_of_a_node_share_what_leaves_it(sites: Path) -> None:
+    """Four stages of a node each: both links inside clusters are as slow as the slower cluster's."""
+    inside, between = (4 / 2, 0.003), (4 / 1, 0.05)
+    stages = Schedule(4, 1, 0, ())
+    for data, tensor in ((1, 4), (2, 2), (4, 1)):
+        assert times(load_cluster(sites), layout(4, data, tensor), stages) == [inside, between, inside]
+
+
+def test_inside_a_node_each_has_its_own(sites: Path) -> None:
+    hops = times(load_cluster(sites), layout(16, 1, 1), Schedule(16, 1, 0, ()))
+    assert [hop for place, hop in enumerate(hops) if place % 4 < 3] == [(1 / 8, 0.001)] * 12
+    # Of the ranks of a node only the last speaks to another one.
+    assert hops[3::4] == [(1 / 2, 0.003), (1.0, 0.05), (1 / 2, 0.003)]
+
+
+def test_chunks_go_around(sites: Path) -> None:
+    """From the last rank back to the first it is the way between clusters; a folded pipeline turns inside a rank."""
+    cluster, inside, between = load_cluster(sites), (4 / 2, 0.003), (4 / 1, 0.05)
+    around = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, ()))
+    assert around == [inside, between, inside, between, inside, between, inside]
+    folded = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, (), folded=True))
+    assert folded == [inside, between, inside, (0.0, 0.0), inside, between, inside]
+
+
+def test_what_is_not_stated_takes_no_time() -> None:
+    assert times(None, layout(2, 1, 1), Schedule(2, 1, 0, ())) == [(0.0, 0.0)]
+    assert times(load_cluster({"node": {"ranks": 1}}), layout(2, 1, 1), Schedule(2, 1, 0, ())) == [(0.0, 0.0)]
+
+
+KEYS = ["parallel.pipeline=2", "parallel.data=1", "pipeline.split=[6,6]", "train.microbatch=1", "train.global_batch=1"]
+# Of gpt2-124m for a token: a layer's forward pass, and the head's.
+LAYER, HEAD, TOKENS, HIDDEN = 2 * 12 * 768**2 + 4 * 768 * 1024, 2 * 768 * 50257, 1024, 768
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | str | None]:
+    assert main(["pipeline", "show", "gpt2-124m", *KEYS, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
+def test_seconds(recompute: str, again: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One microbatch goes there and back: what is said is what can be counted by hand."""
+    path = tmp_path / "pair.yaml"
+    path.write_text("{node: {ranks: 1}, clusters: [{name: a, nodes: 2, nic: {bandwidth: 10MB/s, latency: 20ms}}]}")
+    keys = [f"cluster={path}", "precision.compute=bf16", f"activation_checkpointing={recompute}"]
+    first, last = 6 * LAYER * TOKENS / 1e12, (6 * LAYER + HEAD) * TOKENS / 1e12
+    message = TOKENS * HIDDEN * 2 / 10e6 + 0.02
+    forth = first + message + last
+    # The head is not recomputed.
+    back = 2 * last + again * first + message + 2 * first + again * first
+    found = shown(capsys, *keys, "--flops", "1TFLOP/s")
+    assert found["step_time"] == pytest.approx(forth + back)
+    assert (found["unit"], found["advice"]) == ("s", None)
+    counted = shown(capsys, *keys)
+    assert counted["step_time"] == pytest.approx((forth + back - 2 * message) / (LAYER * TOKENS / 1e12))
+    assert "--flops" in str(counted["advice"])
+
+
+def test_tensor_parallel_ranks_share_the_work_and_with_sequence_the_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "pair.yaml"
+    path.write_text("{node: {ranks: 2}, clusters: [{name: a, nodes: 2, nic: {bandwidth: 10MB/s}}]}")
+    keys = [f"cluster={path}", "precision.compute=bf16", "parallel.tensor=2", "--flops", "1TFLOP/s"]
+    whole = shown(capsys, *keys)["step_time"]
+    less = shown(capsys, *keys, "parallel.sequence=true")["step_time"]
+    assert isinstance(whole, float)
+    assert isinstance(less, float)
+    # Two ranks share a card, there and back.
+    assert whole - less == pytest.approx(2 * TOKENS * HIDDEN * 2 / 10e6)
+
+
+def test_flops_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "show", "gpt2-124m", *KEYS, "--flops", "150"]) == 2
+    assert "--flops is '150'; expected a speed such as 312TFLOP/s" in capsys.readouterr().err
