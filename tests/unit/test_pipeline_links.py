@@ -8,7 +8,6 @@ from llmtrain.cli.main import main
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.tiers import tiers
 from llmtrain.parallel.pipeline.actions import Schedule
 from llmtrain.parallel.pipeline.links import hop_times
 
@@ -20,6 +19,8 @@ clusters:
 between: {bandwidth: 1MB/s, latency: 50ms}
 """
 MB = 1_000_000
+# Seconds of a megabyte where all four ranks of a node send one, and the latency.
+IB, ROCE, BETWEEN = (4 / 4, 0.002), (4 / 2, 0.003), (4 / 1, 0.05)
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def sites(tmp_path: Path) -> Path:
 
 
 def times(cluster: Cluster | None, layout: Layout, stages: Schedule) -> list[tuple[float, float]]:
-    known = tiers(cluster, layout.world, cluster.node.ranks if cluster else layout.world)
-    once, twice = (hop_times(cluster, known, layout, stages, size) for size in (MB, 2 * MB))
+    once, twice = (hop_times(cluster, layout, stages, size) for size in (MB, 2 * MB))
     assert twice == ([2 * seconds for seconds in once[0]], once[1])
     return list(zip(*once, strict=True))
 
@@ -41,27 +41,40 @@ def layout(pipeline: int, data: int, tensor: int) -> Layout:
 
 
 def test_ranks_of_a_node_share_what_leaves_it(sites: Path) -> None:
-    """Four stages of a node each: both links inside clusters are as slow as the slower cluster's."""
-    inside, between = (4 / 2, 0.003), (4 / 1, 0.05)
     stages = Schedule(4, 1, 0, ())
     for data, tensor in ((1, 4), (2, 2), (4, 1)):
-        assert times(load_cluster(sites), layout(4, data, tensor), stages) == [inside, between, inside]
+        assert times(load_cluster(sites), layout(4, data, tensor), stages) == [IB, BETWEEN, ROCE]
 
 
 def test_inside_a_node_each_has_its_own(sites: Path) -> None:
     hops = times(load_cluster(sites), layout(16, 1, 1), Schedule(16, 1, 0, ()))
     assert [hop for place, hop in enumerate(hops) if place % 4 < 3] == [(1 / 8, 0.001)] * 12
     # Of the ranks of a node only the last speaks to another one.
-    assert hops[3::4] == [(1 / 2, 0.003), (1.0, 0.05), (1 / 2, 0.003)]
+    assert hops[3::4] == [(1 / 4, 0.002), (1.0, 0.05), (1 / 2, 0.003)]
 
 
 def test_chunks_go_around(sites: Path) -> None:
     """From the last rank back to the first it is the way between clusters; a folded pipeline turns inside a rank."""
-    cluster, inside, between = load_cluster(sites), (4 / 2, 0.003), (4 / 1, 0.05)
+    cluster = load_cluster(sites)
     around = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, ()))
-    assert around == [inside, between, inside, between, inside, between, inside]
+    assert around == [IB, BETWEEN, ROCE, BETWEEN, IB, BETWEEN, ROCE]
     folded = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, (), folded=True))
-    assert folded == [inside, between, inside, (0.0, 0.0), inside, between, inside]
+    assert folded == [IB, BETWEEN, ROCE, (0.0, 0.0), ROCE, BETWEEN, IB]
+
+
+def test_clusters_of_unlike_sizes(sites: Path) -> None:
+    """Two nodes of one cluster stay near each other where the other has one."""
+    sites.write_text(SITES.replace("{name: roce, nodes: 2", "{name: roce, nodes: 1"))
+    assert times(load_cluster(sites), layout(3, 1, 4), Schedule(3, 1, 0, ())) == [IB, BETWEEN]
+
+
+def test_clusters_on_one_network(sites: Path) -> None:
+    """Between them it is as slow as the slower one's cards; a node sends through all of its cards at once."""
+    both = {"name": "a", "nodes": 1, "nics": [{"bandwidth": "2MB/s", "latency": "1ms"}] * 2}
+    one = {"name": "b", "nodes": 1, "nic": {"bandwidth": "8MB/s", "latency": "9ms"}}
+    for clusters in ([both, one], [one, both]):
+        cluster = load_cluster({"node": {"ranks": 4}, "clusters": clusters})
+        assert times(cluster, layout(2, 1, 4), Schedule(2, 1, 0, ())) == [(4 / 4, 0.009)]
 
 
 def test_what_is_not_stated_takes_no_time() -> None:

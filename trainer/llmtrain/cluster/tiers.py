@@ -7,11 +7,12 @@ from math import gcd
 
 from llmtrain.cluster.config import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.mesh import clusters_of, node_of
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 
 # Bandwidth in bytes per second and latency in seconds, None where unknown.
-_Figures = tuple[float | None, float | None]
+Figures = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,19 @@ def tier_between(tiers: Sequence[Tier], one: int, other: int) -> str:
     return next(tier.name for tier in tiers if one // tier.ranks == other // tier.ranks)
 
 
+def link(cluster: Cluster, one: int, other: int) -> Figures:
+    """Return the bandwidth and the latency between two ranks, as a description states them: inside a node those of the
+    smallest tier that has both, and beyond it those of the nodes, which their ranks share."""
+    if node_of(cluster, one) == node_of(cluster, other):
+        places = [rank % cluster.node.ranks for rank in (one, other)]
+        near = (tier for tier in cluster.node.tiers if places[0] // tier.ranks == places[1] // tier.ranks)
+        return next(map(_figures, near), (None, None))
+    groups = [cluster.clusters[index] for index in clusters_of(cluster, (one, other))] if cluster.clusters else []
+    if len(groups) > 1 and cluster.between is not None:
+        return _figures(cluster.between)
+    return _slowest([_through_all_cards(group) for group in groups])
+
+
 def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
     """Return how many ranks the tier called `name` has, also where it is as large as another.
 
@@ -131,13 +145,13 @@ def _described(cluster: Cluster, world: int) -> list[Tier]:
     return [*inside, Tier("cluster", nodes * cluster.node.ranks, *own), Tier("all", world, *joined)]
 
 
-def _through_all_cards(group: NodeGroup) -> _Figures:
+def _through_all_cards(group: NodeGroup) -> Figures:
     """Return the figures of one node of a cluster, which sends through all its cards at once."""
     figures = [_figures(card) for card in group.cards]
     return _known([rate for rate, _ in figures], sum), _slowest(figures)[1]
 
 
-def _slowest(figures: Sequence[_Figures]) -> _Figures:
+def _slowest(figures: Sequence[Figures]) -> Figures:
     return _known([rate for rate, _ in figures], min), _known([latency for _, latency in figures], max)
 
 
@@ -147,6 +161,6 @@ def _known(values: Sequence[float | None], reduce: Callable[[list[float]], float
     return reduce(known) if known and len(known) == len(values) else None
 
 
-def _figures(link: NodeTier | Nic) -> _Figures:
+def _figures(link: NodeTier | Nic) -> Figures:
     rate = None if link.bandwidth is None else quantity(link.bandwidth, "byte/s")
     return rate, None if link.latency is None else quantity(link.latency, "s")

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import node_of
-from llmtrain.cluster.tiers import Tier
+from llmtrain.cluster.tiers import link
 from llmtrain.parallel.pipeline.actions import Schedule
 
 
 def hop_times(
-    cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, stages: Schedule, message: float
+    cluster: Cluster | None, layout: Layout, stages: Schedule, message: float
 ) -> tuple[list[float], list[float]]:
     """Return for each hop from a stage to the next the seconds in which a message has the link, and its latency.
 
@@ -21,21 +21,15 @@ def hop_times(
     for stage in range(stages.stages - 1):
         here, there = (stages.place(each)[0] for each in (stage, stage + 1))
         pairs = [(group[here], group[there]) for group in layout.groups(Axis.PIPELINE) if here != there]
-        links = [_link(cluster, tiers, pair, pairs) for pair in pairs]
+        links = [] if cluster is None else [_link(cluster, pair, pairs) for pair in pairs]
         transfer.append(max((message * seconds for seconds, _ in links), default=0.0))
         latency.append(max((late for _, late in links), default=0.0))
     return transfer, latency
 
 
-def _link(
-    cluster: Cluster | None, tiers: Sequence[Tier], pair: tuple[int, int], pairs: Sequence[tuple[int, int]]
-) -> tuple[float, float]:
+def _link(cluster: Cluster, pair: tuple[int, int], pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Return the seconds per byte and the latency between two ranks, while all `pairs` send."""
-    sender, receiver = pair
-    tier = next(tier for tier in tiers if sender // tier.ranks == receiver // tier.ranks)
-    sharing = 1
-    if cluster is not None and node_of(cluster, sender) != node_of(cluster, receiver):
-        # Beyond the node, a tier's bandwidth is the node's.
-        node = node_of(cluster, sender)
+    (bandwidth, latency), node, sharing = link(cluster, *pair), node_of(cluster, pair[0]), 1
+    if node != node_of(cluster, pair[1]):
         sharing = sum(node_of(cluster, one) == node != node_of(cluster, other) for one, other in pairs)
-    return sharing / tier.bandwidth if tier.bandwidth else 0.0, tier.latency or 0.0
+    return sharing / bandwidth if bandwidth else 0.0, latency or 0.0

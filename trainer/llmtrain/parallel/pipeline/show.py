@@ -144,7 +144,7 @@ def show_recipe(
     parallel = recipe.parallel
     if parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
-    cluster, tiers, layout = run_on(name_or_path, overrides, ranks)
+    cluster, _, layout = run_on(name_or_path, overrides, ranks)
     layout = Layout(layout_degrees(parallel, layout.world))
     facts = _facts(recipe, cluster, layout.world)
     resolved = resolve(recipe, facts)
@@ -160,7 +160,7 @@ def show_recipe(
     assert not isinstance(pipeline.split, str)
     stages = stages_of(pipeline, parallel.pipeline)
     costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
-    transfer, latency = hop_times(cluster, tiers, layout, stages, _message_bytes(resolved))
+    transfer, latency = hop_times(cluster, layout, stages, _message_bytes(resolved))
     layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
     recomputed = passes.recompute_of(resolved) > 0
     durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
