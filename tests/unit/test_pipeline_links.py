@@ -105,10 +105,12 @@ def test_seconds(recompute: str, again: int, capsys: pytest.CaptureFixture[str],
     back = 2 * last + again * first + message + 2 * first + again * first
     found = shown(capsys, *keys, "--flops", "1TFLOP/s")
     assert found["step_time"] == pytest.approx(forth + back)
-    assert (found["unit"], found["advice"]) == ("s", None)
+    assert (found["unit"], found["links"]) == ("s", "messages are 1.5MiB, in bf16, and take up to 177.3ms")
     counted = shown(capsys, *keys)
     assert counted["step_time"] == pytest.approx((forth + back - 2 * message) / (LAYER * TOKENS / 1e12))
-    assert "--flops" in str(counted["advice"])
+    assert "--flops" in str(counted["links"])
+    assert "no description of the cluster states" in str(shown(capsys, "--flops", "1TFLOP/s")["links"])
+    assert shown(capsys)["links"] is None
 
 
 def test_tensor_parallel_ranks_share_the_work_and_with_sequence_the_messages(

@@ -39,7 +39,7 @@ def summary(view: PipelineView) -> list[str]:
         f"{' '.join(map(str, view.bound))}",
         f"step         {timeline.makespan:.4g} {view.unit}, {view.slowdown:.3f} times as long as if no rank waited",
     ]
-    more = (("warning", view.warning), ("links", view.advice))
+    more = (("warning", view.warning), ("links", view.links))
     return [*lines, *(f"{name:13}{sentence}" for name, sentence in more if sentence is not None)]
 
 

@@ -12,7 +12,7 @@ from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
-from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.quantity import quantity, written
 from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
@@ -38,7 +38,8 @@ class PipelineView:
     """A pipeline and its timeline.
 
     split: layers of each stage. bound: the most activations that each rank may come to hold, as `live_bound` counts.
-    warning: what is wrong with it, though it works. unit: of its time. advice: what would tell more.
+    warning: what is wrong with it, though it works. unit: of its time. links: what messages take, or why
+    they take nothing.
     """
 
     name: ScheduleName
@@ -48,7 +49,7 @@ class PipelineView:
     bound: tuple[int, ...]
     warning: str | None = None
     unit: str = LAYERS
-    advice: str | None = None
+    links: str | None = None
 
     @property
     def live(self) -> list[int]:
@@ -77,7 +78,7 @@ class PipelineView:
             "peak_live": self.live,
             "live_bound": list(self.bound),
             "warning": self.warning,
-            "advice": self.advice,
+            "links": self.links,
             "actions": [
                 [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
                 for spans in self.timeline.ranks
@@ -160,7 +161,8 @@ def show_recipe(
     assert not isinstance(pipeline.split, str)
     stages = stages_of(pipeline, parallel.pipeline)
     costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
-    transfer, latency = hop_times(cluster, layout, stages, _message_bytes(resolved))
+    message = _message_bytes(resolved)
+    transfer, latency = hop_times(cluster, layout, stages, message)
     layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
     recomputed = passes.recompute_of(resolved) > 0
     durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
@@ -174,15 +176,24 @@ def show_recipe(
         None if pipeline.limit == "auto" else pipeline.limit,
         passes.hands_back(resolved),
     )
-    if flops is not None:
-        return replace(view, unit="s")
-    return replace(view, advice=_COUNT_LINKS) if any((*transfer, *latency)) else view
+    said = _about_links(resolved, message, max(map(add, transfer, latency)), counted=flops is not None)
+    return replace(view, unit=LAYERS if flops is None else "s", links=said)
 
 
-_COUNT_LINKS = (
-    "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
-    "by the cluster's links"
-)
+def _about_links(recipe: Recipe, message: int, slowest: float, counted: bool) -> str | None:
+    """Return a sentence on what messages take. slowest: seconds of one over the slowest hop. counted: whether they do
+    take it."""
+    if counted and slowest:
+        size, most = written(message, "byte"), written(slowest, "s")
+        return f"messages are {size}, in {recipe.precision.compute}, and take up to {most}"
+    if counted:
+        return "messages take no time, as no description of the cluster states the links' bandwidth or latency"
+    if slowest:
+        return (
+            "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to "
+            "count them by the cluster's links"
+        )
+    return None
 
 
 def _layer_seconds(recipe: Recipe, costs: StageCosts, flops: str) -> float:
