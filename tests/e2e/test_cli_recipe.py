@@ -159,6 +159,18 @@ def test_the_good_recipe_is_good(workplace: Path, capsys: pytest.CaptureFixture[
     assert resolved["model"]["layers"] == 4
 
 
+def test_a_dry_run_says_what_a_run_would(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As comments, after which it is a recipe still."""
+    Path("recipe.yaml").write_text(GOOD)
+    keys = ["parallel.data=auto", "parallel.pipeline=4", "train.global_batch=2", "train.microbatch=1"]
+    assert main(["run", "recipe.yaml", *keys, "--nproc", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "# parallel.pipeline is 4, but train.global_batch and train.microbatch give a pipeline 2 microbatches" in said
+    )
+    assert yaml.safe_load(said)["parallel"]["pipeline"] == 4
+
+
 def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text(GOOD)
     words = ["run", "recipe.yaml", "--nproc", "1", "checkpoint.resume=gone", "logging.dir=there", "--dry-run"]

@@ -29,7 +29,7 @@ def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
         took[Message(stage, microbatch, kind)] = before or draw.uniform(0.005, 0.05)
     late = {message: LATENCY[message.stage - (message.kind == "B")] for message in took if sends(message)}
     means = [0.01] * STAGES
-    own = OwnDurations(means, means, means, busy(SETTING), [], took, took, late)
+    own = OwnDurations(means, means, means, busy(SETTING), took=took, handed=took, late=late)
     return play(SETTING, schedule, LIMIT, own)
 
 

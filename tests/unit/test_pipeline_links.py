@@ -1,6 +1,7 @@
 """What messages between stages cost, by the description of a cluster: sharing, tiers, and `pipeline show --flops`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.parallel.pipeline.actions import Schedule
-from llmtrain.parallel.pipeline.links import hop_times
+from llmtrain.parallel.pipeline.links import hops_of
 
 SITES = """
 node: {ranks: 4, tiers: [{name: node, ranks: 4, bandwidth: 8MB/s, latency: 1ms}]}
@@ -31,9 +32,9 @@ def sites(tmp_path: Path) -> Path:
 
 
 def times(cluster: Cluster | None, layout: Layout, stages: Schedule) -> list[tuple[float, float]]:
-    once, twice = (hop_times(cluster, layout, stages, size) for size in (MB, 2 * MB))
-    assert twice == ([2 * seconds for seconds in once[0]], once[1])
-    return list(zip(*once, strict=True))
+    once, twice = (hops_of(cluster, layout, stages, size) for size in (MB, 2 * MB))
+    assert twice == replace(once, transfer=tuple(2 * seconds for seconds in once.transfer))
+    return list(zip(once.transfer, once.latency, strict=True))
 
 
 def layout(pipeline: int, data: int, tensor: int) -> Layout:
@@ -78,8 +79,37 @@ def test_clusters_on_one_network(sites: Path) -> None:
 
 
 def test_what_is_not_stated_takes_no_time() -> None:
-    assert times(None, layout(2, 1, 1), Schedule(2, 1, 0, ())) == [(0.0, 0.0)]
-    assert times(load_cluster({"node": {"ranks": 1}}), layout(2, 1, 1), Schedule(2, 1, 0, ())) == [(0.0, 0.0)]
+    pair, one_of_two = Schedule(2, 1, 0, ()), [{"bandwidth": "2MB/s", "latency": "1ms"}, {"latency": "2ms"}]
+    for cluster, latency in (
+        (None, 0.0),
+        (load_cluster({"node": {"ranks": 1}}), 0.0),
+        (load_cluster({"node": {"ranks": 1}, "clusters": [{"name": "a", "nics": one_of_two}]}), 0.002),
+    ):
+        assert times(cluster, layout(2, 1, 1), pair) == [(0.0, latency)]
+        assert hops_of(cluster, layout(2, 1, 1), pair, MB).unknown
+
+
+def test_both_ways_from_a_node_go_through_its_card(sites: Path) -> None:
+    """What a rank sends back waits for what it sends on, but not where that is to another cluster."""
+    cluster = load_cluster(sites)
+    links = hops_of(cluster, layout(4, 1, 4), Schedule(4, 1, 0, ()), MB).links
+    assert links == (((0, "cards"), (1, "cards")), ((1, "between"), (2, "between")), ((2, "cards"), (3, "cards")))
+    # Two stages in each of three nodes: of the middle one's, one sends on and the other back, both through the card.
+    nodes = load_cluster({"node": {"ranks": 2}, "clusters": [{"name": "a", "nodes": 3, "nic": {"bandwidth": "1MB/s"}}]})
+    assert [seconds for seconds, _ in times(nodes, layout(6, 1, 1), Schedule(6, 1, 0, ()))] == [0, 2, 0, 2, 0]
+
+
+def test_a_card_is_a_bound(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """However fast the ranks, the stages between the others send each microbatch on and its gradient back."""
+    path = tmp_path / "line.yaml"
+    path.write_text("{node: {ranks: 1}, clusters: [{name: a, nodes: 4, nic: {bandwidth: 10MB/s}}]}")
+    keys = ["parallel.pipeline=4", "pipeline.split=[3,3,3,3]", "train.global_batch=32", "precision.compute=bf16"]
+    message, steps = TOKENS * HIDDEN * 2 / 10e6, {}
+    for schedule in ("1f1b", "message-driven"):
+        words = [*keys, f"cluster={path}", f"pipeline.schedule={schedule}", "--flops", "1000TFLOP/s"]
+        steps[schedule] = float(str(shown(capsys, *words, *["pipeline.limit=16"] * (schedule != "1f1b"))["step_time"]))
+    assert 2 * 32 * message < min(steps.values())
+    assert steps["message-driven"] < 2 * (32 + 4) * message
 
 
 KEYS = ["parallel.pipeline=2", "parallel.data=1", "pipeline.split=[6,6]", "train.microbatch=1", "train.global_batch=1"]
@@ -105,11 +135,12 @@ def test_seconds(recompute: str, again: int, capsys: pytest.CaptureFixture[str],
     back = 2 * last + again * first + message + 2 * first + again * first
     found = shown(capsys, *keys, "--flops", "1TFLOP/s")
     assert found["step_time"] == pytest.approx(forth + back)
-    assert (found["unit"], found["links"]) == ("s", "messages are 1.5MiB, in bf16, and take up to 177.3ms")
+    assert found["unit"] == "s"
+    assert str(found["links"]).startswith("messages are 1.5MiB, in bf16, and take up to 177.3ms; sums over ranks")
     counted = shown(capsys, *keys)
     assert counted["step_time"] == pytest.approx((forth + back - 2 * message) / (LAYER * TOKENS / 1e12))
     assert "--flops" in str(counted["links"])
-    assert "no description of the cluster states" in str(shown(capsys, "--flops", "1TFLOP/s")["links"])
+    assert "no description states the bandwidth of some" in str(shown(capsys, "--flops", "1TFLOP/s")["links"])
     assert shown(capsys)["links"] is None
 
 
@@ -125,6 +156,12 @@ def test_tensor_parallel_ranks_share_the_work_and_with_sequence_the_messages(
     assert isinstance(less, float)
     # Two ranks share a card, there and back.
     assert whole - less == pytest.approx(2 * TOKENS * HIDDEN * 2 / 10e6)
+
+
+def test_a_described_accelerator_computes_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["cluster=p4d", "--ranks", "2", "--flops", "100TFLOP/s"]
+    assert "in bf16" in str(shown(capsys, *keys)["links"])
+    assert "in fp32" in str(shown(capsys, *keys, "precision.compute=fp32")["links"])
 
 
 def test_flops_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_fewer_under_way_than_stages() -> None:
     assert schedule_warning("message-driven", 4, 1, 8, limit=4) is None
     warning = schedule_warning("message-driven", 4, 1, 8, limit=1)
     assert warning is not None
-    assert warning.startswith("pipeline.limit is 1, less than the 4 stages, so that ranks idle at least 75% ")
+    assert warning.startswith("pipeline.limit is 1, less than the 4 stages, so that ranks idle some 75% ")
     # Where there are no more to have under way, that is what is wrong.
     few = schedule_warning("message-driven", 4, 1, 2, limit=2)
     assert few is not None

@@ -59,6 +59,15 @@ def test_the_middle_of_a_long_one_is_left_out() -> None:
     assert "B499" in lines[-4]
 
 
+def test_long_waits_cost_nothing() -> None:
+    """Only what is shown is drawn, however much there is between."""
+    late = Durations.even(3, transfer=1e12)
+    lines = [line.plain for line in timeline_lines(show(3, 1, 5, "1f1b", [1, 1, 1], late), 100)]
+    assert lines[0].startswith("rank 0 F0")
+    assert lines[-4].rstrip().endswith("B4────")
+    assert len(lines) < 40
+
+
 def test_what_is_said() -> None:
     file = StringIO()
     print_view(even_view("1f1b", 1, 4, 3), Console(file=file, width=200))
@@ -118,6 +127,8 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["parallel.pipeline=4", "pipeline.schedule=zero-bubble-v", "pipeline.chunks=9"], "expected 2 with pipeline"),
         (["parallel.pipeline=2", "parallel.tensor=5"], "parallel.tensor is 5"),
         (["parallel.pipeline=3", "parallel.data=2", "--ranks", "7"], "the run has 7 ranks"),
+        (["parallel.pipeline=2", "pipeline.split=even"], "balanced, auto or a list of whole numbers"),
+        (["parallel.pipeline=2", "--png", "."], "--png is ., which cannot be written (Is a directory)"),
     ],
 )
 def test_verb_refuses(overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,7 +206,7 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
             hop = min(message.stage, way.to)
             seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]
-        own = OwnDurations([], [], [], transfer, [], spent, handed, late)
+        own = OwnDurations([], [], [], transfer, took=spent, handed=handed, late=late)
         found.append(play(setting, schedule, figures["limit"], own).makespan)
     return found
 

@@ -39,7 +39,8 @@ EXIT_CODES = {
 
 def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
-    srun started this process, as one of theirs. dry_run: print the resolved recipe instead."""
+    srun started this process, as one of theirs. dry_run: print the resolved recipe instead, and
+    what is likely wrong with it."""
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
@@ -55,7 +56,10 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
     )
     resolved = settle(recipe, facts, read_hf_config)
     if dry_run:
-        sys.stdout.write(to_yaml(resolved))
+        cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
+        said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
+        # As comments: what is printed stays a recipe.
+        sys.stdout.write("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
     if place is not None or world == 1:

@@ -27,8 +27,8 @@ def show(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="What a rank computes in a second, such as 150TFLOP/s: then time is in seconds, and messages take "
-            "theirs by the description of the cluster.",
+            help="What a rank computes in a second, such as 150TFLOP/s: then time is in seconds, and messages between "
+            "stages take theirs by the description of the cluster.",
         ),
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
@@ -37,6 +37,7 @@ def show(
     """Draw the timeline of a step, with its split, waiting and memory. Stages take as long as their FLOPs say."""
     from rich.console import Console
 
+    from llmtrain.errors import BadInputError
     from llmtrain.parallel.pipeline.draw import print_view
     from llmtrain.parallel.pipeline.show import show_recipe
 
@@ -44,7 +45,10 @@ def show(
     if png is not None:
         from llmtrain.parallel.pipeline.figure import timeline_figure
 
-        png.write_bytes(timeline_figure(view))
+        try:
+            png.write_bytes(timeline_figure(view))
+        except OSError as error:
+            raise BadInputError(f"--png is {png}, which cannot be written ({error.strerror}); name a file") from None
     if as_json:
         typer.echo(json.dumps(view.as_data()))
     else:

@@ -137,8 +137,8 @@ def _check_batch(recipe: Recipe) -> None:
     share = replica_share(recipe, data)
     if share % microbatch:
         raise BadInputError(
-            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} ranks "
-            f"takes of train.global_batch ({recipe.train.global_batch})"
+            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} "
+            f"replicas takes of train.global_batch ({recipe.train.global_batch})"
         )
 
 

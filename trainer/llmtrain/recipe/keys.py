@@ -50,7 +50,8 @@ def expected(hint: Any) -> str:
         values = [str(value) for value in get_args(hint)]
         return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} {_plural(get_args(hint)[0])}"
+        several = Ellipsis in get_args(hint)
+        return f"a list of {'' if several else f'{len(get_args(hint))} '}{_plural(get_args(hint)[0])}"
     if get_origin(hint) is list:
         return f"a list of {_plural(get_args(hint)[0])}"
     if is_dataclass(hint):

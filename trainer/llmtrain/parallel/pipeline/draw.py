@@ -53,27 +53,31 @@ def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
     spans = [span for rank in view.timeline.ranks for span in rank if span.end > span.start]
     widest = max(len(str(span.action)) for span in spans) + 1
     scale = widest / median_low(span.end - span.start for span in spans)
-    rows = [_row(rank, scale) for rank in view.timeline.ranks]
-    starts = list(range(0, max(map(len, rows)), room))
-    left_out = starts[_FIRST_BANDS:-_LAST_BANDS]
-    for start in starts:
-        if start in left_out:
-            if start == left_out[0]:
-                yield Text(f"... from {start / scale:.4g} to {(left_out[-1] + room) / scale:.4g} ...\n", "dim")
-            continue
-        for name, row in zip(names, rows, strict=True):
+    columns = round(view.timeline.makespan * scale)
+    bands = -(-columns // room)
+    left_out = range(_FIRST_BANDS, bands - _LAST_BANDS)
+    for band in (*range(min(bands, _FIRST_BANDS)), *range(max(bands - _LAST_BANDS, _FIRST_BANDS), bands)):
+        start = band * room
+        if left_out and band == left_out.stop:
+            yield Text(f"... from {left_out.start * room / scale:.4g} to {start / scale:.4g} ...\n", "dim")
+        for name, rank in zip(names, view.timeline.ranks, strict=True):
             line = Text(name.ljust(len(names[-1])), "bold")
-            yield line.append_text(row[start : start + room])
-        if len(starts) > 1:
+            yield line.append_text(_row(rank, scale, start, min(start + room, columns)))
+        if bands > 1:
             yield Text("")
 
 
-def _row(spans: Sequence[Span], scale: float) -> Text:
+def _row(spans: Sequence[Span], scale: float, begin: int, stop: int) -> Text:
+    """Return the columns from `begin` to `stop` of a rank's line."""
     row = Text()
     for span in spans:
         start, end = round(span.start * scale), round(span.end * scale)
-        row.append(" " * (start - len(row)))
+        if end <= begin or start >= stop:
+            continue
+        row.append(" " * (max(start, begin) - begin - len(row)))
         name = str(span.action) if len(str(span.action)) <= end - start else ""
         color = COLORS[span.action.kind][span.action.chunk % 2]
-        row.append(name.ljust(end - start, "─"), Style(color="white", bgcolor=color))
+        shown = name + "─" * (min(end, stop) - start - len(name))
+        row.append(shown[max(begin - start, 0) : stop - start], Style(color="white", bgcolor=color))
+    row.append(" " * (min(round(spans[-1].end * scale), stop) - begin - len(row)))
     return row

@@ -125,12 +125,12 @@ def schedule_warning(
         idle = simulate(schedule, durations).bubble
     if limit < min(ranks, microbatches):
         return (
-            f"pipeline.limit is {limit}, less than the {ranks} stages, so that ranks idle at least {idle:.0%} of the "
+            f"pipeline.limit is {limit}, less than the {ranks} stages, so that ranks idle some {idle:.0%} of the "
             "time; leave it out, or set more"
         )
     return (
         f"parallel.pipeline is {ranks}, but train.global_batch and train.microbatch give a pipeline {microbatches} "
-        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle at least {idle:.0%} of the "
+        f"microbatch{'es' if microbatches > 1 else ''} per step, so that its ranks idle some {idle:.0%} of the "
         "time; a larger global_batch or a smaller microbatch makes it less"
     )
 

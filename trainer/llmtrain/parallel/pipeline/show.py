@@ -17,7 +17,7 @@ from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
 from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.links import hop_times
+from llmtrain.parallel.pipeline.links import Hops, hops_of
 from llmtrain.parallel.pipeline.pieces import stages_of
 from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.parallel.pipeline.split import StageCosts, stage_costs
@@ -162,7 +162,7 @@ def show_recipe(
     stages = stages_of(pipeline, parallel.pipeline)
     costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
     message = _message_bytes(resolved)
-    transfer, latency = hop_times(cluster, layout, stages, message)
+    hops = hops_of(cluster, layout, stages, message)
     layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
     recomputed = passes.recompute_of(resolved) > 0
     durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
@@ -172,28 +172,30 @@ def show_recipe(
         share // microbatch,
         pipeline.schedule,
         pipeline.split,
-        durations if flops is None else replace(durations, transfer=transfer, latency=latency),
+        durations
+        if flops is None
+        else replace(durations, transfer=hops.transfer, latency=hops.latency, links=hops.links),
         None if pipeline.limit == "auto" else pipeline.limit,
         passes.hands_back(resolved),
     )
-    said = _about_links(resolved, message, max(map(add, transfer, latency)), counted=flops is not None)
-    return replace(view, unit=LAYERS if flops is None else "s", links=said)
+    if flops is None:
+        return replace(view, links=_UNCOUNTED if any((*hops.transfer, *hops.latency)) else None)
+    return replace(view, unit="s", links=_about_links(resolved, message, hops))
 
 
-def _about_links(recipe: Recipe, message: int, slowest: float, counted: bool) -> str | None:
-    """Return a sentence on what messages take. slowest: seconds of one over the slowest hop. counted: whether they do
-    take it."""
-    if counted and slowest:
-        size, most = written(message, "byte"), written(slowest, "s")
-        return f"messages are {size}, in {recipe.precision.compute}, and take up to {most}"
-    if counted:
-        return "messages take no time, as no description of the cluster states the links' bandwidth or latency"
-    if slowest:
-        return (
-            "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to "
-            "count them by the cluster's links"
-        )
-    return None
+_UNCOUNTED = (
+    "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
+    "by the cluster's links"
+)
+
+
+def _about_links(recipe: Recipe, message: int, hops: Hops) -> str:
+    """Return a sentence on what messages take, and what is not counted."""
+    most = written(max(map(add, hops.transfer, hops.latency)), "s")
+    said = f"messages are {written(message, 'byte')}, in {recipe.precision.compute}, and take up to {most}"
+    if hops.unknown:
+        said += "; no description states the bandwidth of some of the links, which take but their latency"
+    return f"{said}; sums over ranks and the optimizer come besides"
 
 
 def _layer_seconds(recipe: Recipe, costs: StageCosts, flops: str) -> float:
@@ -217,7 +219,8 @@ def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
     return Facts(
         world=world,
-        device="cpu",
+        # What a described accelerator computes in, wherever this is asked.
+        device="cuda" if cluster is not None and cluster.accelerator is not None else "cpu",
         ranks_per_node=None if cluster is None else cluster.node.ranks,
         cluster=cluster,
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,

@@ -1,7 +1,7 @@
 """When each action of a pipeline runs, given how long each takes. No torch in here."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
@@ -15,6 +15,8 @@ class Durations:
     inputs alone, and a schedule that does not have the weights' apart takes both, one after the other. transfer: of one
     message over each hop from a stage to the next and, for gradients, back, which keeps the link busy (bytes /
     bandwidth); hops inside a rank take none. latency: of each hop besides, in which the link is free; none where empty.
+    links: of each hop, what the rank of its first stage sends over, and that of its second: messages over the same,
+    such as a node's card, wait for each other; where empty, every rank has a link of its own to every other one.
     """
 
     forward: Sequence[float]
@@ -22,6 +24,7 @@ class Durations:
     weights: Sequence[float]
     transfer: Sequence[float]
     latency: Sequence[float] = ()
+    links: Sequence[tuple[Hashable, Hashable]] = ()
 
     @classmethod
     def even(
@@ -45,6 +48,10 @@ class Durations:
     def latency_of(self, action: Action, stage: int, hop: int) -> float:
         """Return the latency of what an action of a stage sends over a hop."""
         return self.latency[hop] if self.latency else 0.0
+
+    def link_of(self, hop: int, backward: bool, ranks: tuple[int, int]) -> Hashable:
+        """Return what a message goes over on a hop. ranks: from which and to which."""
+        return self.links[hop][backward] if self.links else ranks
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ class _Play:
         # When the output of (kind, stage, microbatch) is where it is needed.
         self._there: dict[tuple[Kind, int, int], float] = {}
         self._ended: dict[tuple[Kind, int, int], float] = {}
-        self._link_free: dict[tuple[int, int], float] = {}
+        self._link_free: dict[Hashable, float] = {}
 
     def arrival(self, rank: int, action: Action) -> float | None:
         """Return when all that an action needs is there; None while something of it has not been computed."""
@@ -205,8 +212,9 @@ class _Play:
         to = stage + 1 if action.kind is Kind.F else stage - 1
         if action.kind is not Kind.W and 0 <= to < self._schedule.stages:
             hop, target = min(stage, to), self._schedule.place(to)[0]
-            late = 0.0 if rank == target else self._durations.latency_of(action, stage, hop)
-            self._there[key] = self._send(rank, hop, target, out) + late
+            late = self._durations.latency_of(action, stage, hop)
+            link = self._durations.link_of(hop, action.kind is Kind.B, (rank, target))
+            self._there[key] = out if rank == target else self._send(link, hop, out) + late
 
     def timeline(self) -> Timeline:
         return Timeline(tuple(map(tuple, self._spans)))
@@ -218,9 +226,7 @@ class _Play:
         ahead = self._schedule.microbatches * self._schedule.chunks - forwards
         return hands_back_first(ahead, forwards - self._done[rank, Kind.B], self._most_live)
 
-    def _send(self, rank: int, hop: int, to: int, now: float) -> float:
-        if rank == to:
-            return now
-        sent = max(now, self._link_free.get((rank, to), 0.0)) + self._durations.transfer[hop]
-        self._link_free[rank, to] = sent
+    def _send(self, link: Hashable, hop: int, now: float) -> float:
+        sent = max(now, self._link_free.get(link, 0.0)) + self._durations.transfer[hop]
+        self._link_free[link] = sent
         return sent
