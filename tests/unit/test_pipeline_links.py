@@ -167,3 +167,5 @@ def test_a_described_accelerator_computes_in_bf16(capsys: pytest.CaptureFixture[
 def test_flops_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "show", "gpt2-124m", *KEYS, "--flops", "150"]) == 2
     assert "--flops is '150'; expected a speed such as 312TFLOP/s" in capsys.readouterr().err
+    assert main(["pipeline", "show", "gpt2-124m", *KEYS, "--flops", "1e-300FLOP/s"]) == 2
+    assert "a step takes millions of years; check --flops" in capsys.readouterr().err

@@ -66,8 +66,8 @@ class StrictFile(Generic[T]):
             return f"{key} is missing; every description of {self.noun} needs it"
         if details["type"] == "string_type":
             return (
-                f"{key} is {shown(details['input'])}; expected a text: in quotes if it is a name, with its unit if it is "
-                "a quantity, such as 100Gbit/s or 5us"
+                f"{key} is {shown(details['input'])}; expected a text: in quotes if it is a name, with its unit if it "
+                "is a quantity, such as 100Gbit/s or 5us"
             )
         return f"{key} is {shown(details['input'])}; expected {details['msg'].removeprefix('Input should be ')}"
 

@@ -180,9 +180,13 @@ def show_recipe(
     )
     if flops is None:
         return replace(view, links=_UNCOUNTED if any((*hops.transfer, *hops.latency)) else None)
+    if view.timeline.makespan > _FOREVER:
+        raise BadInputError("a step takes millions of years; check --flops and the bandwidths of the cluster")
     return replace(view, unit="s", links=_about_links(resolved, message, hops))
 
 
+# Seconds; what takes longer need not be drawn.
+_FOREVER = 1e14
 _UNCOUNTED = (
     "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
     "by the cluster's links"
