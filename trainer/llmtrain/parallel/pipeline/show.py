@@ -180,7 +180,8 @@ def show_recipe(
     )
     if flops is None:
         return replace(view, links=_UNCOUNTED if any((*hops.transfer, *hops.latency)) else None)
-    if view.timeline.makespan > _FOREVER:
+    # No number, where it is too long for one.
+    if not view.timeline.makespan < _FOREVER:
         raise BadInputError("a step takes millions of years; check --flops and the bandwidths of the cluster")
     return replace(view, unit="s", links=_about_links(resolved, message, hops))
 
