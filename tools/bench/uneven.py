@@ -53,9 +53,9 @@ over ranks and the optimizer besides. The timeline is what `simulate`, or `simul
 passes: "by means" of what actions of each stage took in it, with what a rank does to come to them unless it waits, and
 the medians of messages over each link that a rank waited for; "by each" of what each action took, and each such
 message: then nothing is left between the two but what the timeline does not know of. "shown" is what
-`llmtrain pipeline show --flops` says before anything has run, from the cluster file and FLOPs alone, of ranks as fast
-as the first one was in the forward passes of 1F1B with the split uniform. The split auto has the clusters' speeds from
-the cluster file."""
+`llmtrain pipeline show --flops` says from the cluster file and FLOPs alone; of a run it knows but how fast the first
+rank was in the forward passes of 1F1B with the split uniform. The split auto has the clusters' speeds from the cluster
+file."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         said.append(
             f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform; the timeline "
             f"says {median(by_means):.3f} by means, of which this is {median(_ratios(measured, by_means)):.4f}{goal}, "
-            f"and {median(by_each):.3f} by each; {shown:.3f} was shown before."
+            f"and {median(by_each):.3f} by each; {shown:.3f} is shown."
         )
     return f"{table(header, rows)}\n\n{' '.join(said)}"
 

@@ -39,8 +39,8 @@ EXIT_CODES = {
 
 def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
-    srun started this process, as one of theirs. dry_run: print the resolved recipe instead, and
-    what is likely wrong with it."""
+    srun started this process, as one of theirs. dry_run: print the resolved recipe instead, and what is likely wrong
+    with it."""
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
