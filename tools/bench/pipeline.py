@@ -95,11 +95,10 @@ def measure(setting: Setting) -> dict[str, Found]:
     return json.loads(lines[-1])
 
 
-def timeline(name: str, figures: Mapping[str, Any]) -> Timeline:
-    """Play a schedule with the durations that were measured in it."""
-    by_kind = figures["durations"]
+def timeline(name: str, by_kind: Mapping[str, list[float]], transfer: float) -> Timeline:
+    """Play a schedule with the durations that were measured in a step of it. transfer: of a message, in seconds."""
     forward = by_kind["F"]
-    known = Durations(forward, by_kind["B"], by_kind["W"], figures["transfers"])
+    known = Durations(forward, by_kind["B"], by_kind["W"], [transfer] * (len(forward) - 1))
     if name == "message-driven":
         return simulate_message_driven(RANKS, MICROBATCHES, RANKS, known, hands_back=True)
     schedule = make_schedule(cast(ScheduleName, name), RANKS, len(forward) // RANKS, MICROBATCHES)
@@ -115,20 +114,19 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
     """Return the table of one comparison, and what it says of the goals."""
     passes, rows, off = found["passes"], [], {}
     for name, figures in passes.items():
-        pieces = len(figures["durations"]["F"]) // RANKS
-        played = None if name == PEER else timeline(name, figures).bubble
-        measured = median(figures["bubbles"])
-        if played is not None:
-            off[name] = abs(measured / played - 1)
+        pieces, fit = len(figures["durations"][0]["F"]) // RANKS, ["", ""]
+        if name != PEER:
+            played = [timeline(name, step, figures["transfer"]).bubble for step in figures["durations"]]
+            quotient = median(a / b for a, b in zip(figures["bubbles"], played, strict=True))
+            fit, off[name] = [f"{median(played):.3f}", f"{quotient:.3f}"], abs(quotient - 1)
         rows.append(
             (
                 "torch's 1f1b" if name == PEER else name,
                 f"{median(figures['seconds']):.3f}",
                 f"{ratio(passes, name, OURS):.3f}",
                 f"{median(figures['cpu']):.2f}",
-                f"{measured:.3f}",
-                "" if played is None else f"{played:.3f}",
-                "" if played is None else f"{measured / played:.3f}",
+                f"{median(figures['bubbles']):.3f}",
+                *fit,
                 " ".join(f"{live / pieces:g}" for live in figures["live"]),
             )
         )
@@ -142,13 +140,13 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
         "ratio",
         "activations held, in microbatches, by rank",
     )
-    fit = ""
+    said = ""
     if setting.pace:
-        fit = f" Its bubble is {off[OURS]:.1%} off the timeline's (goal: 10%), the farthest {max(off.values()):.1%}."
+        said = f" Its bubble is {off[OURS]:.1%} off the timeline's (goal: 10%), the farthest {max(off.values()):.1%}."
     return (
         f"{setting}\n\n{table(header, rows)}\n\n"
         f"{OURS} goes at {ratio(passes, PEER, OURS):.3f} times the rate of torch's in the passes alone, and at "
-        f"{ratio(found['whole'], PEER, OURS):.3f} times in whole optimizer steps (goal: 1.0).{fit}"
+        f"{ratio(found['whole'], PEER, OURS):.3f} times in whole optimizer steps (goal: 1.0).{said}"
     )
 
 
@@ -167,7 +165,9 @@ def main() -> None:
             f"{RANKS} stages on ranks of one thread each, {MICROBATCHES} microbatches of one sequence; forward and "
             "backward passes of steps in turns, medians, ratios within a turn. The bubble is the share of the ranks' "
             "time in which no action runs, from the first stage's start to the last one's end; the timeline's is the "
-            "schedule played with the means of the durations measured in it, messages' ways included. Once its forward "
+            "schedule played with the means of the durations measured in the same step, and the median of how long the "
+            "schedule's messages took that a rank waited for; what a rank does between actions is waiting in the "
+            "first, and not in the second. Once its forward "
             "passes are done, a rank of ours hands back the gradient of its inputs before it computes those of its "
             "weights; torch's hands it back after both. Whole steps: "
             "ours with gradients' norm, logging and its own AdamW; torch's with its fused AdamW and nothing else. "

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tools.bench.pace import pace, pace_run
-from tools.bench.pipeline_watch import Watch, bubbles, durations, peak_live, step_seconds, transfers, watch_run
+from tools.bench.pipeline_watch import Watch, bubbles, durations, peak_live, step_seconds, transfer, watch_run
 
 WARMUP = 2
 PEER = "torch"
@@ -179,8 +179,8 @@ def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[st
             "cpu": [sum(step) for step in zip(*(watch.cpu for watch in watches), strict=True)],
             "seconds": step_seconds(watches),
             "bubbles": bubbles(watches),
-            "durations": durations(actions for watch in watches for actions in watch.by_step()),
-            "transfers": transfers(watches, [0.0] * ((schedule.stages if schedule else len(watches)) - 1)),
+            "durations": [durations(step) for step in zip(*map(Watch.by_step, watches), strict=True)],
+            "transfer": transfer(watches),
             "live": peak_live(watches, "W" if schedule and schedule.splits_backward else "B"),
         }
     return found

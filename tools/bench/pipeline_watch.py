@@ -171,10 +171,10 @@ def durations(
     return means
 
 
-def ways(step: Sequence[Sequence[Done]], busy: Sequence[float]) -> dict[Message, Way]:
+def ways(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Message, Way]:
     """Return how long each message of a step took over a free link: from when the action that made it had it to the
     start of the one that needs it. step: actions by rank, in order. busy: seconds in which a message keeps each hop's
-    link from the next one."""
+    link from the next one; none where empty."""
     found: dict[Message, Way] = {}
     rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
     needed = {Message(done.stage, done.microbatch, done.kind): done for actions in step for done in actions}
@@ -185,7 +185,7 @@ def ways(step: Sequence[Sequence[Done]], busy: Sequence[float]) -> dict[Message,
         if by not in needed or done.kind == "W" or rank_of[to] == rank_of[done.stage]:
             continue
         sent, start = max(done.end - done.after, free[done.stage, to]), needed[by].start
-        free[done.stage, to] = sent + busy[min(done.stage, to)]
+        free[done.stage, to] = sent + (busy[min(done.stage, to)] if busy else 0.0)
         found[own] = Way(to, start - sent, needed[by].idle > WAITED)
     return found
 
@@ -200,6 +200,13 @@ def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
                 found[message.stage, way.to].append(max(way.seconds, 0.0))
     both = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
     return [fmean(map(median, known)) if known else 0.0 for known in both]
+
+
+def transfer(watches: Sequence[Watch]) -> float:
+    """Return how long a message takes where all links are alike: the median of those that a rank was waiting for."""
+    steps = zip(*map(Watch.by_step, watches), strict=True)
+    found = [way.seconds for step in steps for way in ways(step).values() if way.waited]
+    return max(median(found), 0.0) if found else 0.0
 
 
 def peak_live(watches: Sequence[Watch], last: str) -> list[int]:

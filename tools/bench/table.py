@@ -1,5 +1,6 @@
 """What the benchmarks share: the machine's description, and a section of a document that a bench owns."""
 
+import math
 import os
 import platform
 import re
@@ -28,6 +29,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a markdown table; the first column is left-aligned, the others to the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return between which two of `values` the median of what they are drawn from lies in at least 95 of 100 such
+    draws, or the least and the greatest where there are too few for that; by order statistics alone."""
+    ordered, count = sorted(values), len(values)
+    below = outside = 0
+    # Each end leaves out the most values that all lie on one side of the median in at most 2.5 of 100 draws.
+    while (outside := outside + math.comb(count, below)) <= 0.025 * 2**count:
+        below += 1
+    left_out = max(below - 1, 0)
+    return ordered[left_out], ordered[count - 1 - left_out]
 
 
 def write_section(path: Path | str, name: str, markdown: str) -> None:
