@@ -1,6 +1,7 @@
 """`llmtrain cluster show`: what it takes, and what it says of tiers, cards and groups."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_ranks_that_fill_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no description of a cluster p4; did you mean p4d?" in refused(capsys, "p4")
     assert "no recipe quickstar; did you mean quickstart?" in refused(capsys, "quickstar")
+    neither = r"no recipe and no cluster's description nosuch; .*\bquickstart\b.*\bfrontier\b"
+    assert re.search(neither, refused(capsys, "nosuch"))
     assert "parallel.tensr is not a recipe key" in refused(capsys, "p4d", "parallel.tensr=2")
     assert "'tensor' is not an override" in refused(capsys, "p4d", "tensor")
     assert "is 3, but the run has 16 ranks" in refused(capsys, "p4d", "parallel.tensor=3", "--ranks", "16")

@@ -75,7 +75,13 @@ def _is_description(source: str) -> bool:
     path = Path(source)
     if not path.is_file():
         # A name that is neither is told what it was most likely meant to be.
-        near = get_close_matches(path.stem, [*shipped_names(), *shipped_clusters()], n=1)
+        names = [*shipped_names(), *shipped_clusters()]
+        near = get_close_matches(path.stem, names, n=1)
+        if not near and not path.exists():
+            raise BadInputError(
+                f"there is no recipe and no cluster's description {source}; expected a YAML file, or one of "
+                f"{', '.join(names)}"
+            )
         return bool(near) and near[0] in shipped_clusters()
     try:
         given = read_yaml(path, "is no description")
