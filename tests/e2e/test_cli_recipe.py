@@ -86,6 +86,7 @@ BROKEN_RECIPES = [
     ("override without key", GOOD, ["=3"], "'=3' is not an override"),
     ("override with spaces", GOOD, ["train.steps = 3"], "'train.steps = 3' is not an override"),
     ("unicode override", GOOD, ["träin.steps=3"], "träin.steps is not a recipe key; did you mean train.steps?"),
+    ("MPI without mpirun", GOOD, ["--nproc", "2", "parallel.pipeline=2", "pipeline.transport=mpi"], "no MPI has started this run; start it with mpirun -n 2"),
     ("no ranks", GOOD, ["--nproc", "0"], "--nproc"),
     ("ranks in words", GOOD, ["--nproc", "two"], "--nproc"),
     ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),

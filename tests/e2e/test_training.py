@@ -169,6 +169,26 @@ def check_kills(recipe: Path, corpus: Path, kills: int, steps: int, *arguments: 
     assert curve(folder / "tiny") == curve(folder / "calm")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_ctrl_c_ends_a_run_at_once(ranks: int, recipe: Path) -> None:
+    """In the midst of a step that takes longer than anyone who presses it twice would wait."""
+    sizes = ("train.global_batch=100000", "train.eval_every=0", "train.timeout=600")
+    process = subprocess.Popen(
+        command(recipe, "--nproc", str(ranks), *sizes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    )  # fmt: skip
+    metrics = recipe.parent / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(metrics.exists, process)
+    time.sleep(1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "llmtrain: interrupted\n")
+    assert not [child for child in children if child.is_running()]
+
+
 def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
     check_kills(recipe, corpus, 4, 400)
 

@@ -15,14 +15,14 @@ from llmtrain_data.errors import DataError
         (PreemptedError("saved\nand stopped"), 75, "saved and stopped"),
         (OSError(28, "No space left on device", "runs/a"), 1, "runs/a: No space left on device"),
         (MemoryError(), 1, "out of memory; a smaller train.microbatch or model needs less"),
-        (KeyboardInterrupt(), 130, None),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (BadInputError("a \x1b[31mred\u202e path"), 2, "a \\x1b[31mred\\u202e path"),
     ],
 )
 def test_errors_become_codes(
     error: BaseException,
     code: int,
-    sentence: str | None,
+    sentence: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -33,7 +33,7 @@ def test_errors_become_codes(
     assert module.main(["doctor"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == ("" if sentence is None else f"llmtrain: {sentence}\n")
+    assert captured.err == f"llmtrain: {sentence}\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

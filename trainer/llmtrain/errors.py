@@ -1,8 +1,9 @@
-"""The two ways a command ends badly, and how it ends when it was told to stop."""
+"""The two ways a command ends badly, and how it ends when it was told to stop, or to stop at once."""
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
 
 
 class BadInputError(Exception):

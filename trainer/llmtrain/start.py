@@ -18,7 +18,15 @@ from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.cluster.note import Ending
-from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, BadInputError, PreemptedError, RunFailedError
+from llmtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    BadInputError,
+    PreemptedError,
+    RunFailedError,
+)
 from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import settle
@@ -62,6 +70,11 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         sys.stdout.write("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
+    if place is None and resolved.parallel.pipeline > 1 and resolved.pipeline.transport == "mpi":
+        raise BadInputError(
+            f"pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n {world} llmtrain run "
+            "RECIPE, or set pipeline.transport=torch"
+        )
     if place is not None or world == 1:
         _run_rank(recipe, resolved, place, facts)
     else:
@@ -150,7 +163,7 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
 
 def _end_apart(error: BaseException, ranks: "Ranks") -> None:
     """End after an error that is this rank's alone: lost contact, of which not every rank is to speak, or a crash."""
-    _skip_finalization(EXIT_FAILED)
+    _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
     if ranks.vigil is None:
         return
     if not isinstance(error, RuntimeError) or not _lost_peer(error):

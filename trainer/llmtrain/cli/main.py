@@ -1,5 +1,6 @@
 """The entry of the command line: finds the verb, runs it, and turns errors into a sentence and an exit code."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,9 +10,11 @@ from typing import Annotated
 import typer
 from llmtrain_data.errors import DataError
 
+from llmtrain.cluster.environment import LAUNCHER_PID
 from llmtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     BadInputError,
     PreemptedError,
@@ -46,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _app(arguments)(arguments, prog_name="llmtrain", standalone_mode=False)
+        # What typer makes of a KeyboardInterrupt.
+        if code == EXIT_INTERRUPTED:
+            # Our launcher was interrupted too, and says so for all.
+            return code if os.environ.get(LAUNCHER_PID) == str(os.getppid()) else _say("interrupted", code)
         return code if isinstance(code, int) else 0
     except (BadInputError, DataError) as error:
         return _say(error, EXIT_BAD_INPUT)
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PreemptedError as error:
         return _say(error, EXIT_PREEMPTED)
     except KeyboardInterrupt:
-        return _say("interrupted", 130)
+        return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:
         return _say(f"{error.filename or 'a file'}: {error.strerror or error}", EXIT_FAILED)
     except MemoryError:

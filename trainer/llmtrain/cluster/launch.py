@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from llmtrain.cluster.environment import LAUNCHER_PID, threads_per_rank
 from llmtrain.cluster.note import NOTES, Ending, Notes
 from llmtrain.cluster.stop import STOP_SIGNALS
-from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_PREEMPTED, RunFailedError
+from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, RunFailedError
 
 # How long the agent waits for the other ranks once one has ended, in seconds.
 GRACE = 60
@@ -52,24 +52,32 @@ class _End:
 
 
 class _Signals:
-    """Passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, which save and end. asked: whether one came."""
+    """Passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, which save and end, or by a second SIGINT end at once. asked:
+    whether one came. interrupts: SIGINTs that came."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.interrupts = False, 0
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        self.interrupts += number == signal.SIGINT
         for child in psutil.Process().children():
             child.send_signal(number)
+
+    def ignore(self) -> None:
+        """Have this process, which is about to end, not die of one that comes now: its exit code would be another."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = None) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
 
     SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
-    rank that ended otherwise, RunFailedError when it was killed or hung and was not, or too often, started again.
+    rank that ended otherwise, RunFailedError when it was killed or hung and was not, or too often, started again, and
+    KeyboardInterrupt where SIGINT came before there was anything to save, or again before it was saved.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     # The agent logs its own tables; what went wrong is said here, in one sentence.
@@ -82,12 +90,14 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
         os.environ["OMP_NUM_THREADS"] = threads or str(threads_per_rank(ranks))
         end = _attempt(ranks, arguments)
         if end is None:
-            return
+            return signals.ignore()
         newest = restarts.newest()
         if newest != before:
             tried, before, lost = 0, newest, None
         if end.rank is None or signals.asked or tried == restarts.most:
-            raise end.error
+            signals.ignore()
+            at_once = signals.interrupts > 1 and end.code != EXIT_PREEMPTED
+            raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error
         tried += 1
         if end.rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
             _leave_out(end.rank)
@@ -131,6 +141,8 @@ def _ending(failures: list[ProcessFailure], notes: Notes) -> _End:
     # Ranks that are asked to stop before their first step die of it.
     if any(failure.exitcode in (EXIT_PREEMPTED, -signal.SIGUSR1) for failure in failures):
         return _End(None, code=EXIT_PREEMPTED)
+    if any(failure.exitcode in (EXIT_INTERRUPTED, -signal.SIGINT) for failure in failures):
+        return _End(None, code=EXIT_INTERRUPTED)
     # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
     # ends others by SIGTERM at once, by SIGKILL after its grace.
     together = [failure for failure in failures if failure.timestamp < min(each.timestamp for each in failures) + GRACE]
