@@ -2,7 +2,9 @@
 
 
 class DataError(Exception):
-    """A corpus, tokenizer or prepared data set that cannot be used as it is. One sentence; exit code 2."""
+    """A corpus, tokenizer or prepared data set that cannot be used as it is. One sentence."""
+
+    exit_code = 2
 
 
 class PreparationStoppedError(Exception):

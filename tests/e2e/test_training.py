@@ -189,6 +189,49 @@ def test_a_second_ctrl_c_ends_a_run_at_once(ranks: int, recipe: Path) -> None:
     assert not [child for child in children if child.is_running()]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_once_a_run_has_saved_changes_nothing(ranks: int, recipe: Path) -> None:
+    process = subprocess.Popen(
+        command(recipe, "--nproc", str(ranks), "train.steps=100000"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, env=environment(),
+    )  # fmt: skip
+    wait_for(lambda: last_step(recipe.parent / "runs" / "tiny") >= 3, process)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, more = process.communicate(timeout=30)
+    assert (process.returncode, more) == (75, "")
+    assert re.fullmatch(r"llmtrain: stopped after step \d+ and saved; .*\n", said)
+
+
+def catches(process: subprocess.Popen[str], number: int) -> bool:
+    """Whether a process handles a signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "sentence"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 75, "told to stop before its first step; the same command starts it again"),
+        (signal.SIGUSR1, 75, "told to stop before its first step; the same command starts it again"),
+    ],
+)
+def test_a_signal_before_there_are_ranks_ends_the_run(number: int, code: int, sentence: str, recipe: Path) -> None:
+    """As soon as the launcher takes it, which starts its ranks some tenths of a second later."""
+    process = subprocess.Popen(
+        command(recipe, "--nproc", "2", "train.steps=100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment(),
+    )  # fmt: skip
+    wait_for(lambda: catches(process, signal.SIGUSR1), process)
+    assert not psutil.Process(process.pid).children()
+    process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", f"llmtrain: {sentence}\n")
+    assert process.returncode == code
+
+
 def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
     check_kills(recipe, corpus, 4, 400)
 

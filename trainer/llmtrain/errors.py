@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, and how it ends when it was told to stop, or to stop at once."""
+"""The ways in which a command ends otherwise than well, and their exit codes."""
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -6,13 +6,23 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
 
-class BadInputError(Exception):
-    """A recipe, argument or file that the user has to change. One sentence; exit code 2."""
+class CommandError(Exception):
+    """What ends a command with one sentence, and the exit code that goes with it."""
+
+    exit_code = EXIT_FAILED
 
 
-class RunFailedError(Exception):
-    """A run that could not go on. One sentence; exit code 1."""
+class BadInputError(CommandError):
+    """A recipe, argument or file that the user has to change."""
+
+    exit_code = EXIT_BAD_INPUT
 
 
-class PreemptedError(Exception):
-    """The run was told to stop and saved a checkpoint. One sentence; exit code 75."""
+class RunFailedError(CommandError):
+    """A run that could not go on."""
+
+
+class PreemptedError(CommandError):
+    """The run was told to stop; the same command goes on from its newest checkpoint."""
+
+    exit_code = EXIT_PREEMPTED

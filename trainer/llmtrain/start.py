@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,16 +15,15 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.environment import LAUNCHER_PID, Launched, launched
+from llmtrain.cluster.environment import LAUNCHER_PID, Launched, heed_launcher, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
 from llmtrain.cluster.note import Ending
 from llmtrain.errors import (
-    EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
     BadInputError,
+    CommandError,
     PreemptedError,
     RunFailedError,
 )
@@ -37,18 +37,12 @@ if TYPE_CHECKING:
     from llmtrain.cluster.launch import Restarts
     from llmtrain.cluster.ranks import Ranks
 
-EXIT_CODES = {
-    BadInputError: EXIT_BAD_INPUT,
-    DataError: EXIT_BAD_INPUT,
-    RunFailedError: EXIT_FAILED,
-    PreemptedError: EXIT_PREEMPTED,
-}
-
 
 def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
     srun started this process, as one of theirs. dry_run: print the resolved recipe instead, and what is likely wrong
     with it."""
+    heed_launcher()
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
@@ -146,11 +140,11 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
     """Have one rank say what the block raises on any of them, and all end after an error on one of them."""
     try:
         yield
-    except tuple(EXIT_CODES) as error:
+    except (CommandError, DataError) as error:
         ranks.watch.ended(Ending.TOLD)
-        _skip_finalization(EXIT_CODES[type(error)])
+        _skip_finalization(error.exit_code)
         if _has_been_said(error, ranks):
-            raise SystemExit(EXIT_CODES[type(error)]) from error
+            raise SystemExit(error.exit_code) from error
         if ranks.vigil is not None:
             if not isinstance(error, PreemptedError):
                 ranks.vigil.leave_word()
@@ -213,7 +207,9 @@ def _has_been_said(error: Exception, ranks: "Ranks") -> bool:
 
 
 def _skip_finalization(code: int) -> None:
-    """Have the process end as soon as all is said: a thread that waits for other ranks inside gloo would abort it."""
+    """Have the process end as soon as all is said: a thread that waits for other ranks inside gloo would abort it, and
+    Ctrl-C would have it say more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end() -> None:
         sys.stdout.flush()

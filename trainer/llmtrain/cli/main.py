@@ -11,15 +11,7 @@ import typer
 from llmtrain_data.errors import DataError
 
 from llmtrain.cluster.environment import LAUNCHER_PID
-from llmtrain.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    BadInputError,
-    PreemptedError,
-    RunFailedError,
-)
+from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 
 VERBS = {
     "run": "Train: start the run that a recipe describes, or go on with it where it stopped.",
@@ -54,14 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Our launcher was interrupted too, and says so for all.
             return code if os.environ.get(LAUNCHER_PID) == str(os.getppid()) else _say("interrupted", code)
         return code if isinstance(code, int) else 0
-    except (BadInputError, DataError) as error:
-        return _say(error, EXIT_BAD_INPUT)
+    except (CommandError, DataError) as error:
+        return _say(error, error.exit_code)
     except typer.TyperException as error:
         return _say(error.format_message(), error.exit_code) if error.format_message() else 0
-    except RunFailedError as error:
-        return _say(error, EXIT_FAILED)
-    except PreemptedError as error:
-        return _say(error, EXIT_PREEMPTED)
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:

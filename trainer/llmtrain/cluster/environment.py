@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from zlib import crc32
@@ -10,6 +11,8 @@ from llmtrain.errors import BadInputError
 
 # Set for ranks that `llmtrain run --nproc` started: the pid of the process that started them.
 LAUNCHER_PID = "LLMTRAIN_LAUNCHER_PID"
+# The number of the signal by which that process was told to stop, for ranks that it started later.
+STOP_SIGNAL = "LLMTRAIN_STOP_SIGNAL"
 
 # Where runs meet: below the ports that Linux hands out to whoever asks for any (from 32768).
 FIRST_PORT, PORTS = 20000, 12000
@@ -41,6 +44,12 @@ def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launc
             f"the run without {place.by}"
         )
     return place
+
+
+def heed_launcher() -> None:
+    """Take the signal that this rank's launcher got before there was a rank to pass it on to."""
+    if number := os.environ.get(STOP_SIGNAL):
+        signal.raise_signal(int(number))
 
 
 def _found(environment: Mapping[str, str]) -> Launched | None:

@@ -15,10 +15,17 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from llmtrain.cluster.environment import LAUNCHER_PID, threads_per_rank
+from llmtrain.cluster.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
 from llmtrain.cluster.note import NOTES, Ending, Notes
 from llmtrain.cluster.stop import STOP_SIGNALS
-from llmtrain.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, RunFailedError
+from llmtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    PreemptedError,
+    RunFailedError,
+)
 
 # How long the agent waits for the other ranks once one has ended, in seconds.
 GRACE = 60
@@ -48,6 +55,8 @@ class _End:
         """What ends this process."""
         if not self.why:
             return SystemExit(self.code)
+        if self.code == EXIT_PREEMPTED:
+            return PreemptedError(self.why)
         return RunFailedError(f"{self.why}, so the run stopped; the same command goes on from the last checkpoint")
 
 
@@ -57,12 +66,16 @@ class _Signals:
 
     def __init__(self) -> None:
         self.asked, self.interrupts = False, 0
+        os.environ[STOP_SIGNAL] = ""
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self.interrupts += number == signal.SIGINT
+        # Ranks that are yet to be started read it. One whose environment was copied just now is ended by the agent
+        # when the others end.
+        os.environ[STOP_SIGNAL] = str(number)
         for child in psutil.Process().children():
             child.send_signal(number)
 
@@ -88,7 +101,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
     tried, before, lost = 0, restarts.newest(), None
     while True:
         os.environ["OMP_NUM_THREADS"] = threads or str(threads_per_rank(ranks))
-        end = _attempt(ranks, arguments)
+        end = _attempt(ranks, arguments, signals)
         if end is None:
             return signals.ignore()
         newest = restarts.newest()
@@ -108,7 +121,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
         print(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", file=sys.stderr)
 
 
-def _attempt(ranks: int, arguments: Sequence[str]) -> _End | None:
+def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | None:
     """Run the ranks once; return how they ended, None for well."""
     notes = Notes(ranks)
     if notes.path is not None:
@@ -130,19 +143,29 @@ def _attempt(ranks: int, arguments: Sequence[str]) -> _End | None:
     try:
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
-        return _ending(list(error.failures.values()), notes)
+        failures = list(error.failures.values())
+        return _stopped(failures, signals.asked) or _ending(failures, notes)
     finally:
         notes.close()
     return None
 
 
+def _stopped(failures: list[ProcessFailure], asked: bool) -> _End | None:
+    """Return how a run ended that was told to stop; None where it did not end of that. asked: whether this process was
+    told as well, and not its ranks alone."""
+    codes = {failure.exitcode for failure in failures}
+    if EXIT_PREEMPTED in codes:
+        return _End(None, code=EXIT_PREEMPTED)
+    if codes & {EXIT_INTERRUPTED, -signal.SIGINT}:
+        return _End(None, code=EXIT_INTERRUPTED)
+    # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
+    if -signal.SIGUSR1 in codes or (asked and codes == {-signal.SIGTERM}):
+        return _End(None, "told to stop before its first step; the same command starts it again", EXIT_PREEMPTED)
+    return None
+
+
 def _ending(failures: list[ProcessFailure], notes: Notes) -> _End:
     """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
-    # Ranks that are asked to stop before their first step die of it.
-    if any(failure.exitcode in (EXIT_PREEMPTED, -signal.SIGUSR1) for failure in failures):
-        return _End(None, code=EXIT_PREEMPTED)
-    if any(failure.exitcode in (EXIT_INTERRUPTED, -signal.SIGINT) for failure in failures):
-        return _End(None, code=EXIT_INTERRUPTED)
     # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
     # ends others by SIGTERM at once, by SIGKILL after its grace.
     together = [failure for failure in failures if failure.timestamp < min(each.timestamp for each in failures) + GRACE]
