@@ -49,25 +49,29 @@ HEAD = """## Uneven stages
 `python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
 processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
 medians, ratios within a step or a turn. "passes" are all forward and backward passes of a step; a step has the sums
-over ranks and the optimizer besides. The timeline is what `simulate`, or `simulate_message_driven`, says of each step's
-passes: "by means" of what actions of each stage took in it, with what a rank does to come to them unless it waits, and
-the medians of messages over each link that a rank waited for; "by each" of what each action took, and each such
-message: then nothing is left between the two but what the timeline does not know of. "shown" is what
-`llmtrain pipeline show --flops` says from the cluster file and FLOPs alone; of a run it knows but how fast the first
-rank was in the forward passes of 1F1B with the split uniform. The split auto has the clusters' speeds from the cluster
-file."""
+over ranks and the optimizer besides. "shown" is what `llmtrain pipeline show --flops` says of the passes before a run,
+from the cluster file and the FLOPs that the first rank does in a second. The split auto has the clusters' speeds from
+the cluster file. "by means" and "by each" are timelines with durations as measured, by `simulate` or
+`simulate_message_driven` for each step: with the means of what actions of each stage took in it, with what a rank does
+to come to them unless it waits, and the medians of messages over each link that a rank waited for; and with what each
+action took, and each such message: then nothing is left between the two but what the timeline does not know of.
+
+An emulated processor takes the time that it is given for each layer, and works without a pause unless its rank waits
+for a message, like an accelerator to which its host hands work ahead: the ranks, which share this machine's cores,
+sleep for the rest of that time. So the slow one is slower by just its speed, and what is measured can be held against
+what is shown."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms.
-    pace: seconds that a block of the others waits in a forward pass, as if it were computed elsewhere, in the backward
-    pass of its inputs and in that of its weights; 0: ranks have this machine's cores, the slow one in part. rounds:
+    layer: seconds that the others' emulated processors take for a layer's forward pass, and as many for the backward
+    pass of its inputs and for that of its weights; 0: ranks have this machine's cores, the slow one in part. rounds:
     measured steps of each contestant."""
 
     hidden: int
     latency: int
-    pace: float
+    layer: float
     rounds: int
     speed: float
     tokens: int = 64
@@ -78,19 +82,19 @@ class Setting:
             f"{self.latency} ms of latency, speed {self.speed:g}, {self.microbatches} microbatches of {self.tokens} "
             f"tokens, hidden {self.hidden}, {self.rounds} steps"
         )
-        if not self.pace:
+        if not self.layer:
             return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
         return (
-            f"Each block sleeps {1e3 * self.pace:g} ms in a forward pass, in the backward pass of its inputs and in "
-            f"that of its weights, and {1e3 * self.pace / self.speed:g} ms in the slow cluster, so that the ranks' "
-            f"work goes side by side as on processors of their own ({size}):"
+            f"Each rank has an emulated processor, which takes {1e3 * self.layer:g} ms for a layer's forward pass, as "
+            f"many for the backward pass of its inputs and for that of its weights, {1e3 * self.layer / self.speed:g} "
+            f"ms in the slow cluster, and for the head by its FLOPs ({size}):"
         )
 
 
 SETTINGS = (
-    Setting(hidden=64, latency=180, pace=0.006, rounds=8, speed=0.3),
-    Setting(hidden=64, latency=180, pace=0.006, rounds=8, speed=0.4),
-    Setting(hidden=256, latency=60, pace=0.0, rounds=20, speed=0.4),
+    Setting(hidden=64, latency=180, layer=0.006, rounds=8, speed=0.3),
+    Setting(hidden=64, latency=180, layer=0.006, rounds=8, speed=0.4),
+    Setting(hidden=256, latency=60, layer=0.0, rounds=20, speed=0.4),
 )
 # With more microbatches under way than stages, the latency of a link is hidden behind others.
 SCHEDULES = {
@@ -122,10 +126,10 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
             "contestants": contestants,
             "rounds": setting.rounds,
             "busy": busy(setting),
-            "paces": [setting.pace] * (STAGES - 1) + [setting.pace / setting.speed],
+            "layers": [setting.layer] * (STAGES - 1) + [setting.layer / setting.speed],
         }
         emulated = of_cluster(load_cluster(description))
-        with Lab(replace(emulated, speeds={}) if setting.pace else emulated) as lab:
+        with Lab(replace(emulated, speeds={}) if setting.layer else emulated) as lab:
             found: dict[str, dict[str, Any]] = answer(
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=1800
             )
@@ -139,11 +143,11 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
-    """Return the FLOPs that the first rank computed in a second of its forward passes."""
-    seconds = durations((step[0] for step in figures["actions"]), took)["F"][0]
-    # Of a GPT-2 block's matrices, and of attention.
-    layer = 2 * 12 * setting.hidden**2 + 4 * setting.hidden * setting.tokens
-    return float(figures["split"][0] * layer * setting.tokens / seconds)
+    """Return the FLOPs that the first rank computes in a second: where its processor is not emulated, those that it
+    computed in its forward passes."""
+    forward = durations((step[0] for step in figures["actions"]), took)["F"][0]
+    seconds = setting.layer or forward / figures["split"][0]
+    return float(figures["layer"] * setting.tokens / seconds)
 
 
 @dataclass(frozen=True)
@@ -226,9 +230,10 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             ),
             " / ".join(f"{seconds * 1e3:.0f}" for seconds in figures["transfers"]),
             f"{median(passes[key]):.2f}",
+            f"{figures['shown']:.2f}",
             f"{median(means[key]):.2f}",
             f"{median(each[key]):.2f}",
-            f"{figures['shown']:.2f}",
+            f"{median(passes[key]) / figures['shown']:.3f}",
             f"{median(_ratios(passes[key], means[key])):.3f}",
             f"{median(_ratios(passes[key], each[key])):.3f}",
             f"{median(whole[key]):.2f}",
@@ -244,10 +249,11 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "ms forward + backward",
         "ms of a message",
         "s of passes",
+        "shown",
         "by means",
         "by each",
-        "shown",
-        "passes / by means",
+        "passes / shown",
+        "/ by means",
         "/ by each",
         "s of a step",
         "from, to",
@@ -272,15 +278,14 @@ def by_split(
     each: Mapping[tuple[str, str], list[float]],
 ) -> str:
     """Return how much faster the split auto is than uniform, as measured and by the timelines."""
-    ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), " (goal: 1)" if schedule in GOALS else ""
+    ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), "; goal: 1" if schedule in GOALS else ""
     measured, by_means, by_each = (_ratios(of[theirs], of[ours]) for of in (passes, means, each))
     shown = found[_name(*theirs)]["shown"] / found[_name(*ours)]["shown"]
-    quotients = _ratios(measured, by_means)
-    least, most = median_interval(quotients)
     return (
-        f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform; the timeline "
-        f"says {median(by_means):.3f} by means, of which this is {median(quotients):.4f}{goal}, 95 times in 100 "
-        f"between {least:.4f} and {most:.4f}, and {median(by_each):.3f} by each; {shown:.3f} is shown."
+        f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform, of which "
+        f"{shown:.3f} is shown ({_quotient([ratio / shown for ratio in measured])} of it{goal}); the timeline says "
+        f"{median(by_means):.3f} by means ({_quotient(_ratios(measured, by_means))}{goal}), and {median(by_each):.3f} "
+        "by each."
     )
 
 
@@ -300,6 +305,12 @@ def main() -> None:
 def _ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
     """Return how many times as much each is as its counterpart, of the same step or turn."""
     return [one / other for one, other in zip(some, others, strict=True)]
+
+
+def _quotient(values: Sequence[float]) -> str:
+    """Return their median, and between which figures it lies 95 times in 100."""
+    least, most = median_interval(values)
+    return f"{median(values):.4f}, 95 times in 100 between {least:.4f} and {most:.4f}"
 
 
 def _message(action: Action, stage: int) -> Message:

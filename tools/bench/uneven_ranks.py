@@ -20,26 +20,33 @@ from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.ranks import Ranks, connect, disconnect
 from llmtrain.cluster.stop import StopRequest
 from llmtrain.compose import Run, compose
+from llmtrain.parallel.pipeline.split import stage_costs
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.recipe.resolve import Facts, resolve, shape
 from llmtrain.recipe.schema import Recipe
 from llmtrain.train import train_step
 
-from tools.bench.pace import pace_run
 from tools.bench.pipeline_watch import Watch, step_seconds, transfers, watch_run
+from tools.bench.processor import emulate
 
 WARMUP = 1
 
 
 class Contestant:
-    """A run of ours, whose actions are watched. pace: seconds, see `pace_run`. whole: seconds of its steps, the
-    optimizer's part included."""
+    """A run of ours, whose actions are watched. layer: seconds of a layer's forward pass on this rank's processor, 0
+    for what this machine takes. whole: seconds of its steps, the optimizer's part included."""
 
-    def __init__(self, run: Run, pace: float) -> None:
+    def __init__(self, run: Run, layer: float) -> None:
         self.run, self.watch, self.whole = run, Watch(), list[float]()
-        executor, train = run.executor, run.executor.train
-        pace_run(run, pace)
+        recipe = run.recipe
+        split, stage = recipe.pipeline.split, run.ranks.layout.coordinate(run.ranks.rank, Axis.PIPELINE)
+        assert not isinstance(split, str)
+        self._costs = stage_costs(shape(recipe), recipe.data.sequence_length)
+        if layer:
+            # The head's work is the last layer's too.
+            emulate(run, layer * self._costs.of(split)[stage] / (self._costs.layer * split[stage]))
         watch_run(run, self.watch)
+        executor, train = run.executor, run.executor.train
 
         def passes(*given: Any) -> torch.Tensor:
             started = time.perf_counter()
@@ -70,6 +77,8 @@ class Contestant:
         return {
             "split": list(recipe.pipeline.split),
             "limit": recipe.pipeline.limit,
+            # FLOPs of a token's forward pass through a layer.
+            "layer": self._costs.layer / 3,
             "whole": self.whole,
             "passes": step_seconds(watches),
             "transfers": transfers(watches, busy),
@@ -95,9 +104,9 @@ def main(settings: dict[str, Any]) -> None:
     parallel = next(iter(recipes.values())).parallel
     ranks = connect(Layout(layout_degrees(parallel, facts.world)), facts.tiers, cluster=cluster)
     with ExitStack() as stack:
-        pace = settings["paces"][ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)]
+        layer = settings["layers"][ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)]
         runs = {name: our_run(name, recipe, facts, ranks, stack) for name, recipe in recipes.items()}
-        contestants = {name: Contestant(run, pace) for name, run in runs.items()}
+        contestants = {name: Contestant(run, layer) for name, run in runs.items()}
         for number in range(WARMUP + settings["rounds"]):
             for name in list(contestants) if number % 2 else list(reversed(contestants)):
                 if number == WARMUP:

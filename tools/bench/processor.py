@@ -1,0 +1,104 @@
+"""A processor of each rank's own, emulated: it takes the time that it is given, whatever the rank's own work takes."""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from llmtrain.compose import Run
+from llmtrain.parallel.pipeline.executor import channels
+from llmtrain.parallel.pipeline.transport import Channel
+from torch import Tensor
+
+# Seconds by which a sleep may end late.
+PROMPT = 5e-4
+
+
+class Processor:
+    """Works without a pause, like an accelerator whose host hands work ahead: the host's own work, for which it sleeps
+    the less, takes none of its time, unless it is late. What has to wait for a message begins when the host has it."""
+
+    def __init__(self, arrived: Callable[[], set[Channel]]) -> None:
+        """arrived: gives the channels whose next message is there."""
+        self._arrived, self._free, self._there = arrived, 0.0, set[Channel]()
+
+    def begin(self) -> None:
+        """Begin now, after a pause."""
+        self._free, self._there = perf_counter(), set()
+
+    def work(self, seconds: float) -> None:
+        """Return when it has worked so many seconds from the end of the work before."""
+        self._free += seconds
+        sleep(max(0.0, self._free - perf_counter()))
+        late = perf_counter() - self._free
+        # What ends a little late has the next work begin no later.
+        if late > PROMPT:
+            self._free += late
+        self._there = self._arrived()
+
+    def receive(self, channel: Channel, receive: Callable[[Channel], Tensor]) -> Tensor:
+        """Receive the next message of a channel, for what is worked on next."""
+        values = receive(channel)
+        if channel not in self._there:
+            self._free = max(self._free, perf_counter())
+        self._there.discard(channel)
+        return values
+
+
+class Given(torch.autograd.Function):
+    """What a block is given: the identity, behind whose backward pass the block's is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, worked: Callable[[], None]) -> Tensor:
+        """worked: called once the gradient is there."""
+        ctx.worked = worked
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Hand on the gradient."""
+        ctx.worked()
+        return gradient, None
+
+
+def emulate(run: Run, seconds: float) -> None:
+    """Have each block of a pipelined run of ours take so many seconds in its forward pass, in the backward pass of its
+    inputs and in that of its weights, also where these come apart."""
+    executor, engine = run.executor, run.engine
+    transport, deferred, train, weights = (
+        executor._transport,
+        executor._deferred,
+        executor.train,
+        engine.backward_weights,
+    )
+    assert transport is not None
+    own = {chunk.piece.stage for chunk in executor._stages}
+    ours = [channel for channel in channels(executor._schedule) if channel.target in own]
+    processor, receive = (
+        Processor(lambda: {channel for channel in ours if transport.arrived(channel)}),
+        transport.receive,
+    )
+
+    def backward() -> None:
+        processor.work(seconds if deferred is not None and deferred.active else 2 * seconds)
+
+    def wait_forward(*_: Any) -> None:
+        processor.work(seconds)
+
+    def wait_backward(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return Given.apply(given[0], backward), *given[1:]
+
+    def backward_weights(received: Any, products: Any, turns: Sequence[Any]) -> None:
+        weights(received, products, turns)
+        processor.work(seconds * sum(turn.name.startswith("blocks.") for turn in turns))
+
+    def passes(*given: Any) -> Tensor:
+        processor.begin()
+        return train(*given)
+
+    for block in run.model.blocks.values():
+        block.register_forward_pre_hook(wait_backward)
+        block.register_forward_hook(wait_forward)
+    transport.receive = lambda channel: processor.receive(channel, receive)  # type: ignore[method-assign]
+    engine.backward_weights = backward_weights  # type: ignore[method-assign, assignment]
+    executor.train = passes  # type: ignore[method-assign, assignment]
