@@ -172,6 +172,15 @@ def test_a_dry_run_says_what_a_run_would(workplace: Path, capsys: pytest.Capture
     assert yaml.safe_load(said)["parallel"]["pipeline"] == 4
 
 
+def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text(GOOD)
+    keys = ["parallel.data=auto", "parallel.pipeline=4", "pipeline.transport=mpi"]
+    assert main(["run", "recipe.yaml", *keys, "--nproc", "4", "--dry-run"]) == 0
+    assert "\n# pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n 4 " in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text(GOOD)
     words = ["run", "recipe.yaml", "--nproc", "1", "checkpoint.resume=gone", "logging.dir=there", "--dry-run"]

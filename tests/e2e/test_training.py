@@ -215,8 +215,8 @@ def catches(process: subprocess.Popen[str], number: int) -> bool:
     ("number", "code", "sentence"),
     [
         (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 75, "told to stop before its first step; the same command starts it again"),
-        (signal.SIGUSR1, 75, "told to stop before its first step; the same command starts it again"),
+        (signal.SIGTERM, 75, "told to stop before anything was done; the same command starts again"),
+        (signal.SIGUSR1, 75, "told to stop before anything was done; the same command starts again"),
     ],
 )
 def test_a_signal_before_there_are_ranks_ends_the_run(number: int, code: int, sentence: str, recipe: Path) -> None:

@@ -128,7 +128,9 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["parallel.pipeline=2", "parallel.tensor=5"], "parallel.tensor is 5"),
         (["parallel.pipeline=3", "parallel.data=2", "--ranks", "7"], "the run has 7 ranks"),
         (["parallel.pipeline=2", "pipeline.split=even"], "balanced, auto or a list of whole numbers"),
-        (["parallel.pipeline=2", "--png", "."], "--png is ., which cannot be written (Is a directory)"),
+        (["parallel.pipeline=2", "--png", "."], "--png is .; name a file that ends in .png"),
+        (["parallel.pipeline=2", "--png", "a.jpg"], "--png is a.jpg; name a file that ends in .png"),
+        (["parallel.pipeline=2", "--png", "/none/a.png"], "which cannot be written (No such file"),
     ],
 )
 def test_verb_refuses(overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

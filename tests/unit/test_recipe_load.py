@@ -105,6 +105,10 @@ def test_nearest_key(key: str, nearest: str) -> None:
     assert unknown_key(key).endswith(f"did you mean {nearest}?")
 
 
+def test_what_is_like_no_key_gets_the_list() -> None:
+    assert unknown_key("parallel.expert").endswith("; `llmtrain recipes schema` lists the keys")
+
+
 def test_every_key_of_the_schema_is_known() -> None:
     schema = recipe_schema()
     assert set(schema["properties"]) == {key for key in recipe_keys() if "." not in key} | {"extends"}

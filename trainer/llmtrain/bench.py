@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.cluster.config import Accelerator, Cluster, Nic
 from llmtrain.cluster.description import load_cluster
-from llmtrain.cluster.environment import Launched, launched
+from llmtrain.cluster.environment import Launched, heed_launcher, launched
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.measure.discover import Machine, discovered, this_machine
 from llmtrain.cluster.measure.links import Link, links, socket_links
@@ -50,6 +50,7 @@ def bench_comm(asked: CommBench, nproc: int | None) -> None:
 
     Raises BadInputError, and RunFailedError when ranks do not reach each other.
     """
+    heed_launcher()
     given = load_cluster(asked.cluster) if asked.cluster else None
     for file in (asked.output, asked.plot):
         if file is not None and not file.absolute().parent.is_dir():

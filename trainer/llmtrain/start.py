@@ -57,24 +57,33 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         apex=_has_apex(),
     )
     resolved = settle(recipe, facts, read_hf_config)
+    unled = _without_mpi(resolved, world) if place is None else None
     if dry_run:
         cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
         said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
+        said += [unled] if unled else []
         # As comments: what is printed stays a recipe.
         sys.stdout.write("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
-    if place is None and resolved.parallel.pipeline > 1 and resolved.pipeline.transport == "mpi":
-        raise BadInputError(
-            f"pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n {world} llmtrain run "
-            "RECIPE, or set pipeline.transport=torch"
-        )
+    if unled:
+        raise BadInputError(unled)
     if place is not None or world == 1:
         _run_rank(recipe, resolved, place, facts)
     else:
         from llmtrain.cluster.launch import launch
 
         launch(world, ["run", name, *overrides], _restarts(recipe, facts))
+
+
+def _without_mpi(recipe: Recipe, world: int) -> str | None:
+    """Return what is missing where nobody has started the ranks of a pipeline whose messages MPI carries."""
+    if recipe.parallel.pipeline == 1 or recipe.pipeline.transport != "mpi":
+        return None
+    return (
+        f"pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n {world} llmtrain run "
+        "RECIPE, or set pipeline.transport=torch"
+    )
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:

@@ -41,6 +41,8 @@ def show(
     from llmtrain.parallel.pipeline.draw import print_view
     from llmtrain.parallel.pipeline.show import show_recipe
 
+    if png is not None and png.suffix.lower() != ".png":
+        raise BadInputError(f"--png is {png}; name a file that ends in .png")
     view = show_recipe(recipe, overrides or [], ranks, flops)
     if png is not None:
         from llmtrain.parallel.pipeline.figure import timeline_figure
@@ -48,7 +50,7 @@ def show(
         try:
             png.write_bytes(timeline_figure(view))
         except OSError as error:
-            raise BadInputError(f"--png is {png}, which cannot be written ({error.strerror}); name a file") from None
+            raise BadInputError(f"--png is {png}, which cannot be written ({error.strerror})") from None
     if as_json:
         typer.echo(json.dumps(view.as_data()))
     else:

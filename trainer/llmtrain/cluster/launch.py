@@ -160,7 +160,7 @@ def _stopped(failures: list[ProcessFailure], asked: bool) -> _End | None:
         return _End(None, code=EXIT_INTERRUPTED)
     # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
     if -signal.SIGUSR1 in codes or (asked and codes == {-signal.SIGTERM}):
-        return _End(None, "told to stop before its first step; the same command starts it again", EXIT_PREEMPTED)
+        return _End(None, "told to stop before anything was done; the same command starts again", EXIT_PREEMPTED)
     return None
 
 

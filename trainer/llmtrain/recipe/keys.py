@@ -71,9 +71,8 @@ def nearest_key(key: str) -> str | None:
     siblings = [name for name in known if name.rpartition(".")[0] == section]
     for candidates in (
         [leaves[leaf]] if leaf in leaves else [],
-        get_close_matches(key, siblings, n=1, cutoff=0.75),
+        get_close_matches(key, siblings, n=1, cutoff=0.8),
         [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)],
-        get_close_matches(key, known, n=1),
     ):
         if candidates:
             return candidates[0]
