@@ -54,7 +54,8 @@ from the cluster file and the FLOPs that the first rank does in a second. The sp
 the cluster file. "by means" and "by each" are timelines with durations as measured, by `simulate` or
 `simulate_message_driven` for each step: with the means of what actions of each stage took in it, with what a rank does
 to come to them unless it waits, and the medians of messages over each link that a rank waited for; and with what each
-action took, and each such message: then nothing is left between the two but what the timeline does not know of.
+action took, and each such message: then nothing is left between the two but what the timeline does not know of. In
+brackets is between which figures a median lies 95 times in 100.
 
 An emulated processor takes the time that it is given for each layer, and works without a pause unless its rank waits
 for a message, like an accelerator to which its host hands work ahead: the ranks, which share this machine's cores,
@@ -105,6 +106,15 @@ SCHEDULES = {
 # Those for which goals are set.
 GOALS = ("1f1b", "message-driven")
 SPLITS = ("uniform", "auto")
+BY_SPLIT = (
+    "auto against uniform",
+    "rate of passes",
+    "as shown",
+    "measured / shown (goal: 1)",
+    "by means",
+    "measured / by means (goal: 1)",
+    "by each",
+)
 ALL = list(product(SCHEDULES, SPLITS))
 
 
@@ -266,8 +276,8 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
             f"With the split {split}, {schedule} goes at {rates[0]:.2f} times the rate of 1f1b{goal}, its passes at "
             f"{rates[1]:.2f} (timeline: {rates[2]:.2f} by means, {rates[3]:.2f} by each)."
         )
-    said += [by_split(schedule, found, passes, means, each) for schedule in SCHEDULES]
-    return f"{table(header, rows)}\n\n{' '.join(said)}"
+    splits = table(BY_SPLIT, [by_split(schedule, found, passes, means, each) for schedule in SCHEDULES])
+    return f"{table(header, rows)}\n\n{' '.join(said)}\n\n{splits}"
 
 
 def by_split(
@@ -276,16 +286,19 @@ def by_split(
     passes: Mapping[tuple[str, str], list[float]],
     means: Mapping[tuple[str, str], list[float]],
     each: Mapping[tuple[str, str], list[float]],
-) -> str:
-    """Return how much faster the split auto is than uniform, as measured and by the timelines."""
-    ours, theirs, goal = (schedule, "auto"), (schedule, "uniform"), "; goal: 1" if schedule in GOALS else ""
+) -> tuple[str, ...]:
+    """Return how much faster the split auto is than uniform, as measured and by the timelines: a row of a table."""
+    ours, theirs = (schedule, "auto"), (schedule, "uniform")
     measured, by_means, by_each = (_ratios(of[theirs], of[ours]) for of in (passes, means, each))
     shown = found[_name(*theirs)]["shown"] / found[_name(*ours)]["shown"]
     return (
-        f"With {schedule}, the passes of auto go at {median(measured):.3f} times the rate of uniform, of which "
-        f"{shown:.3f} is shown ({_quotient([ratio / shown for ratio in measured])} of it{goal}); the timeline says "
-        f"{median(by_means):.3f} by means ({_quotient(_ratios(measured, by_means))}{goal}), and {median(by_each):.3f} "
-        "by each."
+        f"{schedule}{'' if schedule in GOALS else ' (no goal)'}",
+        f"{median(measured):.3f}",
+        f"{shown:.3f}",
+        _quotient([ratio / shown for ratio in measured]),
+        f"{median(by_means):.3f}",
+        _quotient(_ratios(measured, by_means)),
+        f"{median(by_each):.3f}",
     )
 
 
@@ -310,7 +323,7 @@ def _ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
 def _quotient(values: Sequence[float]) -> str:
     """Return their median, and between which figures it lies 95 times in 100."""
     least, most = median_interval(values)
-    return f"{median(values):.4f}, 95 times in 100 between {least:.4f} and {most:.4f}"
+    return f"{median(values):.4f} ({least:.4f} to {most:.4f})"
 
 
 def _message(action: Action, stage: int) -> Message:
