@@ -43,7 +43,7 @@ class Contestant:
         assert not isinstance(split, str)
         self._costs = stage_costs(shape(recipe), recipe.data.sequence_length)
         if layer:
-            # The head's work is the last layer's too.
+            # The head's work is spread over the layers of its stage.
             emulate(run, layer * self._costs.of(split)[stage] / (self._costs.layer * split[stage]))
         watch_run(run, self.watch)
         executor, train = run.executor, run.executor.train
