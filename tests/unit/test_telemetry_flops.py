@@ -1,6 +1,7 @@
 """FLOPs against published sizes and torch's own counter; peaks by name; what a process measures of itself."""
 
 import mmap
+import time
 
 import pytest
 import torch
@@ -132,6 +133,25 @@ def test_measuring_leaves_random_numbers_alone() -> None:
     # Some thousand products per second and thread is what the slowest machine does.
     assert 1e7 < measured_peak(CPU, torch.float32, budget=0.02) < 1e15
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_interrupted_products_do_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product:
+        """Takes a hundred times as long while threads start, then three of four times, as others have the cores."""
+
+        size, calls = 512, 0
+
+        def __init__(self, random: torch.Generator, dtype: torch.dtype, size: int) -> None:
+            pass
+
+        def seconds(self) -> float:
+            time.sleep(1e-4)
+            Product.calls += 1
+            slow = Product.calls < 20 or Product.calls % 4
+            return 1e-1 if slow else 1e-3
+
+    monkeypatch.setattr("llmtrain.telemetry.meters._Product", Product)
+    assert measured_peak(CPU, torch.float32, budget=0.05) == 2 * 512**3 / 1e-3
 
 
 def test_bytes_are_counted_by_group_and_operation_until_taken() -> None:

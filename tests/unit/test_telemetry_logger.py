@@ -23,7 +23,7 @@ from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry import units, wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
-from llmtrain.telemetry.console import RunConsole
+from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain_data.config import DataConfig
@@ -233,12 +233,47 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "  model           gpt2 [small]",
         "  decided         microbatch: 4",
         "                  data: 2",
-        "step 4/10  loss 2.5000  lr 1.00e-03  grad norm 1.00  12.3k tokens/s  MFU 42.1%  elapsed 1:05  left 1:00:00",
+        "step 4/10  loss 2.5000  lr 1.00e-03  grad norm 1.00  12.3k tokens/s  42% of measured peak  "
+        "elapsed 1:05  left 1:00:00",
         "step 4/10  validation loss 2.0000  perplexity 7.39",
         "warning: step 5 was skipped",
         "done",
         "  time                  1:05",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mfu", "measured", "shown"),
+    [(0.421, 0.6, "tokens/s  MFU 42.1%"), (None, 0.6, "tokens/s  60% of measured peak"), (None, None, "tokens/s")],
+)
+def test_utilisation_is_named_for_the_peak_that_it_is_of(mfu: float | None, measured: float | None, shown: str) -> None:
+    assert step_text({**ROW, "mfu": mfu, "mfu_measured": measured}).endswith(shown)
+
+
+def test_no_utilisation_is_logged_from_a_step_on_that_was_faster_than_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e6)
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        # Half of the measured peak, twice of it on a machine that others have stopped using, and half again.
+        rate = json.loads((tmp_path / "run.json").read_text())["flops_per_token"] * 64 / 2
+        for step, share in ((1, 0.5), (4, 2.0), (8, 0.5)):
+            log.step(record(step, seconds=rate / (share * 1e6)))
+    assert [row["mfu_measured"] for row in rows(tmp_path)[:3]] == [pytest.approx(0.5), None, None]
+
+
+def test_the_best_measured_peak_of_all_starts_on_a_device_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    for peak, name in ((2e9, "CPU, 2 threads"), (1e9, "CPU, 2 threads"), (3e9, "CPU, 2 threads"), (1e9, "another")):
+        monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype, peak=peak: peak)
+        monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device, name=name: name)
+        with logger(tmp_path, recipe()) as log:
+            log.start(0, [])
+        kept.append(json.loads((tmp_path / "run.json").read_text())["measured_peak"])
+    assert kept == [2e9, 2e9, 3e9, 1e9]
 
 
 def test_live_line_on_a_terminal() -> None:
@@ -247,7 +282,9 @@ def test_live_line_on_a_terminal() -> None:
     run.close()
     drawn = text.getvalue()
     assert "4/10  loss 2.5000" in drawn
-    assert "left 1:00:00" in drawn or "left 59:59" in drawn
+    # Words are where a narrow terminal's lines end.
+    words = " ".join(drawn.split())
+    assert "left 1:00:00" in words or "left 59:59" in words
     # The live line is drawn again below what is printed.
     assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
     assert "step 4/10  loss" not in drawn

@@ -76,6 +76,14 @@ def test_report_of_a_run_in_progress(tmp_path: Path) -> None:
         assert shown in text
 
 
+def test_no_share_of_a_peak_that_was_wrong_is_shown(tmp_path: Path) -> None:
+    shown = "share of measured peak"
+    sound = [step_row(1), step_row(2)]
+    assert shown in write_report(leave(tmp_path, sound)).read_text()
+    for wrong in ([*sound, step_row(3, mfu_measured=None)], [step_row(1, mfu_measured=1.75), *sound[1:]]):
+        assert shown not in write_report(leave(tmp_path, wrong)).read_text()
+
+
 def test_page_needs_nothing_else_and_trusts_nothing(tmp_path: Path) -> None:
     end = {"event": "end", "step": 3, "outcome": HOSTILE, "reason": HOSTILE}
     rows = [step_row(1), step_row(3, comm_bytes={HOSTILE: {HOSTILE: 5}}), {**evaluation(3, 2.0), "split": HOSTILE}, end]

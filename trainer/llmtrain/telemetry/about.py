@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ class RunInfo:
     host_of: Callable[[int], str] = lambda rank: "this machine"
 
 
-def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
-    """Return the content of `run.json`; rates in FLOP/s, entropy in nats. Measures the device's peak."""
+def describe(recipe: Recipe, about: RunInfo, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of `run.json`; rates in FLOP/s, entropy in nats. Measures the device's peak.
+
+    before: the content at the run's last start, whose measured peak of the same device stays if it is higher.
+    """
     precision, name = str(recipe.precision.compute), device_name(about.device)
     tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
     return {
@@ -54,9 +58,17 @@ def describe(recipe: Recipe, about: RunInfo) -> dict[str, Any]:
         "device": name,
         "precision": precision,
         "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(recipe, about.device, precision),
-        "measured_peak": measured_peak(about.device, _DTYPES[precision]),
+        "measured_peak": max(
+            measured_peak(about.device, _DTYPES[precision]), _peak_before(before or {}, name, precision)
+        ),
         "unigram_entropy": about.unigram_entropy,
     }
+
+
+def _peak_before(before: dict[str, Any], device: str, precision: str) -> float:
+    same = (before.get("device"), before.get("precision")) == (device, precision)
+    peak = before.get("measured_peak") if same else None
+    return peak if isinstance(peak, float) and isfinite(peak) else 0.0
 
 
 def _stated_peak(recipe: Recipe, device: torch.device, precision: str) -> float | None:

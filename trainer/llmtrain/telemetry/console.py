@@ -115,9 +115,11 @@ def step_text(row: Row) -> str:
         f"grad norm {row['grad_norm']:.2f}",
         f"{units.number(float(row['tokens_per_s']))} tokens/s",
     ]
-    # Of the data sheet's peak where the card is known, else of the measured one.
-    mfu = row["mfu_measured"] if row["mfu"] is None else row["mfu"]
-    parts.append(f"MFU {mfu:.1%}")
+    # MFU is of the data sheet's peak.
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    elif row["mfu_measured"] is not None:
+        parts.append(f"{row['mfu_measured']:.0%} of measured peak")
     if row["skipped_steps"]:
         parts.append(f"skipped {row['skipped_steps']}")
     return "  ".join(parts)

@@ -35,6 +35,16 @@ def number_at(row: Row, *keys: str) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
 
 
+def shares(steps: Sequence[Row], key: str) -> list[float]:
+    """Return the shares of a peak that logged steps reached, `mfu` or `mfu_measured`, NaN where there is none.
+
+    None at all where a later step was faster than the peak, which was wrong then: rows say so from that step on.
+    """
+    found = [number_at(row, key) for row in steps]
+    sound = isfinite(found[-1]) and not any(share > 1 for share in found)
+    return found if sound else [nan] * len(found)
+
+
 def loss_figure(steps: list[Row], evaluations: list[Row], unigram_entropy: float | None) -> bytes:
     """Draw training and validation loss over steps, in nats per token; returns a PNG."""
     figure, axes = _figure("loss (nats per token)")
@@ -67,9 +77,9 @@ def rate_figure(steps: list[Row]) -> bytes:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     for key, label in (
         ("mfu", "MFU, of the data sheet's peak"),
-        ("mfu_measured", "MFU, of the measured peak"),
+        ("mfu_measured", "share of the measured peak"),
     ):
-        per_token = _constant(_column(steps, key) / np.where(rate > 0, rate, nan))
+        per_token = _constant(np.array(shares(steps, key)) / np.where(rate > 0, rate, nan))
         if per_token is not None:
             _percent_axis(axes, per_token, label)
             break

@@ -72,3 +72,11 @@ def datasheet_peak(device_name: str, precision: str) -> float | None:
         if re.search(pattern, device_name):
             return peaks[precision] * 1e12 if precision in peaks else None
     return None
+
+
+def share_of(rate: float, fastest: float, peak: float | None) -> float | None:
+    """Return the share of a peak that a rate is; None where the peak is not known, or is none.
+
+    fastest: the best rate seen so far. Where that is above the peak, the peak is wrong, and so is every share of it.
+    """
+    return rate / peak if peak and fastest <= peak else None

@@ -17,8 +17,9 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.recipe.resolve import as_data
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry import units
-from llmtrain.telemetry.about import RunInfo, describe, facts, write_run_file
+from llmtrain.telemetry.about import RunInfo, describe, facts, read_run_file, write_run_file
 from llmtrain.telemetry.console import RunConsole
+from llmtrain.telemetry.flops import share_of
 from llmtrain.telemetry.links import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
@@ -125,12 +126,14 @@ class _Session:
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
+        # The best rate of a rank in a logged step of this start, in FLOP/s.
+        self._fastest = 0.0
         self._stragglers = Stragglers(about.layout)
         self._evaluations: list[Row] = []
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
-        self._run = describe(self._recipe, self._about)
+        self._run = describe(self._recipe, self._about, read_run_file(self._run_dir))
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._open(resumed_step)
         self._start_wandb()
@@ -198,6 +201,7 @@ class _Session:
         seconds = max(sum(self._window) / len(self._window), 1e-9)
         tokens_per_s = run["tokens_per_step"] / seconds
         per_rank = run["flops_per_token"] * tokens_per_s / run["world"]
+        self._fastest = max(self._fastest, per_rank)
         row = {
             "step": record.step,
             "tokens": record.tokens,
@@ -207,8 +211,8 @@ class _Session:
             "step_time_s": seconds,
             "tokens_per_s": tokens_per_s,
             "tflops_per_rank": per_rank / 1e12,
-            "mfu": per_rank / run["datasheet_peak"] if run["datasheet_peak"] else None,
-            "mfu_measured": per_rank / run["measured_peak"],
+            "mfu": share_of(per_rank, self._fastest, run["datasheet_peak"]),
+            "mfu_measured": share_of(per_rank, self._fastest, run["measured_peak"]),
             "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
             **sent,
             "link_bytes_per_s": self._links.busiest() if self._links else {},

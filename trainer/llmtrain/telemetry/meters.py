@@ -82,43 +82,54 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.15) -> float:
-    """Return the best rate in FLOP/s that products of two square matrices reach, in about `budget` seconds.
+def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.3) -> float:
+    """Return the best rate in FLOP/s that a product of two square matrices reaches, after a warm-up.
 
-    Sizes double from 512 up to 8192 while there is time for the next one, as small products do not fill a GPU
-    and large ones take seconds on a CPU; what time is left goes into repeating the largest.
+    Sizes double from 512 up to 8192 while a product takes less than a tenth of `budget` seconds: small products do not
+    fill a GPU, and large ones take seconds on a CPU. All sizes are timed in turn until none has been better by 1% for
+    `budget` seconds, for 6 times that at most: on a loaded machine most products are interrupted, short ones least.
     """
-    best, size, started = 0.0, 512, time.perf_counter()
     # A generator of its own: the run's random numbers must not depend on a measurement.
     random = torch.Generator(device).manual_seed(0)
-    while (left := started + budget - time.perf_counter()) > 0:
-        seconds = _product_seconds(random, dtype, size)
-        best = max(best, 2 * size**3 / seconds)
-        # Three products of the next size are 24 times the work, but take less where overhead or the threads of
-        # other processes made up much of this one's time.
-        if size < 8192 and 12 * seconds < left:
-            size *= 2
+    products = [_Product(random, dtype, 512)]
+    started = time.perf_counter()
+    # Threads start, kernels are chosen, and clocks rise to what they are under load.
+    while time.perf_counter() < started + budget / 4:
+        products[0].seconds()
+    while products[-1].size < 8192 and 8 * products[-1].seconds() < budget / 10:
+        products.append(_Product(random, dtype, 2 * products[-1].size))
+        products[-1].seconds()
+    best, started = 0.0, time.perf_counter()
+    improved = now = started
+    while now < min(improved, started + 5 * budget) + budget:
+        rate = max(2 * product.size**3 / product.seconds() for product in products)
+        now = time.perf_counter()
+        improved = now if rate > 1.01 * best else improved
+        best = max(best, rate)
     if device.type == "cuda":
+        del products
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best
 
 
-@torch.no_grad()
-def _product_seconds(random: torch.Generator, dtype: torch.dtype, size: int) -> float:
-    # Random numbers, as a card computes faster on constant ones, which cost it less power.
-    matrix = torch.randn((size, size), dtype=dtype, device=random.device, generator=random)
-    out = torch.empty_like(matrix)
-    # The first product loads libraries and picks a kernel.
-    matmul(matrix, matrix, out)
-    return min(_timed_product(matrix, out) for _ in range(2))
+class _Product:
+    """A product of two square matrices of `size` rows."""
 
+    def __init__(self, random: torch.Generator, dtype: torch.dtype, size: int) -> None:
+        self.size = size
+        # Random numbers, as a card computes faster on constant ones, which cost it less power.
+        self._matrix = torch.randn((size, size), dtype=dtype, device=random.device, generator=random)
+        self._out = torch.empty_like(self._matrix)
 
-def _timed_product(matrix: torch.Tensor, out: torch.Tensor) -> float:
-    if matrix.device.type == "cuda":
-        torch.cuda.synchronize(matrix.device)
-    started = time.perf_counter()
-    matmul(matrix, matrix, out)
-    if matrix.device.type == "cuda":
-        torch.cuda.synchronize(matrix.device)
-    return max(time.perf_counter() - started, 1e-9)
+    @torch.no_grad()
+    def seconds(self) -> float:
+        """Compute it, and return how long that took."""
+        device = self._matrix.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        matmul(self._matrix, self._matrix, self._out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max(time.perf_counter() - started, 1e-9)

@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain.errors import BadInputError
 from llmtrain.telemetry import units
 from llmtrain.telemetry.about import facts, read_run_file
-from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure
+from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics
 
 
@@ -114,18 +114,18 @@ def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple
         ("training loss", number_at(last, "loss"), "{:.4f}".format),
         ("tokens", number_at(last, "tokens"), units.number),
         ("time", number_at(last, "elapsed_s"), units.duration),
-        ("tokens/s, median", _median(steps, "tokens_per_s"), units.number),
-        ("MFU, median", _median(steps, "mfu"), "{:.1%}".format),
-        ("MFU of measured peak", _median(steps, "mfu_measured"), "{:.1%}".format),
+        ("tokens/s, median", _median([number_at(row, "tokens_per_s") for row in steps]), units.number),
+        ("MFU, median", _median(shares(steps, "mfu")), "{:.1%}".format),
+        ("share of measured peak, median", _median(shares(steps, "mfu_measured")), "{:.1%}".format),
         ("peak memory, main rank", _peak_memory(steps), units.size),
         ("skipped steps", skipped or nan, "{:.0f}".format),
     ]
     return ((name, shown(value)) for name, value, shown in numbers if isfinite(value))
 
 
-def _median(steps: list[Row], key: str) -> float:
-    values = [value for row in steps if isfinite(value := number_at(row, key))]
-    return median(values) if values else nan
+def _median(values: list[float]) -> float:
+    known = [value for value in values if isfinite(value)]
+    return median(known) if known else nan
 
 
 def _peak_memory(steps: list[Row]) -> float:
