@@ -9,7 +9,6 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,12 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.telemetry import units, wandb_sink
+from llmtrain.telemetry import wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
-from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain_data.config import DataConfig
-from rich.console import Console
 
 MODEL = GPTConfig(
     family="gpt2", layers=2, hidden=32, heads=2, kv_heads=2, ffn=128, positions=16, vocab=50, tie_embeddings=True,
@@ -205,51 +202,6 @@ def test_skipped_steps_and_loss_scale_are_logged(tmp_path: Path, capsys: pytest.
     assert "loss nan" in capsys.readouterr().out
 
 
-def console(terminal: bool) -> tuple[RunConsole, StringIO]:
-    text = StringIO()
-    return RunConsole(10, Console(file=text, force_terminal=terminal, width=60, color_system=None)), text
-
-
-ROW: Row = {
-    "step": 4, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 12345.0, "mfu": None, "mfu_measured": 0.421,
-    "skipped_steps": 0, "elapsed_s": 65.0,
-}  # fmt: skip
-
-
-def show(run: RunConsole) -> None:
-    run.start("tiny [run]", [("model", "gpt2 [small]")], ["microbatch: 4", "data: 2"])
-    run.progress(4, 65.0, 3600.0)
-    run.logged(ROW, 3600.0)
-    run.evaluation(4, "validation", 2.0, 7.389)
-    run.warn("step 5 was skipped")
-
-
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    run, text = console(terminal=False)
-    show(run)
-    run.end([("time", "1:05")])
-    assert text.getvalue().splitlines() == [
-        "run tiny [run]",
-        "  model           gpt2 [small]",
-        "  decided         microbatch: 4",
-        "                  data: 2",
-        "step 4/10  loss 2.5000  lr 1.00e-03  grad norm 1.00  12.3k tokens/s  42% of measured peak  "
-        "elapsed 1:05  left 1:00:00",
-        "step 4/10  validation loss 2.0000  perplexity 7.39",
-        "warning: step 5 was skipped",
-        "done",
-        "  time                  1:05",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("mfu", "measured", "shown"),
-    [(0.421, 0.6, "tokens/s  MFU 42.1%"), (None, 0.6, "tokens/s  60% of measured peak"), (None, None, "tokens/s")],
-)
-def test_utilisation_is_named_for_the_peak_that_it_is_of(mfu: float | None, measured: float | None, shown: str) -> None:
-    assert step_text({**ROW, "mfu": mfu, "mfu_measured": measured}).endswith(shown)
-
-
 def test_no_utilisation_is_logged_from_a_step_on_that_was_faster_than_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,43 +226,6 @@ def test_the_best_measured_peak_of_all_starts_on_a_device_stays(
             log.start(0, [])
         kept.append(json.loads((tmp_path / "run.json").read_text())["measured_peak"])
     assert kept == [2e9, 2e9, 3e9, 1e9]
-
-
-def test_live_line_on_a_terminal() -> None:
-    run, text = console(terminal=True)
-    show(run)
-    run.close()
-    drawn = text.getvalue()
-    assert "4/10  loss 2.5000" in drawn
-    # Words are where a narrow terminal's lines end.
-    words = " ".join(drawn.split())
-    assert "left 1:00:00" in words or "left 59:59" in words
-    # The live line is drawn again below what is printed.
-    assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
-    assert "step 4/10  loss" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (units.number(999), "999"),
-        (units.number(12345.0), "12.3k"),
-        (units.number(999_999), "1.00M"),
-        (units.number(0.5), "0.500"),
-        (units.number(math.inf), "inf"),
-        (units.duration(4.21), "4.2s"),
-        (units.duration(65), "1:05"),
-        (units.duration(7205), "2:00:05"),
-        (units.duration(3 * 86400 + 4 * 3600), "3d 04:00:00"),
-        (units.size(1536), "1.50 KiB"),
-        (units.size(80 * 2**30), "80.0 GiB"),
-        (units.size(12), "12 B"),
-        (units.flops(312e12), "312 TFLOP/s"),
-        (units.flops(17.14e9), "17.1 GFLOP/s"),
-    ],
-)
-def test_quantities_for_people(text: str, expected: str) -> None:
-    assert text == expected
 
 
 def wandb_reads(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
