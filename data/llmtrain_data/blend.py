@@ -1,12 +1,12 @@
 """How a blend of prepared sets will be sampled, before a run finds out."""
 
-import json
 import re
 from dataclasses import asdict, dataclass
 
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import open_split
 from llmtrain_data.errors import DataError
+from llmtrain_data.output import json_text
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -33,7 +33,7 @@ class BlendPlan:
 
     def json(self) -> str:
         """Return the plan as one JSON object."""
-        return json.dumps(asdict(self))
+        return json_text(asdict(self))
 
     def text(self) -> str:
         """Return the plan as a table, followed by the recipe's section."""

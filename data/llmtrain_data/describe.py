@@ -1,6 +1,5 @@
 """What a prepared data set holds, for people and as JSON."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from llmtrain_data.dataset import token_counts
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData, bin_path, idx_path
+from llmtrain_data.output import json_text
 from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
@@ -38,7 +38,7 @@ class Description:
 
     def json(self) -> str:
         """Return the description as one JSON object."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return json_text(asdict(self))
 
     def text(self) -> str:
         """Return the description as lines."""

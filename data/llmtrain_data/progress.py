@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from llmtrain_data.output import Terminal, say
+
 LINE_EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 
@@ -29,7 +31,6 @@ def progress(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> I
 
 @contextmanager
 def _bar(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Iterator[Report]:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -43,7 +44,7 @@ def _bar(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Itera
 
     sizes = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=unit == "rows"))
-    with Progress(*columns, *sizes, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, *sizes, TimeRemainingColumn(), console=Terminal(stderr=True)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -70,4 +71,4 @@ class _Lines:
         if self._total:
             left = max(self._total - self._done, 0) / max(rate, 1e-9)
             line += f", {100 * self._done / self._total:.0f} %, {left:.0f} s left"
-        print(line, file=sys.stderr, flush=True)
+        say(line, err=True)

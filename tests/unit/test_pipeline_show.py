@@ -13,9 +13,9 @@ from llmtrain.parallel.pipeline.figure import timeline_figure
 from llmtrain.parallel.pipeline.show import PipelineView, durations_by_work, show
 from llmtrain.parallel.pipeline.split import StageCosts, split_layers
 from llmtrain.parallel.pipeline.timeline import Durations
+from llmtrain_data.output import Terminal
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
-from rich.console import Console
 
 ALL: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
@@ -70,7 +70,7 @@ def test_long_waits_cost_nothing() -> None:
 
 def test_what_is_said() -> None:
     file = StringIO()
-    print_view(even_view("1f1b", 1, 4, 3), Console(file=file, width=200))
+    print_view(even_view("1f1b", 1, 4, 3), Terminal(file=file, width=200))
     said = file.getvalue()
     assert "bubble       50.0% of the ranks' time, or 100.0% of their work" in said
     assert "activations  3 3 2 1 by rank" in said

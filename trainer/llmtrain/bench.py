@@ -9,6 +9,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain_data.output import Terminal, say, say_json
+
 from llmtrain.cluster.config import Accelerator, Cluster, Nic
 from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.environment import Launched, heed_launcher, launched
@@ -129,7 +131,7 @@ def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_
             found.append(measure(part, cluster, ranks))
             if ranks.is_main:
                 rate = written(found[-1].bandwidth, "byte/s")
-                print(f"measured {name_of(found[-1], cluster)}: {rate}", file=sys.stderr, flush=True)
+                say(f"measured {name_of(found[-1], cluster)}: {rate}", err=True)
     return found
 
 
@@ -142,7 +144,6 @@ def _card_socket(link: Link, cluster: Cluster, machines: Sequence[Machine]) -> i
 
 def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: int, discovered: bool) -> None:
     import torch.distributed as dist
-    from rich.console import Console
 
     from llmtrain.cluster.measure.show import plain, tables
 
@@ -156,10 +157,10 @@ def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: in
 
         asked.plot.write_bytes(links_figure(found, cluster))
     if asked.as_json:
-        print(json.dumps(plain(found, cluster, after, dist.get_backend(), world)))
+        say_json(plain(found, cluster, after, dist.get_backend(), world))
         return
     # A file has no width.
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 130)
+    console = Terminal(width=None if sys.stdout.isatty() else 130)
     for table in tables(found, cluster):
         console.print(table)
     if asked.output is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.output import say
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
@@ -63,7 +64,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
         said += [unled] if unled else []
         # As comments: what is printed stays a recipe.
-        sys.stdout.write("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
+        say("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
         return
     check_gpus(gpus, place, world)
     if unled:

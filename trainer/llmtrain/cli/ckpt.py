@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say, say_json
 
 from llmtrain.errors import RunFailedError
 
@@ -21,12 +22,12 @@ def list_(source: Source, as_json: Json = False) -> None:
 
     rows = list_checkpoints(source)
     if as_json:
-        typer.echo(json.dumps(rows))
+        say_json(rows)
         return
-    typer.echo(f"{'step':>10} {'tokens':>16} {'size':>10}  folder")
+    say(f"{'step':>10} {'tokens':>16} {'size':>10}  folder")
     for row in rows:
         step, note = row.get("step", "-"), f"  damaged: {row['damage']}" if "damage" in row else ""
-        typer.echo(f"{step:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
+        say(f"{step:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
 
 
 @app.command()
@@ -36,21 +37,21 @@ def inspect(source: Source, as_json: Json = False) -> None:
 
     found = inspect_checkpoint(source)
     if as_json:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
-    typer.echo(f"folder      {found['folder']}")
-    typer.echo(f"step        {found['step']}")
-    typer.echo(f"tokens      {_count(found)}")
-    typer.echo(f"parameters  {found['parameters']:,}")
-    typer.echo(f"states      {', '.join(found['states'])}")
-    typer.echo(f"progress    {json.dumps(found['progress'])}")
-    typer.echo(f"model       {json.dumps(found['model'])}")
-    typer.echo(f"recipe      {json.dumps(found['recipe'])}")
+    say(f"folder      {found['folder']}")
+    say(f"step        {found['step']}")
+    say(f"tokens      {_count(found)}")
+    say(f"parameters  {found['parameters']:,}")
+    say(f"states      {', '.join(found['states'])}")
+    say(f"progress    {json.dumps(found['progress'])}")
+    say(f"model       {json.dumps(found['model'])}")
+    say(f"recipe      {json.dumps(found['recipe'])}")
     for name, size in found["files"].items():
-        typer.echo(f"file        {_size(size):>10}  {name}")
+        say(f"file        {_size(size):>10}  {name}")
     for name, tensor in found["tensors"].items():
         shape = " x ".join(str(size) for size in tensor["shape"])
-        typer.echo(f"tensor      {shape:>16}  {name}, in {len(tensor['ranges'])} ranges")
+        say(f"tensor      {shape:>16}  {name}, in {len(tensor['ranges'])} ranges")
 
 
 @app.command()
@@ -61,10 +62,10 @@ def verify(source: Source, as_json: Json = False) -> None:
 
     results = {str(folder): problems_of(folder) for folder in existing(source)}
     if as_json:
-        typer.echo(json.dumps(results))
+        say_json(results)
     else:
         for folder, problems in results.items():
-            typer.echo("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
+            say("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
     damaged = [folder for folder, problems in results.items() if problems]
     if damaged:
         raise RunFailedError(f"{len(damaged)} of {len(results)} checkpoints in {source} are damaged")
@@ -85,7 +86,7 @@ def convert(
     """Export a checkpoint as a Hugging Face folder, or import one as a checkpoint; SRC decides which."""
     from llmtrain.checkpoint.convert.convert import convert as convert_folder
 
-    typer.echo(convert_folder(source, target, dtype, max_shard_size, tokenizer))
+    say(convert_folder(source, target, dtype, max_shard_size, tokenizer))
 
 
 def _count(row: dict[str, object]) -> str:

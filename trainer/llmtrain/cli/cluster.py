@@ -1,9 +1,9 @@
 """`llmtrain cluster`: what a cluster is like, and where a run's groups lie on it."""
 
-import json
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import Terminal, say_json
 
 app = typer.Typer(no_args_is_help=True, help="Show a cluster, and where a run's groups of ranks lie on it.")
 
@@ -26,15 +26,13 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
 ) -> None:
     """Show tiers of links, clusters and cards, and which ranks form which groups, where, and through which card."""
-    from rich.console import Console
-
     from llmtrain.cluster.show import describe, tables
     from llmtrain.cluster.source import run_on
 
     found = describe(*run_on(source, overrides or [], ranks))
     if as_json:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     for part in tables(found):
         console.print(part)

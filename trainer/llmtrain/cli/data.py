@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from llmtrain_data.output import say
 
 from llmtrain.errors import RunFailedError
 
@@ -66,12 +67,12 @@ def prepare(
 
     options = PrepareOptions(append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers)
     corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
-    typer.echo(f"input      {corpus.description}")
+    say(f"input      {corpus.description}")
     try:
         done = prepare_corpus(corpus, tokenizer, output, options)
     except PreparationStoppedError as error:
         raise RunFailedError(str(error)) from None
-    typer.echo("\n".join(done.lines(output)))
+    say("\n".join(done.lines(output)))
 
 
 @app.command()
@@ -94,10 +95,10 @@ def tokenizer(
 
     check_new_tokenizer(vocab_size, output, overwrite)
     corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
-    typer.echo(f"input      {corpus.description}")
+    say(f"input      {corpus.description}")
     size = train_tokenizer(sampled_texts(corpus, sample_mb * 10**6), vocab_size, output, overwrite)
     short = "" if size == vocab_size else f" (the input has no more than that; {vocab_size} were asked for)"
-    typer.echo(f"wrote      {output}, {size} ids{short}")
+    say(f"wrote      {output}, {size} ids{short}")
 
 
 @app.command()
@@ -113,7 +114,7 @@ def inspect(
     from llmtrain_data.describe import describe
 
     description = describe(prefix, tokenizer, documents)
-    typer.echo(description.json() if json else description.text())
+    say(description.json() if json else description.text())
 
 
 @app.command()
@@ -131,7 +132,7 @@ def blend(
     from llmtrain_data.blend import plan_blend
 
     plan = plan_blend(parts, tokens, sequence_length, split)
-    typer.echo(plan.json() if json else plan.text())
+    say(plan.json() if json else plan.text())
 
 
 def _options(

@@ -1,10 +1,10 @@
 """`llmtrain eval`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say, say_json
 
 
 def eval(
@@ -20,13 +20,11 @@ def eval(
     """Print a model's loss and perplexity on a split of its data, or of other data."""
     from llmtrain.inference import evaluate_on, open_model
 
-    result = evaluate_on(
-        open_model(source, lambda sentence: typer.echo(sentence, err=True)), split, data, samples, microbatch
-    )
+    result = evaluate_on(open_model(source, lambda sentence: say(sentence, err=True)), split, data, samples, microbatch)
     if as_json:
-        typer.echo(json.dumps(result))
+        say_json(result)
         return
-    typer.echo(
+    say(
         f"{result['split']}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f} "
         f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens; "
         f"unigram entropy {result['unigram_entropy']:.4f})"

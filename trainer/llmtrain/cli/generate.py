@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say
 
 
 def generate(
@@ -20,7 +21,7 @@ def generate(
     from llmtrain.generate import Sampling
     from llmtrain.inference import complete, open_model
 
-    model = open_model(source, lambda sentence: typer.echo(sentence, err=True))
+    model = open_model(source, lambda sentence: say(sentence, err=True))
     for text in complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer):
-        typer.echo(text, nl=False)
-    typer.echo()
+        say(text, end="")
+    say()

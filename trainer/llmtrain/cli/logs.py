@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say
 
 
 def logs(
@@ -11,8 +12,8 @@ def logs(
     job: Annotated[str | None, typer.Option(help="Number of the job. [default: the newest that has begun]")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
 ) -> None:
-    """Print what a run's newest job wrote."""
+    """Print what a run's newest job wrote, with control characters escaped; the log itself is RUN/slurm/JOB.log."""
     from llmtrain.status import read_log, run_folder
 
     for piece in read_log(run_folder(run), job, follow):
-        typer.echo(piece, nl=False)
+        say(piece, end="")

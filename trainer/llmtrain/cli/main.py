@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from llmtrain_data.errors import DataError
+from llmtrain_data.output import say
 
 from llmtrain.cluster.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
@@ -80,7 +81,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib import metadata  # 0.03 s that no verb needs
 
-        typer.echo(f"llmtrain {metadata.version('llmtrain')}")
+        say(f"llmtrain {metadata.version('llmtrain')}")
         raise typer.Exit
 
 
@@ -97,8 +98,5 @@ def _not_called() -> None:
 
 
 def _say(sentence: object, code: int) -> int:
-    one_line = " ".join(str(sentence).split())
-    # A path or value that is quoted may hold characters that would steer the terminal.
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in one_line)
-    print(f"llmtrain: {shown}", file=sys.stderr)
+    say(f"llmtrain: {' '.join(str(sentence).split())}", err=True)
     return code

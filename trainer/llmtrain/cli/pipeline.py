@@ -1,10 +1,10 @@
 """`llmtrain pipeline`: how the stages of a pipeline work together."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import Terminal, say_json
 
 app = typer.Typer(no_args_is_help=True, help="Show how the stages of a recipe's pipeline work together.")
 
@@ -35,8 +35,6 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Draw the timeline of a step, with its split, waiting and memory. Stages take as long as their FLOPs say."""
-    from rich.console import Console
-
     from llmtrain.errors import BadInputError
     from llmtrain.parallel.pipeline.draw import print_view
     from llmtrain.parallel.pipeline.show import show_recipe
@@ -52,6 +50,6 @@ def show(
         except OSError as error:
             raise BadInputError(f"--png is {png}, which cannot be written ({error.strerror})") from None
     if as_json:
-        typer.echo(json.dumps(view.as_data()))
+        say_json(view.as_data())
     else:
-        print_view(view, Console())
+        print_view(view, Terminal())

@@ -1,9 +1,9 @@
 """`llmtrain recipes`: the recipes and models that come with llmtrain."""
 
-import json
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say, say_json
 
 app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the models known by name.")
 
@@ -14,7 +14,7 @@ def list_recipes() -> None:
     from llmtrain.recipe.shipped import shipped_folder, shipped_names, summary
 
     for name in shipped_names():
-        typer.echo(f"{name:<20} {summary(shipped_folder() / f'{name}.yaml')}")
+        say(f"{name:<20} {summary(shipped_folder() / f'{name}.yaml')}")
 
 
 @app.command()
@@ -29,7 +29,7 @@ def show(
     if recipe == "presets":
         presets()
     else:
-        typer.echo(to_yaml(load_recipe(recipe, overrides or [], complete=False)), nl=False)
+        say(to_yaml(load_recipe(recipe, overrides or [], complete=False)), end="")
 
 
 @app.command()
@@ -39,10 +39,10 @@ def presets() -> None:
     from llmtrain.model.tensors import parameter_count
 
     columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab")
-    typer.echo(f"{'preset':<18} {'family':<7} {'parameters':>15} " + " ".join(f"{key:>9}" for key in columns))
+    say(f"{'preset':<18} {'family':<7} {'parameters':>15} " + " ".join(f"{key:>9}" for key in columns))
     for name, config in PRESETS.items():
         sizes = " ".join(f"{getattr(config, key):>9}" for key in columns)
-        typer.echo(f"{name:<18} {config.family:<7} {parameter_count(config):>15,} {sizes}")
+        say(f"{name:<18} {config.family:<7} {parameter_count(config):>15,} {sizes}")
 
 
 @app.command()
@@ -50,4 +50,4 @@ def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     from llmtrain.recipe.document import recipe_schema
 
-    typer.echo(json.dumps(recipe_schema(), indent=2))
+    say_json(recipe_schema(), indent=2)

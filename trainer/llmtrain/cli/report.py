@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say
 
 
 class Answer(StrEnum):
@@ -23,6 +24,6 @@ def report(
     from llmtrain.telemetry.report import write_report
 
     page = write_report(run_dir, output)
-    typer.echo(page)
+    say(page)
     if open_page is Answer.YES:
         typer.launch(str(page))

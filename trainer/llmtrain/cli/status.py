@@ -1,11 +1,11 @@
 """`llmtrain status`."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import Terminal, say_json
 
 
 def status(
@@ -16,7 +16,6 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how far runs are, and what became of their jobs."""
-    from rich.console import Console
     from rich.table import Table
 
     from llmtrain.status import statuses
@@ -24,7 +23,7 @@ def status(
 
     found = statuses(runs or [Path("runs")])
     if as_json:
-        typer.echo(json.dumps([asdict(run) for run in found]))
+        say_json([asdict(run) for run in found])
         return
     table = Table("run", "state", "step", "loss", "left", "job", "", box=None, header_style="bold", pad_edge=False)
     for run in found:
@@ -32,5 +31,4 @@ def status(
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         left = "-" if run.seconds_left is None else units.duration(run.seconds_left)
         table.add_row(run.name, run.state, step, loss, left, run.job or "-", run.detail)
-    # Names and reasons are shown as they are: Read error at [/x] is no markup.
-    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
+    Terminal(soft_wrap=True).print(table)

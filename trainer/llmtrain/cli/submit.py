@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data.output import say
 
 
 def submit(
@@ -29,8 +30,8 @@ def submit(
     profile = load_site(site)
     job = plan(recipe, overrides or [], profile, nodes, array, chain)
     if dry_run:
-        typer.echo(render(job, profile), nl=False)
+        say(render(job, profile), end="")
         return
     for number in hand_in(job, profile, chain):
         log = str(job.log).replace("%j", number).replace("%A", number)
-        typer.echo(f"job {number} on {job.nodes} x {job.ranks_per_node} ranks, log {log}")
+        say(f"job {number} on {job.nodes} x {job.ranks_per_node} ranks, log {log}")

@@ -12,6 +12,7 @@ from types import FrameType
 
 import psutil
 import torch
+from llmtrain_data.output import say
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -118,7 +119,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
         lost = end.rank
         again = "from the start" if newest is None else f"from step {newest}"
         why = end.why or f"rank {end.rank} ended with exit code {end.code}"
-        print(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", file=sys.stderr)
+        say(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", err=True)
 
 
 def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | None:

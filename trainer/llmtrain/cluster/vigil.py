@@ -8,7 +8,6 @@ seconds, so that a job that is suspended as a whole may sleep as long as it like
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch.distributed as dist
+from llmtrain_data.output import say
 
 from llmtrain.cluster.note import NOTES, Last, leave_verdict, read_note
 from llmtrain.cluster.watch import Watch
@@ -232,7 +232,7 @@ class Vigil:
     def _say(self, sentence: str) -> None:
         path = os.environ.get(NOTES)
         if path is None:
-            print(f"llmtrain: {sentence}; the run stopped", file=sys.stderr, flush=True)
+            say(f"llmtrain: {sentence}; the run stopped", err=True)
         else:
             leave_verdict(path, sentence)
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from rich.console import Console
+from llmtrain_data.output import Terminal
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -21,9 +21,9 @@ class RunConsole:
     printed meanwhile appears above it.
     """
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Terminal | None = None) -> None:
         self._steps = steps
-        self._console = console or Console(highlight=False)
+        self._console = console or Terminal()
         self._live: Live | None = None
         self._line = _LiveLine(steps)
 
@@ -81,8 +81,8 @@ class RunConsole:
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def _print(self, text: str, style: str = "") -> None:
-        # soft_wrap: a log file must not be cut at 80 columns. Text: names may hold markup's brackets.
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        # soft_wrap: a log file must not be cut at 80 columns.
+        self._console.print(text, style=style, soft_wrap=True)
 
 
 class _LiveLine:

@@ -6,9 +6,10 @@ that is not finite is written as null. A line is one append, so a killed process
 
 import json
 import os
-from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from llmtrain_data.output import json_text
 
 from llmtrain.errors import RunFailedError
 
@@ -56,7 +57,7 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append one row."""
-        line = json.dumps(_jsonable(row), allow_nan=False).encode() + b"\n"
+        line = json_text(row).encode() + b"\n"
         try:
             written = self._file.write(line)
         except OSError as error:
@@ -113,13 +114,3 @@ def _parse(line: bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 
-from rich.console import Console
+from llmtrain_data.output import Terminal
 from rich.style import Style
 from rich.text import Text
 
@@ -17,13 +17,13 @@ COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W
 _FIRST_BANDS, _LAST_BANDS = 5, 2
 
 
-def print_view(view: PipelineView, console: Console) -> None:
+def print_view(view: PipelineView, console: Terminal) -> None:
     """Print the timeline, one line for each rank, going on below where the console is not wide enough; then what there
     is to say of it."""
     for line in timeline_lines(view, console.width):
-        console.print(line, no_wrap=True, overflow="crop", highlight=False)
+        console.print(line, no_wrap=True, overflow="crop")
     for sentence in summary(view):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
 
 
 def summary(view: PipelineView) -> list[str]:
