@@ -59,11 +59,11 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
     shares = _split(split)
     config = _config(words, sequence_length, shares)
     samples = open_split(config, "train")
-    available = [len(source.tokens) for source in samples.sources]
+    available = [source.token_count for source in samples.sources]
     total = _amount(tokens) if tokens else sum(available)
     parts = [
         Part(
-            prefix=source.prefix,
+            prefix=source.data.prefix,
             share=source.weight,
             documents=source.documents,
             available=size,

@@ -12,6 +12,7 @@ class DataConfig:
     tokenizer: folder of a Hugging Face tokenizer; it gives `model.vocab: auto` its size.
     sequence_length: tokens per sample.
     split: shares of the documents for training, validation and test.
+    accept_changed: go on from a checkpoint though the data is not what it was trained on; else that is refused.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -20,6 +21,7 @@ class DataConfig:
     tokenizer: str | None = None
     sequence_length: int = 1024
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
+    accept_changed: bool = False
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:

@@ -7,33 +7,39 @@ import numpy as np
 
 from llmtrain_data.config import DataConfig
 from llmtrain_data.errors import DataError
+from llmtrain_data.ids import LARGEST_VOCAB, READ_AT_ONCE, check_ids, token_counts
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.order import Interleave, epoch_keys, permute
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-BLOCK = 1 << 22
-"""Tokens counted at once."""
-
 LOOKED_AT = 1 << 26
-"""Tokens that `Samples.max_token` reads at most, per source."""
+"""Tokens that `Samples.check_ids` reads at most, per source."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The part of one prepared set that belongs to a split.
+    """The part of one prepared set that belongs to a split: its tokens `[first, last)`. weight: its share of the
+    blend."""
 
-    tokens: its tokens, a view of the file. weight: its share of the blend.
-    """
-
-    prefix: str
+    data: IndexedData
     weight: float
     documents: int
-    tokens: np.ndarray
+    first: int
+    last: int
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens."""
+        return self.last - self.first
 
     def samples(self, sequence_length: int) -> int:
         """Return the number of windows of `sequence_length + 1` tokens at a stride of `sequence_length`."""
-        return max(len(self.tokens) - 1, 0) // sequence_length
+        return max(self.token_count - 1, 0) // sequence_length
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """Return the tokens `[start, end)` of this part as a view of the file, verified."""
+        return self.data.read(self.first + start, self.first + end)
 
 
 class Samples:
@@ -44,10 +50,11 @@ class Samples:
     the sources take turns by their weights.
     """
 
-    def __init__(self, sources: list[Source], sequence_length: int) -> None:
-        """Sample `sources`, each of which must hold at least one window."""
+    def __init__(self, sources: list[Source], sequence_length: int, vocab: int = LARGEST_VOCAB) -> None:
+        """Sample `sources`, each of which must hold at least one window. vocab: which ids are taken, 0 to vocab - 1."""
         self.sources = sources
         self.sequence_length = sequence_length
+        self._vocab = vocab
         self._sizes = [source.samples(sequence_length) for source in sources]
         self._interleave = Interleave([source.weight for source in sources])
 
@@ -57,18 +64,25 @@ class Samples:
     def batch(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return the samples at positions [first, first + count) of the endless order that `seed` gives.
 
-        int64 of shape [count, sequence_length + 1]. Depends on its arguments and the data alone.
+        int64 of shape [count, sequence_length + 1]. Depends on its arguments and the data alone. Raises DataError
+        where what is read is damaged, or holds an id that is not of the vocabulary.
         """
         width = self.sequence_length + 1
         out = np.empty((count, width), np.int64)
         origins, turns = self._interleave(np.arange(first, first + count))
+        starts = np.empty(count, np.int64)
         for number, source in enumerate(self.sources):
+            source.data.notice_changes()
             rows = np.flatnonzero(origins == number)
             epochs, samples = np.divmod(turns[rows], self._sizes[number])
             samples = permute(samples, self._sizes[number], epoch_keys(seed, number, epochs))
-            starts = samples * self.sequence_length
-            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
-                out[row] = source.tokens[start : start + width]
+            starts[rows] = samples * self.sequence_length
+            for row, start in zip(rows.tolist(), starts[rows].tolist(), strict=True):
+                out[row] = source.read(start, start + width)
+        if count and (out.min() < 0 or out.max() >= self._vocab):
+            # At once for all is quick; which one it is takes longer.
+            for tokens, origin, start in zip(out, origins.tolist(), starts.tolist(), strict=True):
+                check_ids(self.sources[origin].data, self.sources[origin].first + start, tokens, self._vocab)
         return out
 
     def unigram_entropy(self) -> float:
@@ -76,27 +90,39 @@ class Samples:
 
         It is the loss of a model that knows nothing but how frequent each token is. Reads every token.
         """
-        shares = [(source.weight, token_counts(source.tokens)) for source in self.sources]
+        shares = [
+            (source.weight, token_counts(source.data, source.first, source.last, self._vocab))
+            for source in self.sources
+        ]
         mixture = np.zeros(max(len(counts) for _, counts in shares))
         for weight, counts in shares:
             mixture[: len(counts)] += weight * counts / counts.sum()
         mixture = mixture[mixture > 0] / mixture.sum()
         return float(-(mixture * np.log(mixture)).sum())
 
-    def max_token(self) -> int:
-        """Return the largest token id.
+    def check_ids(self) -> None:
+        """Raise DataError for an id that is not of the vocabulary.
 
-        Reads at most 64 Mi tokens of each source, spread evenly: exact below that, else a lower bound.
+        Reads at most 64 Mi tokens of each source, spread evenly; `batch` looks at all that it reads.
         """
-        return max(_largest(source.tokens) for source in self.sources)
+        for source in self.sources:
+            for start in _looked_at(source.token_count):
+                tokens = source.read(start, min(start + READ_AT_ONCE, source.token_count))
+                check_ids(source.data, source.first + start, tokens, self._vocab)
+
+    def unverified(self) -> list[str]:
+        """Return the prefixes of the sets that have no checksums."""
+        return list(dict.fromkeys(source.data.prefix for source in self.sources if source.data.checksums is None))
 
 
-def open_split(config: DataConfig, split: Split) -> Samples:
+def open_split(config: DataConfig, split: Split, vocab: int = LARGEST_VOCAB) -> Samples:
     """Open the training, validation or test part of the data set, or blend of sets, that `config` names.
 
-    Raises DataError when a set is missing or damaged, or has too few tokens in the split for a single sample.
+    vocab: size of the vocabulary that the ids have to be of. Raises DataError when a set is missing or
+    damaged, or has too few tokens in the split for a single sample.
     """
-    return Samples([_open_source(config, split, *entry) for entry in config.blend()], config.sequence_length)
+    sources = [_open_source(config, split, *entry) for entry in config.blend()]
+    return Samples(sources, config.sequence_length, vocab)
 
 
 def split_bounds(documents: int, shares: tuple[float, float, float]) -> list[int]:
@@ -112,18 +138,6 @@ def split_bounds(documents: int, shares: tuple[float, float, float]) -> list[int
     return [0, *ends]
 
 
-def token_counts(tokens: np.ndarray) -> np.ndarray:
-    """Return how often each id occurs, int64 of shape [largest id + 1]; ids must not be negative."""
-    counts = np.zeros(1, np.int64)
-    for start in range(0, len(tokens), BLOCK):
-        found = np.bincount(tokens[start : start + BLOCK])
-        if len(found) < len(counts):
-            found, counts = counts, found
-        found[: len(counts)] += counts
-        counts = found
-    return counts
-
-
 def _open_source(config: DataConfig, split: Split, weight: float, prefix: str) -> Source:
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":
@@ -131,21 +145,18 @@ def _open_source(config: DataConfig, split: Split, weight: float, prefix: str) -
     bounds = split_bounds(data.documents, config.split)
     number = SPLITS.index(split)
     first, last = bounds[number], bounds[number + 1]
-    tokens = data.tokens[data.token_offset(first) : data.token_offset(last)]
-    source = Source(prefix, weight, last - first, tokens)
+    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last))
     if source.samples(config.sequence_length) == 0:
         raise DataError(
-            f"the {split} split of {prefix} has {len(tokens)} tokens in {last - first} of {data.documents} "
+            f"the {split} split of {prefix} has {source.token_count} tokens in {last - first} of {data.documents} "
             f"documents, too few for one sample of data.sequence_length + 1 = {config.sequence_length + 1}; "
             f"give it a larger share in data.split, shorten data.sequence_length, or prepare more data"
         )
     return source
 
 
-def _largest(tokens: np.ndarray) -> int:
-    """Return the largest id in up to LOOKED_AT tokens, in 64 blocks spread evenly."""
-    if len(tokens) <= LOOKED_AT:
-        return int(tokens.max())
-    block = LOOKED_AT // 64
-    starts = np.linspace(0, len(tokens) - block, 64).astype(np.int64)
-    return max(int(tokens[start : start + block].max()) for start in starts)
+def _looked_at(tokens: int) -> list[int]:
+    """Return where to read READ_AT_ONCE tokens each: all that there are, or LOOKED_AT, spread evenly."""
+    if tokens <= LOOKED_AT:
+        return list(range(0, tokens, READ_AT_ONCE))
+    return np.linspace(0, tokens - READ_AT_ONCE, LOOKED_AT // READ_AT_ONCE).astype(np.int64).tolist()

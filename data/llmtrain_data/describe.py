@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain_data.dataset import token_counts
 from llmtrain_data.errors import DataError
+from llmtrain_data.ids import LARGEST_VOCAB, token_counts
 from llmtrain_data.indexed import IndexedData, bin_path, idx_path
 from llmtrain_data.output import json_text
 from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
@@ -63,18 +63,13 @@ def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Descriptio
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
-    counts = token_counts(data.tokens)
     vocab = tokenizer_size(tokenizer) if tokenizer else None
-    if vocab is not None and len(counts) > vocab:
-        raise DataError(
-            f"{prefix}.bin holds id {len(counts) - 1}, but the tokenizer in {tokenizer} has {vocab} ids; "
-            "give the one it was prepared with"
-        )
+    counts = token_counts(data, 0, data.token_count, vocab or LARGEST_VOCAB)
     return Description(
         prefix=str(prefix),
         documents=data.documents,
         sequences=len(data.lengths),
-        tokens=len(data.tokens),
+        tokens=data.token_count,
         dtype=data.dtype.name,
         bytes=bin_path(prefix).stat().st_size + idx_path(prefix).stat().st_size,
         lengths=_lengths(data),
@@ -87,7 +82,7 @@ def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Descriptio
 
 
 def _lengths(data: IndexedData) -> dict[str, float]:
-    borders = np.append(data.pointers // data.dtype.itemsize, len(data.tokens))
+    borders = np.append(data.pointers // data.dtype.itemsize, data.token_count)
     lengths = np.diff(borders[data.document_index])
     if len(lengths) == 0:
         return {}

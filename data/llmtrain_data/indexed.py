@@ -9,7 +9,6 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 
 import fcntl
 import io
-import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -19,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from llmtrain_data.checksums import BlockVerifier, ChecksumsWriter, checksums_path, read_checksums
 from llmtrain_data.errors import DataError
+from llmtrain_data.files import File
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -59,60 +61,98 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def check_present(prefix: str | Path) -> None:
+    """Raise DataError where a file of a prepared data set is missing."""
+    missing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()]
+    if missing:
+        raise DataError(
+            f"{' and '.join(missing)} not found; expected the prefix of a prepared data set, "
+            "as written by `llmtrain data prepare`"
+        )
+
+
 class IndexedData:
     """A prepared data set, read by memory map.
 
-    tokens: every token of the set, in the dtype of the file. lengths: int32 tokens of each sequence.
-    pointers: int64 byte offset of each sequence. document_index: int64 first sequence of each document, and
-    the number of sequences at its end.
+    token_count: tokens of the set. index_bytes: size of the `.idx`. lengths: int32 tokens of each sequence. pointers:
+    int64 byte offset of each sequence. document_index: int64 first sequence of each document, and the number of
+    sequences at its end. checksums: of what was prepared, None where nobody wrote them.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        """Open `PREFIX.bin` and `PREFIX.idx`.
+    def __init__(self, prefix: str | Path, verified: bool = True) -> None:
+        """Open `PREFIX.bin` and `PREFIX.idx`, and `PREFIX.checksums` if it is there and the set is to be `verified`.
 
-        Raises DataError when one is missing, cut short, of another format, or when the two do not fit
-        together.
+        Raises DataError when one is missing, cut short, of another format, or when they do not fit together.
         """
         self.prefix = str(prefix)
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
-        self._check_present()
-        index = _map(self._idx)
-        self.dtype, sequences, documents = self._read_header(index)
+        check_present(prefix)
+        self._index = File(self._idx).content
+        self.index_bytes = len(self._index)
+        self.checksums = read_checksums(prefix) if verified else None
+        self._check_index_digest()
+        self.dtype, sequences, documents = self._read_header(self._index)
         at = HEADER.size
-        self.lengths = np.frombuffer(index, np.int32, sequences, at)
-        self.pointers = np.frombuffer(index, np.int64, sequences, at + 4 * sequences)
-        self.document_index = np.frombuffer(index, np.int64, documents, at + 12 * sequences)
+        self.lengths = np.frombuffer(self._index, np.int32, sequences, at)
+        self.pointers = np.frombuffer(self._index, np.int64, sequences, at + 4 * sequences)
+        self.document_index = np.frombuffer(self._index, np.int64, documents, at + 12 * sequences)
         self._check_index()
-        content = _map(self._bin)
-        self._check_content(len(content))
-        self.tokens: np.ndarray = np.frombuffer(content, self.dtype)
+        self._file = File(self._bin)
+        self._check_content()
+        self._verifier = BlockVerifier(self._file, self.checksums) if self.checksums else None
+        self._tokens = np.frombuffer(self._file.content, self.dtype)
+        self.token_count = len(self._tokens)
 
     @property
     def documents(self) -> int:
         """Number of documents."""
         return max(len(self.document_index) - 1, 0)
 
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Return the tokens `[first, last)` as a view of the file, in its dtype.
+
+        Raises DataError where a block that they lie in does not match its checksum.
+        """
+        if self._verifier is not None:
+            self._verifier.verify(first * self.dtype.itemsize, last * self.dtype.itemsize)
+        return self._tokens[first:last]
+
+    def notice_changes(self) -> None:
+        """Have blocks be verified again if the file was changed meanwhile. Raises DataError where it was cut short."""
+        if self._verifier is not None:
+            self._verifier.notice_changes()
+        else:
+            self._file.changed()
+
     def document(self, number: int) -> np.ndarray:
         """Return the tokens of document `number`, 0 to `documents - 1`, as a view of the file."""
-        first, last = (self.token_offset(number + i) for i in (0, 1))
-        return self.tokens[first:last]
+        return self.read(self.token_offset(number), self.token_offset(number + 1))
 
     def token_offset(self, document: int) -> int:
         """Return how many tokens come before `document`; all of them for the one past the end."""
         sequence = int(self.document_index[document])
         if sequence == len(self.pointers):
-            return len(self.tokens)
+            return self.token_count
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
-    def _check_present(self) -> None:
-        missing = [str(path) for path in (self._bin, self._idx) if not path.is_file()]
-        if missing:
+    def document_of(self, token: int) -> int:
+        """Return which document holds token `token`."""
+        sequence = np.searchsorted(self.pointers, token * self.dtype.itemsize, "right") - 1
+        return int(np.searchsorted(self.document_index, sequence, "right")) - 1
+
+    def index_digest(self) -> int:
+        """Return the XXH3-64 digest of the `.idx`."""
+        return xxhash.xxh3_64_intdigest(self._index)
+
+    def _check_index_digest(self) -> None:
+        known = self.checksums
+        if known and (self.index_bytes, self.index_digest()) != (known.idx_bytes, known.idx):
             raise DataError(
-                f"{' and '.join(missing)} not found; expected the prefix of a prepared data set, "
-                "as written by `llmtrain data prepare`"
+                f"{self._idx} does not match {known.path}; it was damaged or changed after it was prepared, so prepare "
+                f"the data again, or, if it is right, `llmtrain data checksum {self.prefix} --overwrite`"
             )
 
-    def _read_header(self, index: "mmap.mmap | bytes") -> tuple[np.dtype[Any], int, int]:
+    def _read_header(self, index: memoryview) -> tuple[np.dtype[Any], int, int]:
         if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
             raise DataError(f"{self._idx} is not a Megatron index; prepare the data set again")
         _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
@@ -139,14 +179,19 @@ class IndexedData:
         if not good or (n and self.lengths[-1] < 0):
             raise DataError(f"{self._idx} contradicts itself; it is damaged, so prepare the data set again")
 
-    def _check_content(self, size: int) -> None:
-        expected = 0
+    def _check_content(self) -> None:
+        expected, size = 0, len(self._file.content)
         if len(self.lengths):
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if size != expected:
             raise DataError(
                 f"{self._bin} has {size} bytes, but {self._idx} describes {expected}; one of them is "
                 "damaged, cut short or of another set, so prepare the data set again"
+            )
+        if self.checksums and size != self.checksums.bin_bytes:
+            raise DataError(
+                f"{self.checksums.path} is of a .bin of {self.checksums.bin_bytes} bytes, but {self._bin} has {size}; "
+                f"write it anew with `llmtrain data checksum {self.prefix} --overwrite`, or prepare the data again"
             )
 
 
@@ -164,10 +209,12 @@ class IndexedWriter:
         """
         self.dtype = np.dtype(dtype)
         self._code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
-        self._final = [bin_path(prefix), idx_path(prefix)]
+        # The index last.
+        self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)
         self._tokens = _open_locked(self._partial[0])
-        self._lengths = open(self._partial[2], "w+b")  # noqa: SIM115
+        self._checksums = ChecksumsWriter(self._partial[1])
+        self._lengths = open(self._partial[3], "w+b")  # noqa: SIM115
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._unflushed = 0
@@ -177,6 +224,7 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents: their tokens one after another, and how many tokens each has."""
         view = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
+        self._checksums.add(view)
         while len(view):
             view = view[self._tokens.write(view) :]
         self._lengths.write(np.ascontiguousarray(lengths, "<i4").tobytes())
@@ -188,13 +236,14 @@ class IndexedWriter:
             self._flush, self._unflushed = self._flusher.submit(os.fsync, self._tokens.fileno()), 0
 
     def commit(self) -> None:
-        """Finish the set: fsync, then the tokens get their name, then the index."""
+        """Finish the set: fsync, then the tokens get their name, then the checksums, then the index."""
         self._write_index()
+        self._checksums.finish(self._partial[2])
         self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
         # An old index must not be seen beside new tokens.
-        self._final[1].unlink(missing_ok=True)
+        self._final[2].unlink(missing_ok=True)
         for partial, final in zip(self._partial, self._final, strict=False):
             os.replace(partial, final)
             _fsync_folder(final.parent)
@@ -203,7 +252,7 @@ class IndexedWriter:
     def discard(self) -> None:
         """Remove what is not finished."""
         self._flusher.shutdown()
-        for file in (self._tokens, self._lengths):
+        for file in (self._tokens, self._checksums, self._lengths):
             # Closing writes what is left, which a full disk refuses.
             with suppress(OSError):
                 file.close()
@@ -218,7 +267,7 @@ class IndexedWriter:
     def _write_index(self) -> None:
         """Write the index from the lengths kept on disk, in blocks."""
         n, block = self.documents, CHECKED_AT_ONCE
-        with open(self._partial[1], "wb") as index:
+        with open(self._partial[2], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, n, n + 1))
             for lengths in self._length_blocks(block):
                 index.write(lengths.tobytes())
@@ -239,8 +288,8 @@ class IndexedWriter:
 
 
 def partial_paths(prefix: str | Path) -> list[Path]:
-    """Return the files an unfinished preparation of `prefix` works in: tokens, index, lengths."""
-    return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".idx", ".lengths")]
+    """Return the files an unfinished preparation of `prefix` works in: tokens, checksums, index, lengths."""
+    return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".checksums", ".idx", ".lengths")]
 
 
 def _open_locked(path: Path) -> io.FileIO:
@@ -255,13 +304,6 @@ def _open_locked(path: Path) -> io.FileIO:
         pass  # a file system without locks
     file.truncate(0)
     return file
-
-
-def _map(path: Path) -> "mmap.mmap | bytes":
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -102,7 +102,7 @@ def check_output(prefix: Path, overwrite: bool) -> None:
         raise DataError(f"--output {prefix} is not a prefix; expected a path without .bin, such as {prefix}/text")
     existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
     # A .bin without .idx but with unfinished files beside it is what a kill between the two renames leaves.
-    unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[1].exists()
+    unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[2].exists()
     if existing and not overwrite and not unfinished:
         names = " and ".join(str(path) for path in existing)
         raise DataError(f"{names} exists already; give another --output, or --overwrite to replace it")

@@ -34,7 +34,7 @@ def test_written_bytes(tmp_path: Path, dtype: str, code: int, kind: str) -> None
     assert (tmp_path / "a.bin").read_bytes() == struct.pack(f"<6{kind}", 1, 2, 3, 65000, 7, 0)
     expected = golden_index(code, struct.calcsize(kind), [3, 1, 2], [0, 1, 2, 3])
     assert (tmp_path / "a.idx").read_bytes() == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.checksums", "a.idx"]
 
 
 @pytest.mark.parametrize("code", DTYPES)

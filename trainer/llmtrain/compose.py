@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmtrain_data.dataset import Samples, open_split
+from llmtrain_data.errors import DataError
+from llmtrain_data.fingerprint import Fingerprint, difference, fingerprint
 from omegaconf import OmegaConf
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -41,6 +43,9 @@ from llmtrain.telemetry.meters import CommMeter
 # The recipe as it is resolved, in a run's folder.
 RECORD = "recipe.resolved.yaml"
 
+# The fingerprints of the data, beside a checkpoint's progress.
+DATA = "data"
+
 
 @dataclass
 class Progress:
@@ -68,7 +73,8 @@ class Progress:
 @dataclass
 class Run:
     """Everything that a step needs. compared: steps after which replicas were last found alike. changed: what the
-    recipe has otherwise than at the run's last start, as the main rank knows it."""
+    recipe has otherwise than at the run's last start, as the main rank knows it, which also knows the fingerprints of
+    the data."""
 
     recipe: Recipe
     ranks: Ranks
@@ -86,6 +92,7 @@ class Run:
     stop: StopRequest
     compared: int = 0
     changed: list[str] = field(default_factory=list)
+    fingerprints: list[Fingerprint] = field(default_factory=list)
 
 
 @contextmanager
@@ -138,14 +145,10 @@ def _claim(folder: Path, ranks: Ranks) -> RunLock:
 
 
 def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:
-    training = open_split(recipe.data, "train")
-    if (largest := training.max_token()) >= config.vocab:
-        raise BadInputError(
-            f"data.path holds token {largest}, but model.vocab is {config.vocab}; prepare the data with the "
-            "tokenizer of this recipe, or raise model.vocab"
-        )
+    training = open_split(recipe.data, "train", config.vocab)
+    training.check_ids()
     evaluated = recipe.train.eval_every and recipe.data.split[1]
-    return training, open_split(recipe.data, "valid") if evaluated else None
+    return training, open_split(recipe.data, "valid", config.vocab) if evaluated else None
 
 
 @contextmanager
@@ -161,9 +164,9 @@ def save(run: Run) -> None:
     run.ranks.watch.note(f"saving the checkpoint of step {run.progress.step}")
     shards = _my_shards(run)
     run.progress.rewinds = 0
-    failure = run.checkpoints.save(
-        run.progress.step, shards, asdict(run.progress), {"recipe": as_data(run.recipe), "model": asdict(run.config)}
-    )
+    progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
+    about = {"recipe": as_data(run.recipe), "model": asdict(run.config)}
+    failure = run.checkpoints.save(run.progress.step, shards, progress, about)
     for sentence in filter(None, (failure, run.checkpoints.remark())):
         run.log.warn(sentence)
 
@@ -182,6 +185,7 @@ def resume(run: Run) -> bool:
         progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.config)
         if progress is None:
             raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
+    _check_data(run, progress if goes_on else None)
     if progress is not None:
         _take_up(run, progress)
     if progress is None and run.recipe.model.hf is not None:
@@ -222,6 +226,36 @@ def go_back(run: Run) -> None:
         # Later ones are of steps that have not been.
         with _writing(own):
             drop_later(own, run.progress.step)
+
+
+def _check_data(run: Run, saved: dict[str, JsonValue] | None) -> None:
+    """Take the fingerprints of the data, and refuse to go on with other data. saved: progress of one of the run's own
+    checkpoints, None where there is none. Raises BadInputError. Collective."""
+    refusal = ""
+    if run.ranks.is_main:
+        try:
+            run.fingerprints = [fingerprint(source.data) for source in run.train_data.sources]
+            refusal = _other_data(run, saved)
+        except DataError as error:
+            refusal = str(error)
+    if refusal := run.ranks.from_main("data refusal", refusal):
+        raise BadInputError(refusal)
+
+
+def _other_data(run: Run, saved: dict[str, JsonValue] | None) -> str:
+    """Return why the run must not go on with its data, empty where it may."""
+    if saved is None or DATA not in saved:
+        # There is nothing to go on from, or it is of a time when there were no fingerprints.
+        return ""
+    try:
+        before = TypeAdapter(list[Fingerprint]).validate_python(saved[DATA])
+    except ValidationError as error:
+        return f"the checkpoint's fingerprints of the data cannot be read: {error.errors()[0]['msg']}"
+    found = difference(before, run.fingerprints)
+    if found and run.recipe.data.accept_changed:
+        run.log.warn(f"{found}; data.accept_changed accepts that")
+        return ""
+    return found and f"{found}; bring that data back, or set data.accept_changed=true to go on with this"
 
 
 def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:

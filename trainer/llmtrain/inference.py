@@ -75,13 +75,8 @@ def evaluate_on(
     if split not in SPLITS:
         raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
     data = _data(trained, prefix)
-    samples = open_split(data, split)
-    vocab = trained.model.config.vocab
-    if (largest := samples.max_token()) >= vocab:
-        raise BadInputError(
-            f"the data holds token {largest}, but the model's vocabulary is {vocab}; name with --data a set that was "
-            "prepared with the model's tokenizer"
-        )
+    samples = open_split(data, split, trained.model.config.vocab)
+    samples.check_ids()
     count = min(count or len(samples), len(samples))
 
     def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
     with StopRequest() as stop, compose(recipe, ranks, stop) as run:
         goes_on = resume(run)
         changed = [f"{change}, changed since the last start" for change in run.changed]
-        run.log.start(run.progress.step, [*decisions, *changed], run.progress.tokens)
+        run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         if not goes_on or run.progress.step == 0:
             begin(run)
         while run.progress.step < steps:
@@ -52,6 +52,14 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
                 raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
         settle(run)
         run.log.end({})
+
+
+def unverified(run: Run) -> list[str]:
+    """Say of which sets nobody could tell that they were damaged."""
+    return [
+        f"{prefix} has no checksums, so damage to it goes unnoticed; `llmtrain data checksum {prefix}` writes them"
+        for prefix in run.train_data.unverified()
+    ]
 
 
 def begin(run: Run) -> None:

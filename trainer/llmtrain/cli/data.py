@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from llmtrain_data.output import say
 
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import EXIT_FAILED, RunFailedError
 
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
@@ -44,7 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def prepare(
     source: Input,
     tokenizer: Annotated[Path, typer.Option(help="Folder of a Hugging Face tokenizer.", metavar="DIR")],
-    output: Annotated[Path, typer.Option(help="Write PREFIX.bin and PREFIX.idx.", metavar="PREFIX")],
+    output: Annotated[Path, typer.Option(help="Write PREFIX.bin, PREFIX.idx and PREFIX.checksums.", metavar="PREFIX")],
     input_format: InputFormat = "auto",
     text_key: TextKey = "text",
     glob: Glob = "*",
@@ -56,7 +56,7 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="Cores to use [default: all].", metavar="N")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx).
+    """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx), with checksums of it.
 
     The pair appears when it is complete; stopped at any moment, the same command starts over.
     """
@@ -108,13 +108,35 @@ def inspect(
         Path | None, typer.Option(help="Tokenizer to show the first documents with.", metavar="DIR")
     ] = None,
     documents: Annotated[int, typer.Option(min=0, help="Number of documents to show.", metavar="N")] = 3,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare all of it to its checksums instead; exit code 1 if it is damaged.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a prepared data set holds: counts, lengths, entropy and the first documents."""
     from llmtrain_data.describe import describe
+    from llmtrain_data.verify import verify as verify_set
+
+    if verify:
+        verification = verify_set(prefix)
+        typer.echo(verification.json() if json else verification.text())
+        raise typer.Exit(EXIT_FAILED if verification.damaged else 0)
 
     description = describe(prefix, tokenizer, documents)
     say(description.json() if json else description.text())
+
+
+@app.command()
+def checksum(
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Path of the pair, without .bin.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checksums that are there.")] = False,
+) -> None:
+    """Write PREFIX.checksums for a pair that was prepared without, taking it to be right as it is now."""
+    from llmtrain_data.checksums import BLOCK, checksums_path
+    from llmtrain_data.verify import write_checksums
+
+    blocks = write_checksums(prefix, overwrite)
+    typer.echo(f"wrote      {checksums_path(prefix)}, {blocks} blocks of {BLOCK} bytes")
 
 
 @app.command()

@@ -1,0 +1,157 @@
+"""`PREFIX.checksums`: what lets damage to a prepared set be noticed. Megatron's two files stay as they are.
+
+Layout, little-endian u64 numbers: the magic number, whose last byte is the version; bytes of the `.bin`; bytes of the
+`.idx`; digest of the `.idx`; digest of all that follows the header and then of the header up to here; and after the
+header one digest for each block of BLOCK bytes of the `.bin`, of which the last may be shorter. Digests are XXH3-64.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from llmtrain_data.errors import DataError
+from llmtrain_data.files import File
+
+MAGIC = b"LLTSUMS\x01"
+HEADER = struct.Struct("<8sQQQQ")
+SEALED = HEADER.size - 8
+"""Bytes of the header that its own digest covers."""
+
+BLOCK = 1 << 16
+"""Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks: of this size a disk reads
+them anyway, as the kernel reads that much ahead, and hashing one takes some microseconds."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What a set was when it was prepared. blocks: uint64 digest of each block. digest: of all the rest."""
+
+    path: Path
+    bin_bytes: int
+    idx_bytes: int
+    idx: int
+    digest: int
+    blocks: np.ndarray
+
+
+def checksums_path(prefix: str | Path) -> Path:
+    """Return the path of the checksums of a prepared data set."""
+    return Path(f"{prefix}.checksums")
+
+
+def block_count(size: int) -> int:
+    """Return the number of blocks of a `.bin` of `size` bytes."""
+    return -(-size // BLOCK)
+
+
+def read_checksums(prefix: str | Path) -> Checksums | None:
+    """Return a set's checksums, None where it has none.
+
+    The file may come from a stranger: it is mapped, and nothing is allocated by its word. Raises DataError when it is
+    no file of checksums, cut short or damaged.
+    """
+    path = checksums_path(prefix)
+    if not os.path.lexists(path):
+        return None
+    content = File(path).content
+    if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path} holds no checksums; {_advice(prefix)}")
+    _, bin_bytes, idx_bytes, idx, own = HEADER.unpack(content[: HEADER.size])
+    expected = HEADER.size + 8 * block_count(bin_bytes)
+    if len(content) != expected:
+        raise DataError(
+            f"{path} has {len(content)} bytes, but the checksums of {bin_bytes} bytes take {expected}; it is damaged "
+            f"or cut short, so {_advice(prefix)}"
+        )
+    sealed = xxhash.xxh3_64(content[HEADER.size :])
+    sealed.update(content[:SEALED])
+    if sealed.intdigest() != own:
+        raise DataError(f"{path} does not match its own checksum; it is damaged, so {_advice(prefix)}")
+    return Checksums(path, bin_bytes, idx_bytes, idx, own, np.frombuffer(content, "<u8", offset=HEADER.size))
+
+
+def _advice(prefix: str | Path) -> str:
+    return f"prepare the data again, or write it anew with `llmtrain data checksum {prefix} --overwrite`"
+
+
+class ChecksumsWriter:
+    """Writes checksums while the `.bin` is written, a block at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin the file at `path`, which stays incomplete until `finish`."""
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._file.write(bytes(HEADER.size))
+        self._bytes = 0
+        self._block, self._sealed = xxhash.xxh3_64(), xxhash.xxh3_64()
+
+    def add(self, content: memoryview) -> None:
+        """Append bytes of the `.bin`."""
+        while len(content):
+            piece = content[: BLOCK - self._bytes % BLOCK]
+            self._block.update(piece)
+            self._bytes += len(piece)
+            content = content[len(piece) :]
+            if self._bytes % BLOCK == 0:
+                self._end_block()
+
+    def finish(self, index: Path) -> None:
+        """Complete the file and make it durable. index: the `.idx`, complete."""
+        if self._bytes % BLOCK:
+            self._end_block()
+        mapped = File(index).content
+        header = HEADER.pack(MAGIC, self._bytes, len(mapped), xxhash.xxh3_64_intdigest(mapped), 0)[:SEALED]
+        self._sealed.update(header)
+        self._file.seek(0)
+        self._file.write(header + struct.pack("<Q", self._sealed.intdigest()))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, complete or not."""
+        self._file.close()
+
+    def _end_block(self) -> None:
+        digest = struct.pack("<Q", self._block.intdigest())
+        self._file.write(digest)
+        self._sealed.update(digest)
+        self._block.reset()
+
+
+class BlockVerifier:
+    """Compares the blocks of a `.bin` to their checksums as they are first read, and anew once it was changed."""
+
+    def __init__(self, file: File, checksums: Checksums) -> None:
+        """Verify `file`, which must be of the size that `checksums` are of."""
+        self._file, self._checksums = file, checksums
+        self._seen = bytearray(len(checksums.blocks))
+        self._changed = file.changed()
+
+    def notice_changes(self) -> None:
+        """Have all blocks be verified again where the file was written to since the last call."""
+        if (changed := self._file.changed()) != self._changed:
+            self._changed, self._seen = changed, bytearray(len(self._seen))
+
+    def verify(self, start: int, end: int) -> None:
+        """Verify the blocks that hold the bytes `[start, end)`. Raises DataError naming the first that is damaged."""
+        for block in range(start // BLOCK, block_count(end)):
+            if not self._seen[block]:
+                self._verify(block)
+
+    def damaged(self, block: int) -> bool:
+        """Return whether a block does not match its checksum."""
+        content = self._file.content[block * BLOCK : (block + 1) * BLOCK]
+        return xxhash.xxh3_64_intdigest(content) != self._checksums.blocks[block]
+
+    def _verify(self, block: int) -> None:
+        if self.damaged(block):
+            first, last = block * BLOCK, min((block + 1) * BLOCK, len(self._file.content))
+            raise DataError(
+                f"{self._file.path} does not match its checksums in bytes {first} to {last}; it was damaged or changed "
+                "after it was prepared, so prepare the data again or restore the file from a copy"
+            )
+        self._seen[block] = 1

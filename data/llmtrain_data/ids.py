@@ -1,0 +1,42 @@
+"""Token ids of a prepared set: whether they are those of a vocabulary, and how often each occurs."""
+
+import numpy as np
+
+from llmtrain_data.errors import DataError
+from llmtrain_data.indexed import IndexedData
+
+LARGEST_VOCAB = 1 << 24
+"""No vocabulary is known to come near it; what counts ids takes 8 bytes for each."""
+
+READ_AT_ONCE = 1 << 22
+"""Tokens read at once."""
+
+
+def check_ids(data: IndexedData, first: int, tokens: np.ndarray, vocab: int) -> None:
+    """Raise DataError if one of `tokens`, which begin at token `first` of `data`, is not 0 to `vocab` - 1."""
+    if len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < vocab):
+        return
+    place = int(((tokens < 0) | (tokens >= vocab)).argmax())
+    number = data.document_of(first + place)
+    raise DataError(
+        f"{data.prefix}.bin holds id {tokens[place]} at token {first + place - data.token_offset(number)} of document "
+        f"{number}; expected 0 to {vocab - 1}, the ids of the vocabulary (model.vocab, or the tokenizer's), so prepare "
+        "the data with the tokenizer that goes with it"
+    )
+
+
+def token_counts(data: IndexedData, first: int, last: int, vocab: int) -> np.ndarray:
+    """Return how often each id occurs in the tokens `[first, last)`, int64 of shape [largest id + 1].
+
+    Raises DataError for an id that is not 0 to `vocab` - 1.
+    """
+    counts = np.zeros(1, np.int64)
+    for start in range(first, last, READ_AT_ONCE):
+        tokens = data.read(start, min(start + READ_AT_ONCE, last))
+        check_ids(data, start, tokens, vocab)
+        found = np.bincount(tokens)
+        if len(found) < len(counts):
+            found, counts = counts, found
+        found[: len(counts)] += counts
+        counts = found
+    return counts

@@ -1,0 +1,126 @@
+"""All of a prepared set against its checksums, and checksums for a set that has none."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from llmtrain_data.checksums import (
+    BLOCK,
+    BlockVerifier,
+    ChecksumsWriter,
+    block_count,
+    checksums_path,
+    read_checksums,
+)
+from llmtrain_data.errors import DataError
+from llmtrain_data.files import File
+from llmtrain_data.indexed import IndexedData, bin_path, check_present, idx_path
+from llmtrain_data.progress import progress
+
+SHOWN, LISTED = 20, 1000
+"""Damaged places that the text shows, and that the JSON lists, at most."""
+
+READ_AT_ONCE = 256 * BLOCK
+"""Bytes between two reports of progress."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes `[first, last)` of a file that are not what was prepared."""
+
+    file: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A set that was read against its checksums. damaged: the first LISTED places, neighbouring blocks as one.
+    damaged_bytes: of all of them."""
+
+    prefix: str
+    blocks: int
+    block_bytes: int
+    damaged_bytes: int
+    damaged: list[Damage]
+
+    def json(self) -> str:
+        """Return the verification as one JSON object."""
+        return json.dumps(asdict(self))
+
+    def text(self) -> str:
+        """Return the verification as lines."""
+        lines = [f"blocks     {self.blocks} of {self.block_bytes} bytes"]
+        lines += [f"damaged    {one.file}, bytes {one.first} to {one.last}" for one in self.damaged[:SHOWN]]
+        if len(self.damaged) > SHOWN:
+            lines.append(f"damaged    {len(self.damaged) - SHOWN} places or more besides")
+        verdict = f"{self.damaged_bytes} bytes are in damaged blocks" if self.damaged else "all as it was prepared"
+        return "\n".join([*lines, f"verified   {verdict}"])
+
+
+class _Found:
+    """Collects damaged places, of which there may be many."""
+
+    def __init__(self) -> None:
+        self.places, self.bytes = list[Damage](), 0
+
+    def add(self, path: Path, first: int, last: int) -> None:
+        self.bytes += last - first
+        before = self.places[-1] if self.places else None
+        if before and (before.file, before.last) == (str(path), first):
+            self.places[-1] = Damage(str(path), before.first, last)
+        elif len(self.places) < LISTED:
+            self.places.append(Damage(str(path), first, last))
+
+
+def verify(prefix: Path) -> Verification:
+    """Read all of a prepared set and compare it to its checksums. Raises DataError where there are none."""
+    check_present(prefix)
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        raise DataError(
+            f"{prefix} has no checksums to verify it against; `llmtrain data checksum {prefix}` writes those of what "
+            "is there now"
+        )
+    found = _Found()
+    index, content = File(idx_path(prefix)), File(bin_path(prefix))
+    if (len(index.content), xxhash.xxh3_64_intdigest(index.content)) != (checksums.idx_bytes, checksums.idx):
+        found.add(index.path, 0, max(len(index.content), checksums.idx_bytes))
+    verifier, size = BlockVerifier(content, checksums), max(len(content.content), checksums.bin_bytes)
+    with progress("verify", size, "bytes") as report:
+        for start in range(0, size, READ_AT_ONCE):
+            end = min(start + READ_AT_ONCE, size)
+            for first in range(start, end, BLOCK):
+                if first >= checksums.bin_bytes or verifier.damaged(first // BLOCK):
+                    found.add(content.path, first, min(first + BLOCK, end))
+            report(end - start)
+    return Verification(str(prefix), block_count(checksums.bin_bytes), BLOCK, found.bytes, found.places)
+
+
+def write_checksums(prefix: Path, overwrite: bool) -> int:
+    """Write the checksums of a prepared set as it is now, for sets that were prepared elsewhere; return its blocks.
+
+    Raises DataError when the set is damaged as far as can be told, or has checksums and is not to `overwrite` them.
+    """
+    path = checksums_path(prefix)
+    if os.path.lexists(path) and not overwrite:
+        raise DataError(f"{path} exists already; `llmtrain data inspect {prefix} --verify` reads the set against it")
+    IndexedData(prefix, verified=False)
+    content = File(bin_path(prefix)).content
+    partial = path.with_name(f"{path.name}.partial")
+    writer = ChecksumsWriter(partial)
+    try:
+        with progress("checksum", len(content), "bytes") as report:
+            for start in range(0, len(content), READ_AT_ONCE):
+                piece = content[start : start + READ_AT_ONCE]
+                writer.add(piece)
+                report(len(piece))
+        writer.finish(idx_path(prefix))
+        os.replace(partial, path)
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+    return block_count(len(content))

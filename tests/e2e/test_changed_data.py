@@ -1,0 +1,97 @@
+"""Data that is damaged before or under `llmtrain run`, as its ranks meet it: one sentence, exit code 2."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain_data.checksums import BLOCK
+from tiny import write_corpus
+
+RECIPE = """
+name: tiny
+model: {{family: llama, layers: 1, hidden: 16, heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 64, microbatch: 16, eval_every: 0}}
+optimizer: {{lr: 1.0e-3, warmup: 1}}
+checkpoint: {{every: 2}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+LONG = 10**6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A set of four blocks, and a recipe for it."""
+    write_corpus(tmp_path / "set", 1200)
+    return tmp_path
+
+
+def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[str]:
+    path = folder / "tiny.yaml"
+    path.write_text(RECIPE.format(folder=folder, steps=steps))
+    command = [sys.executable, "-m", "llmtrain", "run", str(path), "--nproc", str(ranks)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "runs" / "tiny" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def flip(folder: Path, chance: random.Random) -> str:
+    """Change a bit, or a byte, in place, and return what a run has to say of it."""
+    content = np.memmap(folder / "set.bin", np.uint8, mode="r+")
+    place = chance.randrange(len(content))
+    content[place] ^= 1 << chance.randrange(8) if chance.randrange(2) else chance.randrange(1, 256)
+    content.flush()
+    first = place // BLOCK * BLOCK
+    last = min(first + BLOCK, len(content))
+    return f"set.bin does not match its checksums in bytes {first} to {last}; it was damaged or changed"
+
+
+def assert_said(process: subprocess.Popen[str], sentence: str) -> None:
+    _, errors = process.communicate(timeout=120)
+    assert sentence in errors
+    assert len(errors.splitlines()) == 1, errors
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "times"), [(1, 1), (2, 1), pytest.param(1, 20, marks=pytest.mark.soak)], ids=["one", "two", "many"]
+)
+def test_a_flip_under_a_run_ends_it_and_stops_the_next(folder: Path, ranks: int, times: int) -> None:
+    whole, chance = (folder / "set.bin").read_bytes(), random.Random(times)
+    for _ in range(times):
+        before = steps_done(folder)
+        process = start(folder, ranks, LONG)
+        deadline = time.monotonic() + 120
+        while steps_done(folder) < before + 5:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        sentence = flip(folder, chance)
+        assert_said(process, sentence)
+        assert_said(start(folder, ranks, LONG), sentence)
+        (folder / "set.bin").write_bytes(whole)
+    if times == 1:
+        # The repaired set goes on.
+        process = start(folder, ranks, LONG)
+        deadline, before = time.monotonic() + 120, steps_done(folder)
+        while steps_done(folder) < before + 5:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        process.communicate(timeout=120)
+        assert process.returncode == 75

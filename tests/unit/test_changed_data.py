@@ -1,0 +1,145 @@
+"""A run that goes on with other data than it was trained on is refused, unless it is told that it may."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain import train as loop
+from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.checkpoint.folder import step_folders
+from llmtrain.checkpoint.manifest import encode, read_manifest
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.ranks import connect
+from llmtrain.compose import DATA
+from llmtrain.errors import BadInputError
+from llmtrain.inference import evaluate_on, open_model
+from llmtrain.recipe.prepare import prepared
+from llmtrain.recipe.resolve import Facts
+from llmtrain_data.errors import DataError
+from tiny import write_corpus
+
+RECIPE = """
+model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: 6, global_batch: 8, microbatch: 8, eval_every: 3}}
+optimizer: {{lr: 1.0e-2, warmup: 1}}
+checkpoint: {{every: 3}}
+logging: {{dir: {folder}/runs}}
+"""
+
+Train = Callable[..., None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, documents in (("set", 200), ("other", 190)):
+        write_corpus(tmp_path / name, documents)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def train(folder: Path) -> Train:
+    """Train by the tiny recipe with overrides."""
+
+    def run(*overrides: str) -> None:
+        recipe = prepared(str(folder / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
+        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+
+    return run
+
+
+def turn_round(folder: Path) -> None:
+    """Put the tokens of the set in the opposite order; all of them stay ids of the vocabulary."""
+    np.fromfile(folder / "set.bin", np.uint16)[::-1].tofile(folder / "set.bin")
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_data_turned_round_before_a_resume_is_refused(train: Train, folder: Path, checksums: bool) -> None:
+    if not checksums:
+        (folder / "set.checksums").unlink()
+    train()
+    turn_round(folder)
+    before = {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()}
+    refusal = r"set\.bin does not match its checksums" if checksums else r"set holds other data than .*accept_changed"
+    with pytest.raises((BadInputError, DataError), match=refusal) as refused:
+        train("train.steps=9")
+    assert refused.value.exit_code == 2
+    assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
+
+
+def test_other_data_is_refused_once_until_it_is_accepted(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    for path in (f"{folder}/other", f"[1,{folder}/set,1,{folder}/other]"):
+        with pytest.raises(BadInputError, match=r"accept_changed=true"):
+            train("train.steps=7", f"data.path={path}")
+    capsys.readouterr()
+    train("train.steps=9", f"data.path={folder}/other", "data.accept_changed=true")
+    assert "data.accept_changed accepts that" in " ".join("".join(capsys.readouterr()).split())
+    # What was accepted is what the run is trained on now.
+    train("train.steps=12", f"data.path={folder}/other")
+
+
+def test_the_same_data_elsewhere_and_prepared_again_goes_on(train: Train, folder: Path) -> None:
+    train()
+    write_corpus(folder / "set", 200)
+    train("train.steps=7")
+    for suffix in (".bin", ".idx", ".checksums"):
+        (folder / f"set{suffix}").rename(folder / f"moved{suffix}")
+    train("train.steps=9", f"data.path={folder}/moved")
+
+
+def test_a_run_that_starts_from_another_takes_any_data(train: Train, folder: Path) -> None:
+    train()
+    train("name=tuned", "train.steps=9", f"checkpoint.resume={folder}/runs/tiny", f"data.path={folder}/other")
+    with pytest.raises(BadInputError, match=r"set does not hold the data of .*other"):
+        train("name=tuned", "train.steps=12", f"checkpoint.resume={folder}/runs/tiny")
+
+
+def test_checkpoints_without_fingerprints_go_on(train: Train, folder: Path) -> None:
+    train()
+    newest = step_folders(folder / "runs" / "tiny" / "checkpoints")[-1]
+    manifest = read_manifest(newest)
+    assert manifest.progress.pop(DATA)
+    for name, content in zip(("manifest.json", "manifest.json.xxh3"), encode(manifest), strict=True):
+        (newest / name).write_bytes(content)
+    train("train.steps=9", f"data.path={folder}/other")
+
+
+@pytest.mark.parametrize("said", ["text", [1], [{"path": "a"}], {}, None])
+def test_fingerprints_that_are_none_are_told(train: Train, folder: Path, said: object) -> None:
+    train()
+    newest = step_folders(folder / "runs" / "tiny" / "checkpoints")[-1]
+    manifest = read_manifest(newest)
+    changed = replace(manifest, progress={**manifest.progress, DATA: said})
+    for name, content in zip(("manifest.json", "manifest.json.xxh3"), encode(changed), strict=True):
+        (newest / name).write_bytes(content)
+    with pytest.raises(BadInputError, match="fingerprints of the data cannot be read"):
+        train("train.steps=9")
+
+
+def test_sets_without_checksums_are_named_once(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "other.checksums").unlink()
+    train(f"data.path=[1,{folder}/set,1,{folder}/other]")
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert shown.count("has no checksums") == 1
+    assert f"llmtrain data checksum {folder}/other" in shown
+
+
+def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path) -> None:
+    train()
+    model = open_model(folder / "runs" / "tiny", print)
+    assert evaluate_on(model, "train", None, 10, 4)["samples"] == 10
+    (folder / "set.checksums").rename(folder / "kept")
+    tokens = np.memmap(folder / "set.bin", np.uint16)
+    tokens[1234] = 64
+    with pytest.raises(DataError, match=r"holds id 64 at token 34 of document 12; expected 0 to 63"):
+        evaluate_on(model, "train", None, 10, 4)
+    (folder / "kept").rename(folder / "set.checksums")
+    tokens[1234] = 0
+    with pytest.raises(DataError, match=r"set\.bin does not match its checksums"):
+        evaluate_on(model, "train", str(folder / "set"), 10, 4)
