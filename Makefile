@@ -9,6 +9,7 @@ CORPUS := runs/quickstart-data
 .PHONY: help install quickstart test check soak bench clean
 
 help:
+	@echo "make install     install into $(VENV)"
 	@echo "make quickstart  train a small GPT on the source of Python's standard library, and let it write"
 	@echo "make test        run the tests"
 	@echo "make check       ruff, format, mypy"
@@ -29,6 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
 	  -c constraints.txt -e '.[dev]'
 	touch $@
+	@echo "llmtrain is installed; \`. $(BIN)/activate\` puts it onto the PATH of this shell"
 
 $(CORPUS)/tokenizer/tokenizer.json: | $(INSTALLED)
 	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 2048 --output $(CORPUS)/tokenizer
@@ -39,6 +41,12 @@ $(CORPUS)/stdlib.idx: | $(CORPUS)/tokenizer/tokenizer.json
 quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
 	$(BIN)/llmtrain run quickstart
 	$(BIN)/llmtrain generate runs/quickstart --prompt 'def '
+	@echo
+	@echo "The model is in runs/quickstart. What to do next:"
+	@echo "  . $(BIN)/activate                      puts llmtrain onto the PATH of this shell"
+	@echo "  llmtrain report runs/quickstart         draws its curves on a page"
+	@echo "  llmtrain eval runs/quickstart           measures it on its validation split"
+	@echo "  README.md, \"A first run of your own\"   trains a model of your own texts"
 
 test: $(INSTALLED)
 	$(BIN)/pytest

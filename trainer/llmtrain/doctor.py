@@ -136,7 +136,9 @@ def _required() -> Iterator[Finding]:
 def _flash() -> Iterator[Finding]:
     for name in ("flash-attn", "triton"):
         found = installed_version(name)
-        advice = "pip install 'llmtrain[flash]'" if name == "flash-attn" else "comes with torch's GPU builds"
+        advice = (
+            "pip install flash-attn --no-build-isolation" if name == "flash-attn" else "comes with torch's GPU builds"
+        )
         yield Finding(name, "ok", found) if found else Finding(name, "absent", "GPU kernels; not installed", advice)
 
 
@@ -160,7 +162,7 @@ def _optional() -> Iterator[Finding]:
     if found:
         yield Finding("mpi4py", "ok", found)
     else:
-        yield Finding("mpi4py", "absent", "not installed", "pip install 'llmtrain[mpi]', with an MPI library")
+        yield Finding("mpi4py", "absent", "not installed", "pip install mpi4py, with an MPI library")
 
 
 def _launchers() -> Iterator[Finding]:

@@ -17,13 +17,14 @@ from llmtrain.cluster.tiers import Tier, axis_tiers, tiers
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import Family, GPTConfig, ModelConfig
 from llmtrain.model.presets import PRESETS
+from llmtrain.optim.config import PrecisionConfig
 from llmtrain.parallel.pipeline.config import PipelineConfig
 from llmtrain.parallel.pipeline.pieces import pieces_of, stages_of, units_of
 from llmtrain.parallel.pipeline.schedules import schedule_problems
 from llmtrain.parallel.pipeline.split import split_layers, stage_costs
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.schema import EveryK, Recipe
-from llmtrain.recipe.zero import STATES_SHARE, resolve_zero
+from llmtrain.recipe.zero import STATES_SHARE, degrees_of, resolve_zero
 from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
 
 _SIZES = tuple(entry.name for entry in fields(GPTConfig))
@@ -77,7 +78,7 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
         compute = "bf16" if facts.device == "cuda" else "fp32"
     precision, parallel = replace(recipe.precision, compute=compute), replace(recipe.parallel, data=data)
     pipeline = _pipeline(recipe, config, facts, layout)
-    fits = _fits(facts.cluster, _largest_share(config, pipeline, parallel), 4 if compute == "fp32" else 2)
+    fits = _fits(facts.cluster, _largest_share(config, pipeline, parallel), _compute_bytes(precision))
     zero, quantize = resolve_zero(recipe, data, axis_tiers(facts.tiers, layout, Axis.DATA), fits)
     return replace(
         recipe,
@@ -109,6 +110,12 @@ def replica_share(recipe: Recipe, data: int) -> int:
             f"{max(1, batch // data) * data}"
         )
     return batch // data
+
+
+def state_bytes(recipe: Recipe) -> int:
+    """Return the bytes of model states of the rank that holds most of them, for a resolved recipe, without padding."""
+    parameters = _largest_share(shape(recipe), recipe.pipeline, recipe.parallel)
+    return degrees_of(recipe).state_bytes(parameters, _compute_bytes(recipe.precision))
 
 
 def decisions(before: Recipe, after: Recipe) -> list[str]:
@@ -209,6 +216,10 @@ def _fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Calla
         return None
     room = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
     return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= room
+
+
+def _compute_bytes(precision: PrecisionConfig) -> int:
+    return 4 if precision.compute == "fp32" else 2
 
 
 def _pipeline(recipe: Recipe, config: GPTConfig, facts: Facts, layout: Layout) -> PipelineConfig:

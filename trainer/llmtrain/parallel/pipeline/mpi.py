@@ -143,8 +143,8 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise BadInputError(
-            f"pipeline.transport is mpi, which needs mpi4py and an MPI library ({error}); install llmtrain[mpi], or "
-            "set pipeline.transport=torch"
+            f"pipeline.transport is mpi, which needs mpi4py and an MPI library ({error}); install them (pip "
+            "install mpi4py), or set pipeline.transport=torch"
         ) from error
     return MPI
 
