@@ -12,7 +12,7 @@ class DataConfig:
     tokenizer: folder of a Hugging Face tokenizer; it gives `model.vocab: auto` its size.
     sequence_length: tokens per sample.
     split: shares of the documents for training, validation and test.
-    accept_changed: go on from a checkpoint though the data is not what it was trained on; else that is refused.
+    accept_changed: resume on other data than the checkpoint was trained on; otherwise that is refused.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,31 @@ def test_inspect(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 < shown["unigram_entropy"] < 5.8
     assert call("inspect", work / "b") == 0
     assert "500 (500 sequences)" in capsys.readouterr().out
+
+
+def test_verify_and_checksum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pair from elsewhere gets checksums; what is then damaged is told with exit code 1."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(work / f"a{suffix}", tmp_path)
+    assert call("inspect", tmp_path / "a", "--verify") == 2
+    assert f"`llmtrain data checksum {tmp_path}/a` writes" in capsys.readouterr().err
+    assert call("checksum", tmp_path / "a") == 0
+    assert (tmp_path / "a.checksums").read_bytes() == (work / "a.checksums").read_bytes()
+    capsys.readouterr()
+    assert call("inspect", tmp_path / "a", "--verify") == 0
+    assert "verified   all as it was prepared" in capsys.readouterr().out
+    content = bytearray((tmp_path / "a.bin").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a.bin").write_bytes(content)
+    assert call("inspect", tmp_path / "a", "--verify", "--json") == 1
+    shown = json.loads(capsys.readouterr().out)
+    first = (len(content) - 1) // shown["block_bytes"] * shown["block_bytes"]
+    assert shown["damaged"] == [{"file": f"{tmp_path}/a.bin", "first": first, "last": len(content)}]
+    assert call("inspect", tmp_path / "a") == 2
+    assert f"a.bin does not match its checksums in bytes {first} to {len(content)}" in capsys.readouterr().err
+    assert call("checksum", tmp_path / "a") == 2
+    assert call("checksum", tmp_path / "a", "--overwrite") == 0
+    assert call("inspect", tmp_path / "a") == 0
 
 
 def test_blend_shows_epochs_and_the_recipe(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

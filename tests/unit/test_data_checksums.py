@@ -229,9 +229,8 @@ def test_fingerprints_tell_sets_apart_and_not_where_they_lie(prefix: Path, tmp_p
     other = fingerprint(IndexedData(write(tmp_path / "other", np.ones(120_000, np.uint16))))
     assert moved.path != before.path
     assert difference([before, other], [moved, other]) == ""
-    assert difference(
-        [before, other], [other, before]
-    ) == f"{other.path} does not hold the data of {prefix}, which " + ("the run was trained on")
+    swapped = difference([before, other], [other, before])
+    assert swapped == f"{other.path} does not hold the data of {prefix}, which the run was trained on"
     assert difference([before], [before, other]) == "data.path names 2 sets, and the run was trained on 1"
     checksums_path(tmp_path / "moved").unlink()
     assert difference([before], [fingerprint(IndexedData(tmp_path / "moved"))]) == ""
