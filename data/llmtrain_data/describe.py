@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmtrain_data import units
 from llmtrain_data.errors import DataError
 from llmtrain_data.ids import LARGEST_VOCAB, token_counts
 from llmtrain_data.indexed import IndexedData, bin_path, idx_path
@@ -46,7 +47,7 @@ class Description:
         vocab = f" of {self.vocab}" if self.vocab else ""
         lines = [
             f"documents  {self.documents} ({self.sequences} sequences)",
-            f"tokens     {self.tokens} as {self.dtype}, {self.bytes / 1e6:.1f} MB on disk",
+            f"tokens     {self.tokens} as {self.dtype}, {units.size(self.bytes)} on disk",
             f"lengths    {lengths}",
             f"ids        {self.different_tokens}{vocab} occur, the largest is {self.max_token}",
             f"entropy    {self.unigram_entropy:.3f} nats per token (of the token frequencies)",

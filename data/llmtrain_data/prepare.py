@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain_data import units
 from llmtrain_data.corpus import Corpus
 from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
@@ -55,13 +56,13 @@ class Prepared:
 
     def lines(self, prefix: Path) -> list[str]:
         """Return what the command line says about it."""
-        rate = self.text_bytes / max(self.seconds, 1e-9) / 1e6
+        rate = units.rate(self.text_bytes / max(self.seconds, 1e-9))
         left_out = f", {self.left_out} empty ones left out" if self.left_out else ""
         return [
             f"encoder    {self.encoder} ({self.reason})",
             f"documents  {self.documents}{left_out}",
             f"tokens     {self.tokens} as {self.dtype}, of {self.text_bytes / max(self.tokens, 1):.2f} bytes",
-            f"wrote      {bin_path(prefix)} and {idx_path(prefix)} in {self.seconds:.1f} s ({rate:.1f} MB/s)",
+            f"wrote      {bin_path(prefix)} and {idx_path(prefix)} in {units.duration(self.seconds)} ({rate})",
         ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from llmtrain_data import units
 from llmtrain_data.output import Terminal, say
 
 LINE_EVERY = 10.0
@@ -42,7 +43,7 @@ def _bar(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Itera
         TransferSpeedColumn,
     )
 
-    sizes = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    sizes = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(show_speed=unit == "rows"))
     with Progress(*columns, *sizes, TimeRemainingColumn(), console=Terminal(stderr=True)) as bar:
         task = bar.add_task(title, total=total)
@@ -66,9 +67,9 @@ class _Lines:
         rate = self._done / (now - self._started)
         amount, speed = f"{self._done} rows", f"{rate:.0f} rows/s"
         if self._unit == "bytes":
-            amount, speed = f"{self._done / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+            amount, speed = units.size(self._done), units.rate(rate)
         line = f"{self._title}: {amount}, {speed}"
         if self._total:
             left = max(self._total - self._done, 0) / max(rate, 1e-9)
-            line += f", {100 * self._done / self._total:.0f} %, {left:.0f} s left"
+            line += f", {100 * self._done / self._total:.0f} %, {units.duration(left)} left"
         say(line, err=True)

@@ -136,7 +136,7 @@ def test_seconds(recompute: str, again: int, capsys: pytest.CaptureFixture[str],
     found = shown(capsys, *keys, "--flops", "1TFLOP/s")
     assert found["step_time"] == pytest.approx(forth + back)
     assert found["unit"] == "s"
-    assert str(found["links"]).startswith("messages are 1.5MiB, in bf16, and take up to 177.3ms; sums over ranks")
+    assert str(found["links"]).startswith("messages are 1.50 MiB, in bf16, and take up to 177 ms; sums over ranks")
     counted = shown(capsys, *keys)
     assert counted["step_time"] == pytest.approx((forth + back - 2 * message) / (LAYER * TOKENS / 1e12))
     assert "--flops" in str(counted["links"])

@@ -1,10 +1,8 @@
 """What the person who watches a run sees: plain lines, a live line, quantities in words."""
 
-import math
 from io import StringIO
 
 import pytest
-from llmtrain.telemetry import units
 from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.metrics import Row
 from rich.console import Console
@@ -67,26 +65,3 @@ def test_live_line_on_a_terminal() -> None:
     # The live line is drawn again below what is printed.
     assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
     assert "step 4/10  loss" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (units.number(999), "999"),
-        (units.number(12345.0), "12.3k"),
-        (units.number(999_999), "1.00M"),
-        (units.number(0.5), "0.500"),
-        (units.number(math.inf), "inf"),
-        (units.duration(4.21), "4.2s"),
-        (units.duration(65), "1:05"),
-        (units.duration(7205), "2:00:05"),
-        (units.duration(3 * 86400 + 4 * 3600), "3d 04:00:00"),
-        (units.size(1536), "1.50 KiB"),
-        (units.size(80 * 2**30), "80.0 GiB"),
-        (units.size(12), "12 B"),
-        (units.flops(312e12), "312 TFLOP/s"),
-        (units.flops(17.14e9), "17.1 GFLOP/s"),
-    ],
-)
-def test_quantities_for_people(text: str, expected: str) -> None:
-    assert text == expected

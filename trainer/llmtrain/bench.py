@@ -9,6 +9,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain_data import units
 from llmtrain_data.output import Terminal, say, say_json
 
 from llmtrain.cluster.config import Accelerator, Cluster, Nic
@@ -18,7 +19,6 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.measure.discover import Machine, discovered, this_machine
 from llmtrain.cluster.measure.links import Link, links, socket_links
 from llmtrain.cluster.measure.result import Measured, as_data, described, without_slow_cards
-from llmtrain.cluster.quantity import written
 from llmtrain.cluster.tiers import tiers
 from llmtrain.errors import BadInputError
 from llmtrain.start import check_gpus, ending_as_one
@@ -130,7 +130,7 @@ def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_
         for part in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
             found.append(measure(part, cluster, ranks))
             if ranks.is_main:
-                rate = written(found[-1].bandwidth, "byte/s")
+                rate = units.rate(found[-1].bandwidth)
                 say(f"measured {name_of(found[-1], cluster)}: {rate}", err=True)
     return found
 
@@ -180,7 +180,7 @@ def _accelerator() -> Accelerator | None:
     if not torch.cuda.is_available():
         return None
     card = torch.cuda.get_device_properties(0)
-    return Accelerator(name=card.name, memory=written(card.total_memory, "byte"))
+    return Accelerator(name=card.name, memory=units.size(card.total_memory))
 
 
 def _accelerator_address(local_rank: int) -> str | None:

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from llmtrain_data import units
+
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
 
@@ -72,7 +74,7 @@ def _devices(built_for_gpu: bool) -> Finding:
 
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        shown = ", ".join(f"{card.name} ({card.total_memory / GIB:.0f} GiB)" for card in cards)
+        shown = ", ".join(f"{card.name} ({units.size(card.total_memory)})" for card in cards)
         return Finding("gpu", "ok", shown)
     driver = next((tool for tool in ("nvidia-smi", "rocm-smi") if shutil.which(tool)), None)
     if driver and not built_for_gpu:
@@ -88,12 +90,12 @@ def _machine() -> Iterator[Finding]:
 
     yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
     memory = min(psutil.virtual_memory().total, _memory_limit())
-    yield Finding("memory", "ok", f"{memory / GIB:.1f} GiB, {psutil.virtual_memory().available / GIB:.1f} GiB free")
+    yield Finding("memory", "ok", f"{units.size(memory)}, {units.size(psutil.virtual_memory().available)} free")
     free = shutil.disk_usage(".").free
     if free >= GIB:
-        yield Finding("disk", "ok", f"{free / GIB:.1f} GiB free here")
+        yield Finding("disk", "ok", f"{units.size(free)} free here")
     else:
-        yield Finding("disk", "broken", f"{free / GIB:.2f} GiB free here", "checkpoints need more: free some space")
+        yield Finding("disk", "broken", f"{units.size(free)} free here", "checkpoints need more: free some space")
 
 
 def _memory_limit() -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from llmtrain_data import units
 from llmtrain_data.output import say, say_json
 
 from llmtrain.errors import RunFailedError
@@ -95,4 +96,4 @@ def _count(row: dict[str, object]) -> str:
 
 
 def _size(size: int | None) -> str:
-    return "-" if size is None else f"{size / 1e6:,.1f} MB"
+    return "-" if size is None else units.size(size)

@@ -16,10 +16,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how far runs are, and what became of their jobs."""
+    from llmtrain_data import units
     from rich.table import Table
 
     from llmtrain.status import statuses
-    from llmtrain.telemetry import units
 
     found = statuses(runs or [Path("runs")])
     if as_json:

@@ -5,7 +5,6 @@ from math import isfinite
 from typing import Literal
 
 Unit = Literal["byte/s", "byte", "s", "FLOP/s"]
-Written = Literal["bit/s", "byte/s", "byte", "s"]
 
 # Of each unit: what it is called, examples, and how many of it are in one of each word that may follow the number.
 _UNITS: dict[Unit, tuple[str, dict[str, float]]] = {
@@ -18,13 +17,6 @@ _UNITS: dict[Unit, tuple[str, dict[str, float]]] = {
 _SMALL = {"": 1.0, "m": 1e3, "u": 1e6, "n": 1e9}
 _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _LARGE["ti"] = 2.0**40
-# What numbers are written in, from the largest: rates of network cards are in bits.
-_WRITTEN: dict[Written, tuple[tuple[float, str], ...]] = {
-    "bit/s": ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s")),
-    "byte/s": ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s")),
-    "byte": ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
-    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
-}
 _FORM = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) ?([a-zA-Z]*?)(bit/s|bit|B/s|B|FLOP/s|s)")
 
 
@@ -45,11 +37,3 @@ def quantity(text: str, unit: Unit) -> float:
     if not isfinite(value) or (value <= 0 and unit != "s"):
         raise ValueError(f"expected {wanted}, above zero")
     return value
-
-
-def written(value: float, unit: Written) -> str:
-    """Return `value`, bytes or seconds or bytes per second, as `quantity` reads it, in four digits: 12.5e6 is
-    `12.5MB/s`, or `100Mbit/s` where `unit` is bit/s."""
-    number = value * 8 if unit == "bit/s" else value
-    scale, word = next((entry for entry in _WRITTEN[unit] if number >= entry[0]), _WRITTEN[unit][-1])
-    return f"{number / scale:.4g}{word}"

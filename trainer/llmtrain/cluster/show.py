@@ -1,11 +1,12 @@
 """A cluster and the groups of a run on it, described: as plain data, and as tables. No torch in here."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from llmtrain_data import units
 from rich.table import Table
 
 from llmtrain.cluster.cards import card_of
@@ -15,8 +16,6 @@ from llmtrain.cluster.mesh import clusters_of, nodes_of, placement_advice, stage
 from llmtrain.cluster.tiers import Tier, axis_tiers
 
 Described = dict[str, Any]
-_RATES = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
-_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def describe(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout) -> Described:
@@ -49,7 +48,7 @@ def tables(found: Described) -> Iterator[Table | str]:
     yield _table(
         ("tier", "ranks", "bandwidth", "latency"),
         [
-            (_names(tier), tier["ranks"], _unit(tier["bandwidth"], _RATES), _unit(tier["latency"], _TIMES))
+            (_names(tier), tier["ranks"], _known(tier["bandwidth"], units.rate), _known(tier["latency"], units.seconds))
             for tier in found["tiers"]
         ],
     )
@@ -142,8 +141,5 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
 
 
-def _unit(value: float | None, units: Sequence[tuple[float, str]]) -> str:
-    if value is None:
-        return "-"
-    scale, unit = next((entry for entry in units if value >= entry[0]), units[-1])
-    return f"{value / scale:g} {unit}"
+def _known(value: float | None, shown: Callable[[float], str]) -> str:
+    return "-" if value is None else shown(value)

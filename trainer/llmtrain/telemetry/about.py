@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmtrain_data import units
 
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
@@ -15,7 +16,6 @@ from llmtrain.cluster.quantity import quantity
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
 from llmtrain.recipe.schema import Recipe
-from llmtrain.telemetry import units
 from llmtrain.telemetry.flops import datasheet_peak, flops_per_token
 from llmtrain.telemetry.meters import device_name, measured_peak
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 
+from llmtrain_data import units
 from llmtrain_data.output import Terminal
 from rich.live import Live
 from rich.panel import Panel
@@ -10,7 +11,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain.telemetry import units
 from llmtrain.telemetry.metrics import Row
 
 

@@ -6,11 +6,11 @@ from math import isfinite, nan
 from typing import Any
 
 import numpy as np
+from llmtrain_data import units
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from llmtrain.telemetry import units
 from llmtrain.telemetry.metrics import Row
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from llmtrain_data import units
+
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.recipe.resolve import as_data
 from llmtrain.recipe.schema import Recipe
-from llmtrain.telemetry import units
 from llmtrain.telemetry.about import RunInfo, describe, facts, read_run_file, write_run_file
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.flops import share_of

@@ -10,8 +10,9 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from llmtrain_data import units
+
 from llmtrain.errors import BadInputError
-from llmtrain.telemetry import units
 from llmtrain.telemetry.about import facts, read_run_file
 from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics

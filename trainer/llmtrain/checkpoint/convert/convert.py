@@ -1,16 +1,15 @@
 """Converting between checkpoints and Hugging Face folders, whichever way round the source asks for."""
 
-import re
 from pathlib import Path
 
 from llmtrain.checkpoint.convert.export import export_hf
 from llmtrain.checkpoint.convert.hf_config import CONFIG
 from llmtrain.checkpoint.convert.import_hf import import_hf
 from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 
 SHARD = "5GB"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokenizer: Path | None) -> str:
@@ -44,8 +43,7 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
 
 
 def _bytes(size: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", size.strip().upper())
-    unit = match[2] if match else "?"
-    if match is None or unit not in _UNITS or int(match[1]) < 1:
-        raise BadInputError(f"--max-shard-size is {size!r}; expected a size such as 5GB or 500MB")
-    return int(match[1]) * _UNITS[unit]
+    try:
+        return int(quantity(f"{size}B" if size.isdecimal() else size.upper(), "byte"))
+    except ValueError as error:
+        raise BadInputError(f"--max-shard-size is {size!r}; {error}") from None

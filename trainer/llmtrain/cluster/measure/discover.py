@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from llmtrain_data import units
 
 from llmtrain.cluster.config import Cluster, Host, Nic, Node, NodeGroup
-from llmtrain.cluster.quantity import written
 from llmtrain.errors import BadInputError
 
 SYS = Path("/sys")
@@ -80,7 +80,7 @@ def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bo
     one_machine: whether all ranks are on one, so that no card has anything to do. Raises BadInputError when the nodes
     of a network do not follow each other.
     """
-    memory = written(psutil.virtual_memory().total, "byte")
+    memory = units.size(psutil.virtual_memory().total)
     host = Host(memory=memory, cores=os.cpu_count(), sockets=machines[0].sockets)
     node = Node(ranks=ranks_per_node, host=host)
     if one_machine:

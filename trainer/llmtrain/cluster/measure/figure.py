@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from io import BytesIO
 
+from llmtrain_data import units
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.measure.result import OPERATIONS, Measured
 from llmtrain.cluster.measure.show import name_of
-from llmtrain.cluster.quantity import written
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLORS = dict(zip(OPERATIONS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000"), strict=True))
@@ -26,14 +26,14 @@ def links_figure(found: Sequence[Measured], cluster: Cluster) -> bytes:
             sizes, style = [each.size for each in own], {"color": _COLORS[operation], "label": operation, "ms": 3}
             times.plot(sizes, [each.seconds for each in own], "o-", **style)
             rates.plot(sizes, [each.sent(members) * sharing for each in own], "o-", **style)
-        label = f"{written(measured.bandwidth, 'byte/s')} as measured"
+        label = f"{units.rate(measured.bandwidth)} as measured"
         rates.axhline(measured.bandwidth, color="#5f6b7a", ls="--", lw=1.2, label=label)
         times.set_title(name_of(measured, cluster), loc="left", fontsize=10)
-        for axes, unit in ((times, "s"), (rates, "byte/s")):
+        for axes, quantity in ((times, units.seconds), (rates, units.rate)):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, "byte")))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: written(value, unit)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, quantity=quantity: quantity(value)))
             axes.grid(color="#e3e6ea", lw=0.8)
             axes.spines[["top", "right"]].set_visible(False)
         times.set_ylabel("time")

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from llmtrain_data import units
+
 from llmtrain.cluster.config import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.measure.links import Link
-from llmtrain.cluster.quantity import quantity, written
+from llmtrain.cluster.quantity import quantity
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and receive")
 
@@ -80,8 +82,7 @@ def _known(value: Any) -> Any:
 def _tier(tier: NodeTier, measured: Measured | None) -> NodeTier:
     if measured is None:
         return tier
-    bandwidth, latency = written(measured.bandwidth, "byte/s"), written(measured.latency, "s")
-    return replace(tier, bandwidth=bandwidth, latency=latency)
+    return replace(tier, bandwidth=units.rate(measured.bandwidth), latency=units.seconds(measured.latency))
 
 
 def _group(group: NodeGroup, index: int, found: Sequence[Measured]) -> NodeGroup:
@@ -96,7 +97,7 @@ def _card(card: Nic, measured: Measured | None, together: Measured | None = None
         together, cards = measured, 1
     if together is None:
         return card
-    bandwidth, latency = written(together.bandwidth / cards, "bit/s"), written(together.latency, "s")
+    bandwidth, latency = units.bit_rate(together.bandwidth / cards), units.seconds(together.latency)
     return replace(card, bandwidth=bandwidth, latency=latency)
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llmtrain_data import units
 from rich.table import Table
 
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.measure.result import Measured, as_data
-from llmtrain.cluster.quantity import written
 
 
 def name_of(measured: Measured, cluster: Cluster) -> str:
@@ -56,11 +56,11 @@ def tables(found: Sequence[Measured], cluster: Cluster) -> Iterator[Table]:
     links = Table("link", "ranks", "ranks at a card", "bandwidth", "latency")
     for measured in found:
         sharing = str(measured.link.sharing) if measured.link.tier in ("cluster", "all") else "-"
-        rate = written(measured.bandwidth, "byte/s")
+        rate = units.rate(measured.bandwidth)
         if sharing != "-":
-            rate += f" ({written(measured.bandwidth, 'bit/s')})"
+            rate += f" ({units.bit_rate(measured.bandwidth)})"
         members = str(len(measured.link.groups[0]))
-        links.add_row(name_of(measured, cluster), members, sharing, rate, written(measured.latency, "s"))
+        links.add_row(name_of(measured, cluster), members, sharing, rate, units.seconds(measured.latency))
     yield links
     done = Table("link", "operation", "smallest", "takes", "largest", "takes", "moves")
     for measured in found:
@@ -68,9 +68,9 @@ def tables(found: Sequence[Measured], cluster: Cluster) -> Iterator[Table]:
             own = [each for each in measured.timings if each.operation == operation]
             moved = own[-1].sent(len(measured.link.groups[0])) * measured.link.sharing
             ends = [text for each in (own[0], own[-1]) for text in _shown(each.size, each.seconds)]
-            done.add_row(name_of(measured, cluster), operation, *ends, written(moved, "byte/s"))
+            done.add_row(name_of(measured, cluster), operation, *ends, units.rate(moved))
     yield done
 
 
 def _shown(size: int, seconds: float) -> tuple[str, str]:
-    return written(size, "byte"), written(seconds, "s")
+    return units.size(size), units.seconds(seconds)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 
+from llmtrain_data import units
 from llmtrain_data.output import Terminal
 from rich.style import Style
 from rich.text import Text
@@ -31,13 +32,14 @@ def summary(view: PipelineView) -> list[str]:
     schedule, timeline = view.schedule, view.timeline
     pieces = f", each with {schedule.chunks} pieces of the model" if schedule.chunks > 1 else ""
     activations = "microbatches" + (f" of one of {schedule.chunks} pieces" if schedule.chunks > 1 else "")
+    step = units.seconds(timeline.makespan) if view.unit == "s" else f"{timeline.makespan:.4g} {view.unit}"
     lines = [
         f"schedule     {view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches",
         f"split        {' '.join(map(str, view.split))} layers, in the order of the model",
         f"bubble       {timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work",
         f"activations  {' '.join(map(str, view.live))} by rank, in {activations}; the schedule's bound is "
         f"{' '.join(map(str, view.bound))}",
-        f"step         {timeline.makespan:.4g} {view.unit}, {view.slowdown:.3f} times as long as if no rank waited",
+        f"step         {step}, {view.slowdown:.3f} times as long as if no rank waited",
     ]
     more = (("warning", view.warning), ("links", view.links))
     return [*lines, *(f"{name:13}{sentence}" for name, sentence in more if sentence is not None)]

@@ -6,13 +6,14 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+from llmtrain_data import units
 from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees, stage_speeds
-from llmtrain.cluster.quantity import quantity, written
+from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.source import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
@@ -196,8 +197,8 @@ _UNCOUNTED = (
 
 def _about_links(recipe: Recipe, message: int, hops: Hops) -> str:
     """Return a sentence on what messages take, and what is not counted."""
-    most = written(max(map(add, hops.transfer, hops.latency)), "s")
-    said = f"messages are {written(message, 'byte')}, in {recipe.precision.compute}, and take up to {most}"
+    most = units.seconds(max(map(add, hops.transfer, hops.latency)))
+    said = f"messages are {units.size(message)}, in {recipe.precision.compute}, and take up to {most}"
     if hops.unknown:
         said += "; no description states the bandwidth of some of the links, which take but their latency"
     return f"{said}; sums over ranks and the optimizer come besides"
