@@ -6,20 +6,41 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from llmtrain.cluster import holder as holder_module
 from llmtrain.cluster import lock as module
-from llmtrain.cluster.lock import LOCK, RunLock, holder_of
+from llmtrain.cluster.holder import parse, this_process
+from llmtrain.cluster.lock import FEWEST_LOOKS, LOCK, LOCKLESS_LOOKS, UNLOCKED_LOOKS, RunLock, holder_of
+from llmtrain.errors import RunFailedError
 
 HOLD = """
 import sys
 from pathlib import Path
 from llmtrain.cluster.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-print(lock.take(), flush=True)
+print(lock.take(print), flush=True)
 """
+
+
+@dataclass
+class Pauses:
+    """Takes the place of the pauses between looks. during: what happens in the n-th, counted from 1."""
+
+    during: dict[int, Callable[[], object]] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def __call__(self, why: str) -> None:
+        self.said.append(why)
+        self.during.get(len(self.said), lambda: None)()
+
+
+def never(why: str) -> None:
+    pytest.fail(f"it waited: {why}")
 
 
 @pytest.fixture
@@ -41,7 +62,7 @@ def take(folder: Path) -> str:
 
 def test_a_second_one_says_who_has_it(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     before = (tmp_path / LOCK).read_text()
-    said = RunLock(tmp_path).take()
+    said = RunLock(tmp_path).take(never)
     assert said is not None
     assert f"{tmp_path} is being trained in by process {other.pid} of " in said
     assert socket.gethostname() in said
@@ -79,18 +100,23 @@ def test_what_a_killed_one_held_is_free(tmp_path: Path, other: subprocess.Popen[
     assert (tmp_path / LOCK).read_text()
     assert holder_of(tmp_path) is None
     with RunLock(tmp_path) as lock:
-        assert lock.take() is None
+        assert lock.take(never) is None
         assert f"process {os.getpid()} of " in take(tmp_path)
     assert take(tmp_path) == "None\n"
 
 
-def write(folder: Path, **changes: object) -> None:
-    """Leave what a run on another host would."""
+def write(folder: Path, age: float = 0.0, **changes: object) -> None:
+    """Leave what a run on another host would, whose lease was renewed so many seconds ago."""
     holder = {
         "host": "elsewhere", "pid": 1, "started": 0.0, "user": "she", "job": None, "cluster": "c", "since": "Monday",
-        **changes,
+        "place": "another boot", **changes,
     }  # fmt: skip
     (folder / LOCK).write_text(json.dumps(holder))
+    os.utime(folder / LOCK, (time.time() - age,) * 2)
+
+
+def renew(folder: Path) -> Callable[[], None]:
+    return lambda: os.utime(folder / LOCK)
 
 
 @pytest.fixture
@@ -98,16 +124,172 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], None]:
     """Have this process be job 7, and Slurm say whether other jobs are active."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "c")
-    return lambda active: monkeypatch.setattr(module, "still_active", lambda number: active)
+    return lambda active: monkeypatch.setattr(holder_module, "still_active", lambda number: active)
 
 
-def test_another_host_whose_file_system_tells_nothing(tmp_path: Path) -> None:
-    write(tmp_path)
-    said = RunLock(tmp_path).take()
+def no_locks(*arguments: object) -> None:
+    raise OSError(37, "No locks available")
+
+
+@pytest.fixture
+def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
+
+
+@pytest.mark.parametrize(
+    ("age", "looks"), [(0.0, UNLOCKED_LOOKS), (4.5, UNLOCKED_LOOKS - 4), (1e6, FEWEST_LOOKS), (-1e6, UNLOCKED_LOOKS)]
+)
+def test_a_lease_of_another_host_that_nobody_renews(tmp_path: Path, age: float, looks: int) -> None:
+    """However wrong a clock is, it is watched for a while, and not for longer than needed."""
+    write(tmp_path, age)
+    pauses = Pauses()
+    assert RunLock(tmp_path).take(pauses) is None
+    (said,) = set(pauses.said)
     assert said == (
-        f"{tmp_path} is being trained in by process 1 of she on elsewhere, since Monday; if it has ended, delete "
-        f"{tmp_path / LOCK}"
+        f"{tmp_path} was last trained in by process 1 of she on elsewhere, since Monday; "
+        f"waiting up to {looks} s to see whether it has ended"
     )
+    assert len(pauses.said) == looks
+    assert parse((tmp_path / LOCK).read_bytes()) is not None
+    assert os.listdir(tmp_path) == [LOCK]
+
+
+@pytest.mark.usefixtures("lockless")
+def test_a_lease_where_the_file_system_has_no_locks(tmp_path: Path) -> None:
+    write(tmp_path, 3.5)
+    pauses = Pauses()
+    assert RunLock(tmp_path).take(pauses) is None
+    assert len(pauses.said) == LOCKLESS_LOOKS - 3
+
+
+@pytest.mark.parametrize("age", [0.0, 1e6])
+@pytest.mark.parametrize("look", [1, FEWEST_LOOKS])
+def test_a_lease_of_another_host_that_is_renewed(tmp_path: Path, age: float, look: int) -> None:
+    write(tmp_path, age)
+    pauses = Pauses({look: renew(tmp_path)})
+    said = RunLock(tmp_path).take(pauses)
+    assert said == f"{tmp_path} is being trained in by process 1 of she on elsewhere, since Monday"
+    assert len(pauses.said) == look
+
+
+def test_the_lease_of_an_earlier_version(tmp_path: Path) -> None:
+    """It knows of no place, also on this host, and does not renew it."""
+    write(tmp_path, 1e6, host=socket.gethostname())
+    content = json.loads((tmp_path / LOCK).read_text())
+    del content["place"]
+    (tmp_path / LOCK).write_text(json.dumps(content))
+    pauses = Pauses()
+    assert RunLock(tmp_path).take(pauses) is None
+    assert len(pauses.said) == UNLOCKED_LOOKS
+
+
+def test_hosts_of_one_name_are_not_one(tmp_path: Path) -> None:
+    write(tmp_path, host=socket.gethostname(), pid=os.getpid(), started=this_process({}).started)
+    assert holder_of(tmp_path) is not None
+    said = RunLock(tmp_path).take(Pauses({1: renew(tmp_path)}))
+    assert said is not None
+    write(tmp_path, 1e6, host="a new name", place=this_process({}).place, pid=2**22 + 1)
+    assert RunLock(tmp_path).take(never) is None
+
+
+def test_a_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENEWAL", 0.01)
+    with RunLock(tmp_path) as lock:
+        assert lock.take(never) is None
+        before, content = (tmp_path / LOCK).stat().st_mtime_ns, (tmp_path / LOCK).read_bytes()
+        end = time.monotonic() + 30
+        while (tmp_path / LOCK).stat().st_mtime_ns == before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert (tmp_path / LOCK).read_bytes() == content
+        lock.confirm()
+    assert (tmp_path / LOCK).read_bytes() == b""
+    assert holder_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_holder_that_stood_still_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool) -> None:
+    """Another run has the folder, which the first one notes before it gives a checkpoint its name, or at its next
+    renewal; it leaves the other's lock alone."""
+    monkeypatch.setattr(module, "RENEWAL", 0.01)
+    said = "is now being trained in by process 1 of she on elsewhere, .* which took it while this run stood still"
+    with RunLock(tmp_path) as lock, RunLock(tmp_path) as second:
+        assert lock.take(never) is None
+        lock.check()
+        if deleted:
+            (tmp_path / LOCK).unlink()
+            lock.confirm()
+        write(tmp_path)
+        with pytest.raises(RunFailedError, match=said):
+            lock.confirm()
+        (tmp_path / LOCK).unlink()
+        assert second.take(never) is None
+        second.confirm()
+        write(tmp_path)
+        time.sleep(1)
+        with pytest.raises(RunFailedError, match=said):
+            second.check()
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "elsewhere"
+
+
+def test_a_start_gives_way_to_another_that_is_about_to_take_the_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    claim = tmp_path / f"{LOCK}.{(tmp_path / LOCK).stat().st_mtime_ns}-0"
+    claim.touch()
+    pauses = Pauses({2: lambda: write(tmp_path), 4: renew(tmp_path)})
+    assert (
+        RunLock(tmp_path).take(pauses)
+        == f"{tmp_path} is being trained in by process 1 of she on elsewhere, since Monday"
+    )
+    assert pauses.said[0].startswith(f"another start is about to train in {tmp_path}; waiting up to 10 s")
+    assert len(pauses.said) == 4
+
+
+def test_a_start_that_died_about_to_take_the_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    for turn in range(2):
+        (tmp_path / f"{LOCK}.{(tmp_path / LOCK).stat().st_mtime_ns}-{turn}").touch()
+    pauses = Pauses()
+    assert RunLock(tmp_path).take(pauses) is None
+    assert len(pauses.said) == 2 * (UNLOCKED_LOOKS + 1)
+    assert os.listdir(tmp_path) == [LOCK]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        "null",
+        "[1]",
+        '{"host": "else',
+        '{"host": 1, "pid": 1, "started": 0, "user": "x", "job": null, "cluster": null, "since": "y"}',
+        '{"host": "x", "pid": 1e400, "started": 0, "user": "x", "job": null, "cluster": null, "since": "y"}',
+        '{"host": "x", "pid": 1, "started": NaN, "user": "x", "job": null, "cluster": null, "since": "y"}',
+        '{"host": "x", "pid": 1'
+        + "0" * 400
+        + ', "started": 0, "user": "x", "job": null, "cluster": null, "since": "y"}',
+        '{"host": "x", "pid": 1, "started": 0, "user": "x", "job": "--all", "cluster": null, "since": "y"}',
+        '{"host": "\ud800", "pid": 1, "started": 0, "user": "x", "job": null, "cluster": null, "since": "y"}',
+        "\x00\xff",
+    ],
+    ids=lambda content: content[:40],
+)
+def test_a_file_that_no_run_wrote_holds_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_bytes(content.encode(errors="surrogatepass"))
+    assert holder_of(tmp_path) is None
+    with RunLock(tmp_path) as lock:
+        assert lock.take(never) is None
+        held = parse((tmp_path / LOCK).read_bytes())
+        assert held is not None
+        assert held.pid == os.getpid()
+
+
+def test_what_is_no_file_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    assert holder_of(tmp_path) is None
+    with pytest.raises(OSError, match="Illegal seek"):
+        RunLock(tmp_path).take(never)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +313,10 @@ def test_jobs_on_other_hosts(
     slurm(active)
     write(tmp_path, **changes)
     assert (holder_of(tmp_path) is None) is free
-    said = RunLock(tmp_path).take()
+    # Where Slurm does not know, the lease does.
+    pauses = Pauses({1: renew(tmp_path)})
+    said = RunLock(tmp_path).take(pauses)
+    assert len(pauses.said) == (changes.get("cluster") == "other" or active is None)
     assert (said is None) is free
     if said is not None:
         assert f"by job {changes['job']}, process 1 of she on elsewhere" in said
@@ -149,22 +334,14 @@ def test_after_a_crash_a_login_node_sees_that_the_job_is_over(
     assert holder_of(tmp_path) is None
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    write(tmp_path, host=socket.gethostname(), pid=2**22 + 1)
+@pytest.mark.usefixtures("lockless")
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    write(tmp_path, place=this_process({}).place, pid=2**22 + 1)
     assert holder_of(tmp_path) is None
-    assert RunLock(tmp_path).take() is None
-    # This process is that holder, and lives.
-    held = holder_of(tmp_path)
-    assert held is not None
-    assert held.pid == os.getpid()
-    assert "is being trained in by" in (RunLock(tmp_path).take() or "")
-
-
-def test_a_torn_file_holds_nothing(tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_text('{"host": "else')
-    assert RunLock(tmp_path).take() is None
+    with RunLock(tmp_path) as lock:
+        assert lock.take(never) is None
+        # This process is that holder, and lives.
+        held = holder_of(tmp_path)
+        assert held is not None
+        assert held.pid == os.getpid()
+        assert "is being trained in by" in (RunLock(tmp_path).take(never) or "")

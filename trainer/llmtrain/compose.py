@@ -1,5 +1,6 @@
 """What a run is made of, and how its states are saved and brought back."""
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint, difference, fingerprint
+from llmtrain_data.output import say
 from omegaconf import OmegaConf
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -19,10 +21,10 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
-from llmtrain.cluster.lock import RunLock
+from llmtrain.cluster.lock import LOOK, RunLock
 from llmtrain.cluster.ranks import Ranks
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.cluster.stop import TOLD_EARLY, StopRequest
+from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec
@@ -72,9 +74,9 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything that a step needs. compared: steps after which replicas were last found alike. changed: what the
-    recipe has otherwise than at the run's last start, as the main rank knows it, which also knows the fingerprints of
-    the data."""
+    """Everything that a step needs. lock: of the folder, which the main rank has. compared: steps after which replicas
+    were last found alike. changed: what the recipe has otherwise than at the run's last start, as the main rank knows
+    it, which also knows the fingerprints of the data."""
 
     recipe: Recipe
     ranks: Ranks
@@ -90,6 +92,7 @@ class Run:
     progress: Progress
     scale: LossScale
     stop: StopRequest
+    lock: RunLock
     compared: int = 0
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
@@ -101,7 +104,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = _open_data(recipe, config)
-    lock = _claim(folder, ranks)
+    lock = _claim(folder, ranks, stop)
     comm = CommMeter()
 
     def count(calls: Iterable[Traffic]) -> None:
@@ -118,29 +121,41 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
         host_of=ranks.host_of,
     )
-    checkpoints = Checkpointer(folder / "checkpoints", ranks, recipe.checkpoint.keep, recipe.checkpoint.asynchronous)
+    saving = recipe.checkpoint
+    checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
     with lock, LinkSampler(ranks) as links, RunLogger(folder, recipe, about, ranks.is_main, comm, links) as log:
         progress, scale = Progress(), LossScale.of(recipe.precision)
         yield Run(
             recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
-            checkpoints, progress, scale, stop,
+            checkpoints, progress, scale, stop, lock,
         )  # fmt: skip
         checkpoints.close()
         parts.close()
 
 
-def _claim(folder: Path, ranks: Ranks) -> RunLock:
-    """Make the run's folder and take its lock. Raises RunFailedError where another run has it. Collective."""
-    lock, refusal = RunLock(folder), None
+def _claim(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
+    """Make the run's folder and take its lock. Raises RunFailedError where another run has it, PreemptedError when told
+    to stop while it waits for one that may have it. Collective."""
+    lock, refusal, told = RunLock(folder), None, set[str]()
+
+    def pause(why: str) -> None:
+        if stop.asked:
+            raise PreemptedError(TOLD_EARLY)
+        if why not in told:
+            told.add(why)
+            say(f"llmtrain: {why}", err=True)
+        ranks.watch.note("waiting for the run's folder")
+        time.sleep(LOOK)
+
     if ranks.is_main:
         try:
             with _writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                refusal = lock.take()
-        except RunFailedError as error:
+                refusal = lock.take(pause)
+        except (RunFailedError, PreemptedError) as error:
             refusal = str(error)
     if refusal := ranks.from_main("refusal", refusal or ""):
-        raise RunFailedError(refusal)
+        raise (PreemptedError if refusal == TOLD_EARLY else RunFailedError)(refusal)
     return lock
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.stop import StopRequest
@@ -97,6 +98,7 @@ def train_step(run: Run, step: int) -> bool:
     run.progress.samples += recipe.train.global_batch
     run.progress.tokens += recipe.train.global_batch * recipe.data.sequence_length
     note_skipped(run, finite, spike)
+    run.lock.check()
     run.log.step(
         StepRecord(
             step=step + 1,
@@ -200,9 +202,10 @@ def rewind(run: Run, loss: float) -> None:
 def fail(run: Run, why: str) -> NoReturn:
     """End a run that no longer learns. Collective."""
     run.checkpoints.wait()
+    kept = step_folders(run.folder / "checkpoints")
+    sound = f"the checkpoints in {run.folder} are sound" if kept else "there is no checkpoint yet"
     raise RunFailedError(
-        f"{why} (train.max_skipped), up to step {run.progress.step}; the checkpoints in {run.folder} are sound. Lower "
-        "optimizer.lr or check the data"
+        f"{why} (train.max_skipped), up to step {run.progress.step}; {sound}. Lower optimizer.lr or check the data"
     )
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,21 @@ class Checkpointer:
 
     folder: the run's `checkpoints`, shared by all ranks. keep: how many complete ones stay. asynchronous:
     write in the background, from host copies made by `save`. Every rank makes one and calls the same methods
-    in the same order. Raises RunFailedError if what a killed process left in the folder cannot be cleaned up.
+    in the same order. confirm: raises RunFailedError where the folder is another run's by now; called on the
+    main rank before anything is written and before a checkpoint gets its name. Raises RunFailedError if what a killed
+    process left in the folder cannot be cleaned up.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, keep: int, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        keep: int,
+        asynchronous: bool,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
         self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
-        self._exchange = Exchange(ranks, "save")
+        self._exchange, self._confirm = Exchange(ranks, "save"), confirm
         self._staging: list[torch.Tensor] = []
         self._failure: str | None = None
         self._remark = ""
@@ -164,12 +173,13 @@ class Checkpointer:
     def _lead(self, save: _Save) -> str | None:
         partial = self._partial(save)
         try:
+            self._confirm()
             shutil.rmtree(partial, ignore_errors=True)
             first = not self._folder.exists()
             partial.mkdir(parents=True)
             if first:
                 sync_folder(self._folder.parent)
-        except OSError as error:
+        except (OSError, RunFailedError) as error:
             failure = self._sentence(save, _reason(error))
             self._exchange.tell("open", failure)
             return failure
@@ -233,6 +243,7 @@ class Checkpointer:
                 raise RunFailedError(f"rank 0 does not see {part.name}; all ranks must share {self._folder}")
         files, tensors = merge_parts(parts)
         manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
+        self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
 
     def _prune(self, save: _Save) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.cluster.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
 from llmtrain.cluster.note import NOTES, Ending, Notes
-from llmtrain.cluster.stop import STOP_SIGNALS
+from llmtrain.cluster.stop import STOP_SIGNALS, TOLD_EARLY
 from llmtrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -161,7 +161,7 @@ def _stopped(failures: list[ProcessFailure], asked: bool) -> _End | None:
         return _End(None, code=EXIT_INTERRUPTED)
     # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
     if -signal.SIGUSR1 in codes or (asked and codes == {-signal.SIGTERM}):
-        return _End(None, "told to stop before anything was done; the same command starts again", EXIT_PREEMPTED)
+        return _End(None, TOLD_EARLY, EXIT_PREEMPTED)
     return None
 
 

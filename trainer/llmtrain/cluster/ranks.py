@@ -20,6 +20,8 @@ from llmtrain.cluster.watch import Watch
 from llmtrain.errors import RunFailedError
 
 ALONE = (Tier("all", 1),)
+# How long ranks wait for what the main rank has to say.
+_PATIENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Ranks:
             return text
         if self.is_main:
             self.store.set(name, text)
+        # The main rank may wait for a lock or a disk before it speaks; the vigil ends the wait for one that is gone.
+        self.store.wait([name], _PATIENCE)
         heard = str(self.store.get(name).decode())
         # The main rank has the store, and may end over what it says: not before all others have heard it.
         if self.store.add(f"{name} was heard", 1) == self.layout.world:

@@ -6,6 +6,8 @@ from typing import Self
 
 # What asks a run to stop: Ctrl-C, schedulers and people, and Slurm some time before a job's end.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# What is said of it where a run has not begun to train.
+TOLD_EARLY = "told to stop before anything was done; the same command starts again"
 
 
 class StopRequest:
