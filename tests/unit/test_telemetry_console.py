@@ -5,12 +5,12 @@ from io import StringIO
 import pytest
 from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.metrics import Row
-from rich.console import Console
+from llmtrain_data.output import Terminal
 
 
 def console(terminal: bool) -> tuple[RunConsole, StringIO]:
     text = StringIO()
-    return RunConsole(10, Console(file=text, force_terminal=terminal, width=60, color_system=None)), text
+    return RunConsole(10, Terminal(file=text, force_terminal=terminal, width=60, color_system=None)), text
 
 
 ROW: Row = {
