@@ -8,6 +8,7 @@ from llmtrain_data.dataset import open_split
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import json_text
 
+COLUMNS = ("source", "share", "documents", "tokens", "drawn", "epochs")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -35,19 +36,24 @@ class BlendPlan:
         """Return the plan as one JSON object."""
         return json_text(asdict(self))
 
-    def text(self) -> str:
-        """Return the plan as a table, followed by the recipe's section."""
-        width = max(len(part.prefix) for part in self.parts) + 2
-        lines = [f"{'source':<{width}}{'share':>8}{'documents':>12}{'tokens':>16}{'drawn':>16}{'epochs':>9}"]
-        lines += [
-            f"{part.prefix:<{width}}{part.share:>8.2%}{part.documents:>12}{part.available:>16}"
-            f"{part.drawn:>16}{part.epochs:>9.2f}"
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return a row for each source, under COLUMNS."""
+        return [
+            (
+                part.prefix,
+                f"{part.share:.2%}",
+                f"{part.documents:,}",
+                f"{part.available:,}",
+                f"{part.drawn:,}",
+                f"{part.epochs:.2f}",
+            )
             for part in self.parts
         ]
+
+    def advice(self) -> str | None:
+        """Return a sentence on sources that are repeated too often."""
         repeated = [part.prefix for part in self.parts if part.epochs > 4]
-        if repeated:
-            lines.append(f"repeated more than 4 times, which is known to teach little: {', '.join(repeated)}")
-        return "\n".join([*lines, "", self.yaml.rstrip()])
+        return f"repeated more than 4 times, which teaches little: {', '.join(repeated)}" if repeated else None
 
 
 def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split: str) -> BlendPlan:

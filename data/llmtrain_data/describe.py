@@ -41,18 +41,17 @@ class Description:
         """Return the description as one JSON object."""
         return json_text(asdict(self))
 
-    def text(self) -> str:
-        """Return the description as lines."""
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the description as names and what there is to say of them."""
         lengths = ", ".join(f"{name} {value:.0f}" for name, value in self.lengths.items())
-        vocab = f" of {self.vocab}" if self.vocab else ""
-        lines = [
-            f"documents  {self.documents} ({self.sequences} sequences)",
-            f"tokens     {self.tokens} as {self.dtype}, {units.size(self.bytes)} on disk",
-            f"lengths    {lengths}",
-            f"ids        {self.different_tokens}{vocab} occur, the largest is {self.max_token}",
-            f"entropy    {self.unigram_entropy:.3f} nats per token (of the token frequencies)",
+        vocab = f" of {self.vocab:,}" if self.vocab else ""
+        return [
+            ("documents", f"{self.documents:,} ({self.sequences:,} sequences)"),
+            ("tokens", f"{self.tokens:,} as {self.dtype}, {units.size(self.bytes)} on disk"),
+            ("lengths", lengths),
+            ("ids", f"{self.different_tokens:,}{vocab} occur, the largest is {self.max_token:,}"),
+            ("entropy", f"{self.unigram_entropy:.3f} nats per token (of the token frequencies)"),
         ]
-        return "\n".join([*lines, *(f"--- {number}\n{text}" for number, text in enumerate(self.shown))])
 
 
 def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Description:

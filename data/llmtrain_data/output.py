@@ -5,17 +5,23 @@ writes them (`\\x1b`, `\\u202e`). Line ends and tabs stay.
 """
 
 import json
+import re
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 # The joiners have no shape, but Persian, Indic scripts and many emoji are written with them.
 _LAYOUT = frozenset("\n\t\u200c\u200d")
+# What stands at the right of its column: `-`, `1,234`, `4/10`, `1:05`, `98.0%`, `15.1 MiB`.
+_QUANTITY = re.compile(r"-|[\d.,:/?]+( ?[A-Za-z%][A-Za-z/%]*)?")
+# Columns of what is no terminal: a file has no edge to cut or fold at.
+_NO_EDGE = 100_000
 
 
 def printable(value: object) -> str:
@@ -40,11 +46,14 @@ def json_text(data: Any, indent: int | None = None) -> str:
 
 
 class Terminal(Console):
-    """rich's console, for text from files: it knows no markup, and escapes what would steer the terminal."""
+    """rich's console, for text from files: it knows no markup, and escapes what would steer the terminal. A file gets
+    lines as long as they are."""
 
     def __init__(self, **options: Any) -> None:
         """options: of rich's console."""
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+        if "width" not in options and not self.is_terminal:
+            self.width = _NO_EDGE
 
     def render_str(self, text: str, **options: Any) -> Any:
         """Return a string as rich's text, escaped before its width is measured."""
@@ -54,6 +63,24 @@ class Terminal(Console):
         """Yield what is printed; only rich itself may move the cursor."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table in the one style that all verbs print: no lines, a bold header, quantities at the right. columns:
+    their headings; none for a list of facts, without a heading."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=bool(columns))
+    for place, name in enumerate(columns):
+        right = cells and all(_QUANTITY.fullmatch(row[place]) for row in cells)
+        found.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in cells:
+        found.add_row(*row)
+    return found
+
+
+def say_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table on stdout: folded where the terminal is too narrow, never cut."""
+    Terminal().print(table(columns, rows))
 
 
 def _shown(letter: str) -> str:

@@ -23,7 +23,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.telemetry.console import RunConsole
 from llmtrain_data.indexed import IndexedWriter
-from llmtrain_data.output import Terminal, json_text, printable
+from llmtrain_data.output import Terminal, json_text, printable, table
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -214,3 +214,23 @@ def test_one_module_prints() -> None:
         if prints & {*calls(path)}
     }
     assert found == {"output.py"}
+
+
+def test_one_style_of_tables() -> None:
+    """Others are grids without a heading, of which the live line of a run is made."""
+    found = {
+        path.name for folder in ("trainer", "data") for path in (ROOT / folder).rglob("*.py") if "Table" in calls(path)
+    }
+    assert found == {"output.py"}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_table_is_never_cut(terminal: bool) -> None:
+    file, long = StringIO(), "x" * 300
+    options = {"force_terminal": True, "width": 80, "color_system": None} if terminal else {}
+    Terminal(file=file, **options).print(table(("name", "size", "what"), [("a", "1.50 GiB", long), ("bc", "-", "")]))
+    lines = file.getvalue().splitlines()
+    assert sum(line.count("x") for line in lines) == 300
+    assert lines[1].startswith("a     1.50 GiB  xxx")
+    assert [line.rstrip() for line in lines if line.startswith("bc")] == ["bc           -"]
+    assert max(map(len, lines)) <= 80 if terminal else len(lines) == 3

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -159,10 +158,9 @@ def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: in
     if asked.as_json:
         say_json(plain(found, cluster, after, dist.get_backend(), world))
         return
-    # A file has no width.
-    console = Terminal(width=None if sys.stdout.isatty() else 130)
+    console = Terminal()
     for table in tables(found, cluster):
-        console.print(table)
+        console.print(table, "")
     if asked.output is not None:
         console.print(f"a recipe takes it as cluster={asked.output}")
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from llmtrain_data import units
-from llmtrain_data.output import say, say_json
+from llmtrain_data.output import say, say_json, say_table
 
 from llmtrain.errors import RunFailedError
 
@@ -25,10 +25,8 @@ def list_(source: Source, as_json: Json = False) -> None:
     if as_json:
         say_json(rows)
         return
-    say(f"{'step':>10} {'tokens':>16} {'size':>10}  folder")
-    for row in rows:
-        step, note = row.get("step", "-"), f"  damaged: {row['damage']}" if "damage" in row else ""
-        say(f"{step:>10} {_count(row):>16} {_size(row.get('bytes')):>10}  {row['folder']}{note}")
+    cells = [(row.get("step", "-"), _count(row), _size(row.get("bytes")), row["folder"], _damage(row)) for row in rows]
+    say_table(("step", "tokens", "size", "folder", ""), cells)
 
 
 @app.command()
@@ -40,19 +38,21 @@ def inspect(source: Source, as_json: Json = False) -> None:
     if as_json:
         say_json(found)
         return
-    say(f"folder      {found['folder']}")
-    say(f"step        {found['step']}")
-    say(f"tokens      {_count(found)}")
-    say(f"parameters  {found['parameters']:,}")
-    say(f"states      {', '.join(found['states'])}")
-    say(f"progress    {json.dumps(found['progress'])}")
-    say(f"model       {json.dumps(found['model'])}")
-    say(f"recipe      {json.dumps(found['recipe'])}")
-    for name, size in found["files"].items():
-        say(f"file        {_size(size):>10}  {name}")
-    for name, tensor in found["tensors"].items():
-        shape = " x ".join(str(size) for size in tensor["shape"])
-        say(f"tensor      {shape:>16}  {name}, in {len(tensor['ranges'])} ranges")
+    facts = {
+        "folder": found["folder"],
+        "step": found["step"],
+        "tokens": _count(found),
+        "parameters": f"{found['parameters']:,}",
+        "states": ", ".join(found["states"]),
+        **{key: json.dumps(found[key]) for key in ("progress", "model", "recipe")},
+    }
+    say_table((), facts.items())
+    say()
+    say_table(("file", "size"), [(name, _size(size)) for name, size in found["files"].items()])
+    say()
+    tensors = found["tensors"].items()
+    rows = [(name, " x ".join(map(str, entry["shape"])), len(entry["ranges"])) for name, entry in tensors]
+    say_table(("tensor", "shape", "ranges"), rows)
 
 
 @app.command()
@@ -88,6 +88,10 @@ def convert(
     from llmtrain.checkpoint.convert.convert import convert as convert_folder
 
     say(convert_folder(source, target, dtype, max_shard_size, tokenizer))
+
+
+def _damage(row: dict[str, object]) -> str:
+    return f"damaged: {row['damage']}" if "damage" in row else ""
 
 
 def _count(row: dict[str, object]) -> str:

@@ -33,6 +33,6 @@ def show(
     if as_json:
         say_json(found)
         return
-    console = Terminal(soft_wrap=True)
+    console = Terminal()
     for part in tables(found):
         console.print(part)

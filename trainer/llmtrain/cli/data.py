@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from llmtrain_data.output import say
+from llmtrain_data.output import say, say_table
 
 from llmtrain.errors import EXIT_FAILED, RunFailedError
 
@@ -119,11 +119,15 @@ def inspect(
 
     if verify:
         verification = verify_set(prefix)
-        typer.echo(verification.json() if json else verification.text())
+        say(verification.json() if json else verification.text())
         raise typer.Exit(EXIT_FAILED if verification.damaged else 0)
-
     description = describe(prefix, tokenizer, documents)
-    say(description.json() if json else description.text())
+    if json:
+        say(description.json())
+        return
+    say_table((), description.facts())
+    for number, text in enumerate(description.shown):
+        say(f"--- {number}\n{text}")
 
 
 @app.command()
@@ -136,7 +140,7 @@ def checksum(
     from llmtrain_data.verify import write_checksums
 
     blocks = write_checksums(prefix, overwrite)
-    typer.echo(f"wrote      {checksums_path(prefix)}, {blocks} blocks of {BLOCK} bytes")
+    say(f"wrote      {checksums_path(prefix)}, {blocks} blocks of {BLOCK} bytes")
 
 
 @app.command()
@@ -151,10 +155,16 @@ def blend(
     json: Json = False,
 ) -> None:
     """Show how a blend will be sampled, and the data section of the recipe for it."""
-    from llmtrain_data.blend import plan_blend
+    from llmtrain_data.blend import COLUMNS, plan_blend
 
     plan = plan_blend(parts, tokens, sequence_length, split)
-    say(plan.json() if json else plan.text())
+    if json:
+        say(plan.json())
+        return
+    say_table(COLUMNS, plan.rows())
+    if advice := plan.advice():
+        say(advice)
+    say(f"\n{plan.yaml}", end="")
 
 
 def _options(

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from llmtrain_data.output import say, say_json
+from llmtrain_data.output import say, say_json, say_table
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -16,8 +16,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     if as_json:
         say_json({"can_train": fit, "findings": [asdict(finding) for finding in findings]}, indent=2)
     else:
-        for finding in findings:
-            advice = f"  -> {finding.advice}" if finding.advice else ""
-            say(f"{finding.state:<7} {finding.name:<13} {finding.detail}{advice}")
+        rows = [(finding.state, finding.name, finding.detail, finding.advice) for finding in findings]
+        say_table(("state", "part", "found", "advice"), rows)
         say("training works here" if fit else "training does not work here: see what is broken above")
     raise typer.Exit(0 if fit else 1)

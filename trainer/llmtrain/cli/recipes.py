@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import typer
-from llmtrain_data.output import say, say_json
+from llmtrain_data.output import say, say_json, say_table
 
 app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the models known by name.")
 
@@ -13,8 +13,9 @@ def list_recipes() -> None:
     """List the recipes that come with llmtrain."""
     from llmtrain.recipe.shipped import shipped_folder, shipped_names, summary
 
-    for name in shipped_names():
-        say(f"{name:<20} {summary(shipped_folder() / f'{name}.yaml')}")
+    say_table(
+        ("recipe", "what it is"), [(name, summary(shipped_folder() / f"{name}.yaml")) for name in shipped_names()]
+    )
 
 
 @app.command()
@@ -38,11 +39,12 @@ def presets() -> None:
     from llmtrain.model.presets import PRESETS
     from llmtrain.model.tensors import parameter_count
 
-    columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab")
-    say(f"{'preset':<18} {'family':<7} {'parameters':>15} " + " ".join(f"{key:>9}" for key in columns))
-    for name, config in PRESETS.items():
-        sizes = " ".join(f"{getattr(config, key):>9}" for key in columns)
-        say(f"{name:<18} {config.family:<7} {parameter_count(config):>15,} {sizes}")
+    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab")
+    rows = [
+        (name, config.family, f"{parameter_count(config):,}", *(getattr(config, key) for key in sizes))
+        for name, config in PRESETS.items()
+    ]
+    say_table(("preset", "family", "parameters", *sizes), rows)
 
 
 @app.command()

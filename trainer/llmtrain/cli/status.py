@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from llmtrain_data.output import Terminal, say_json
+from llmtrain_data.output import say_json, say_table
 
 
 def status(
@@ -17,7 +17,6 @@ def status(
 ) -> None:
     """Show how far runs are, and what became of their jobs."""
     from llmtrain_data import units
-    from rich.table import Table
 
     from llmtrain.status import statuses
 
@@ -25,10 +24,10 @@ def status(
     if as_json:
         say_json([asdict(run) for run in found])
         return
-    table = Table("run", "state", "step", "loss", "left", "job", "", box=None, header_style="bold", pad_edge=False)
+    rows = []
     for run in found:
         step = "-" if run.step is None else f"{run.step}/{run.steps or '?'}"
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         left = "-" if run.seconds_left is None else units.duration(run.seconds_left)
-        table.add_row(run.name, run.state, step, loss, left, run.job or "-", run.detail)
-    Terminal(soft_wrap=True).print(table)
+        rows.append((run.name, run.state, step, loss, left, run.job or "-", run.detail))
+    say_table(("run", "state", "step", "loss", "left", "job", ""), rows)

@@ -1,12 +1,13 @@
 """A cluster and the groups of a run on it, described: as plain data, and as tables. No torch in here."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from llmtrain_data import units
+from llmtrain_data.output import table
 from rich.table import Table
 
 from llmtrain.cluster.cards import card_of
@@ -45,7 +46,8 @@ def tables(found: Described) -> Iterator[Table | str]:
         else "one machine"
     )
     yield f"{found['ranks']} ranks on {machine}"
-    yield _table(
+    yield ""
+    yield table(
         ("tier", "ranks", "bandwidth", "latency"),
         [
             (_names(tier), tier["ranks"], _known(tier["bandwidth"], units.rate), _known(tier["latency"], units.seconds))
@@ -59,8 +61,11 @@ def tables(found: Described) -> Iterator[Table | str]:
         ]
         if found["between"]:
             rows.append(("between", "-", "-", _cards([found["between"]]), "-"))
-        yield _table(("cluster", "nodes", "ranks", "cards of a node", "speed"), rows)
-    yield _table(("axis", "ranks", "groups", "where", "card", "such as"), list(_rows(found)))
+        yield ""
+        yield table(("cluster", "nodes", "ranks", "cards of a node", "speed"), rows)
+    yield ""
+    yield table(("axis", "ranks", "groups", "where", "card", "such as"), list(_rows(found)))
+    yield ""
     if found["stage_speeds"]:
         yield f"speeds of the stages: {', '.join(f'{speed:g}' for speed in found['stage_speeds'])}"
     yield from found["advice"]
@@ -116,13 +121,6 @@ def _rows(found: Described) -> Iterator[Sequence[Any]]:
         for (lies, card), count in Counter(alike).items():
             first = shown["groups"][alike.index((lies, card))]["ranks"]
             yield axis, shown["degree"], count, lies, card, _few(first)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
 
 
 def _names(tier: Described) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmtrain_data import units
+from llmtrain_data.output import table
 from rich.table import Table
 
 from llmtrain.cluster.config import Cluster
@@ -53,23 +54,23 @@ def plain(found: Sequence[Measured], before: Cluster, after: Cluster, backend: s
 
 def tables(found: Sequence[Measured], cluster: Cluster) -> Iterator[Table]:
     """Yield a table of the links, and one of what is done over them."""
-    links = Table("link", "ranks", "ranks at a card", "bandwidth", "latency")
+    links = []
     for measured in found:
         sharing = str(measured.link.sharing) if measured.link.tier in ("cluster", "all") else "-"
         rate = units.rate(measured.bandwidth)
         if sharing != "-":
             rate += f" ({units.bit_rate(measured.bandwidth)})"
         members = str(len(measured.link.groups[0]))
-        links.add_row(name_of(measured, cluster), members, sharing, rate, units.seconds(measured.latency))
-    yield links
-    done = Table("link", "operation", "smallest", "takes", "largest", "takes", "moves")
+        links.append((name_of(measured, cluster), members, sharing, rate, units.seconds(measured.latency)))
+    yield table(("link", "ranks", "ranks at a card", "bandwidth", "latency"), links)
+    done = []
     for measured in found:
         for operation in dict.fromkeys(each.operation for each in measured.timings):
             own = [each for each in measured.timings if each.operation == operation]
             moved = own[-1].sent(len(measured.link.groups[0])) * measured.link.sharing
             ends = [text for each in (own[0], own[-1]) for text in _shown(each.size, each.seconds)]
-            done.add_row(name_of(measured, cluster), operation, *ends, units.rate(moved))
-    yield done
+            done.append((name_of(measured, cluster), operation, *ends, units.rate(moved)))
+    yield table(("link", "operation", "smallest", "takes", "largest", "takes", "moves"), done)
 
 
 def _shown(size: int, seconds: float) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median_low
 
 from llmtrain_data import units
-from llmtrain_data.output import Terminal
+from llmtrain_data.output import Terminal, table
 from rich.style import Style
 from rich.text import Text
 
@@ -15,34 +15,38 @@ from llmtrain.parallel.pipeline.timeline import Span
 # Okabe and Ito's colours, lighter for a rank's chunk 1 and every other one after it.
 COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W: ("#009E73", "#7FCDB8")}
 # Long timelines are shown by their beginning and their end.
+_WIDEST = 200
 _FIRST_BANDS, _LAST_BANDS = 5, 2
 
 
 def print_view(view: PipelineView, console: Terminal) -> None:
     """Print the timeline, one line for each rank, going on below where the console is not wide enough; then what there
     is to say of it."""
-    for line in timeline_lines(view, console.width):
+    # A file has no edge, and a timeline in one line could not be read.
+    for line in timeline_lines(view, min(console.width, _WIDEST)):
         console.print(line, no_wrap=True, overflow="crop")
-    for sentence in summary(view):
-        console.print(sentence)
+    console.print(table((), summary(view)))
 
 
-def summary(view: PipelineView) -> list[str]:
-    """Return what there is to say of a pipeline, in lines."""
+def summary(view: PipelineView) -> list[tuple[str, str]]:
+    """Return what there is to say of a pipeline, by name."""
     schedule, timeline = view.schedule, view.timeline
     pieces = f", each with {schedule.chunks} pieces of the model" if schedule.chunks > 1 else ""
     activations = "microbatches" + (f" of one of {schedule.chunks} pieces" if schedule.chunks > 1 else "")
     step = units.seconds(timeline.makespan) if view.unit == "s" else f"{timeline.makespan:.4g} {view.unit}"
-    lines = [
-        f"schedule     {view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches",
-        f"split        {' '.join(map(str, view.split))} layers, in the order of the model",
-        f"bubble       {timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work",
-        f"activations  {' '.join(map(str, view.live))} by rank, in {activations}; the schedule's bound is "
-        f"{' '.join(map(str, view.bound))}",
-        f"step         {step}, {view.slowdown:.3f} times as long as if no rank waited",
+    found = [
+        ("schedule", f"{view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches"),
+        ("split", f"{' '.join(map(str, view.split))} layers, in the order of the model"),
+        ("bubble", f"{timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work"),
+        (
+            "activations",
+            f"{' '.join(map(str, view.live))} by rank, in {activations}; the schedule's bound is "
+            f"{' '.join(map(str, view.bound))}",
+        ),
+        ("step", f"{step}, {view.slowdown:.3f} times as long as if no rank waited"),
     ]
     more = (("warning", view.warning), ("links", view.links))
-    return [*lines, *(f"{name:13}{sentence}" for name, sentence in more if sentence is not None)]
+    return [*found, *((name, sentence) for name, sentence in more if sentence is not None)]
 
 
 def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
