@@ -116,6 +116,8 @@ def open_corpus(source: str, options: CorpusOptions) -> Corpus:
     saved = any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if options.input_format == "hf" or saved or (path.is_file() and _is_hf_file(path, options)):
         return HuggingFaceCorpus(source, options)
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"input {source} is no regular file; expected a file, a folder, hf:NAME or stdlib")
     if path.is_file():
         corpus = FileCorpus([path], options, False, f"{path.name} ({_kind_by_name(path, alone=True)})")
     else:

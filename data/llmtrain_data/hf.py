@@ -7,7 +7,8 @@ from typing import Any
 
 from llmtrain_data.corpus import HF_FILES
 from llmtrain_data.errors import DataError
-from llmtrain_data.readers import CHUNK, ColumnChunk
+from llmtrain_data.readers import CHUNK, ColumnChunk, few
+from llmtrain_data.untrusted import reason
 
 ROWS = 1000
 """Rows read at once."""
@@ -40,7 +41,7 @@ def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
 
 def _expect_column(name: str, key: str, columns: list[str]) -> None:
     if key not in columns:
-        raise DataError(f"dataset {name} has no column {key!r}, only {', '.join(columns)}; name one with --text-key")
+        raise DataError(f"dataset {name} has no column {key!r}, only {few(columns)}; name one with --text-key")
 
 
 def _tables(dataset: Any, name: str, split: str) -> Iterator[Any]:
@@ -75,5 +76,4 @@ def _telling(name: str, split: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # datasets lets through errors of every library it uses
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"dataset {name} (split {split}) cannot be {what}: {reason}") from error
+        raise DataError(f"dataset {name} (split {split}) cannot be {what}: {reason(error)}") from error

@@ -3,7 +3,6 @@
 Chunks are small so that they stay in a core's cache from the parser to the ids.
 """
 
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,21 +14,28 @@ import msgspec
 import numpy as np
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.streams import (
+    CHUNK,
+    LONGEST,
+    NEWLINE,
+    Piece,
+    blocks,
+    count_lines,
+    line_end,
+    not_text,
+    separated,
+    too_long,
+)
+from llmtrain_data.untrusted import reason
 
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
 
-CHUNK = 1 << 20
-"""Bytes of text read at once."""
-
-LONGEST = 1 << 30
-"""Bytes of the longest line, or document between separators, that is read whole."""
-
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""
 
-PROBE = 8192
-"""A file with a zero byte among its first ones is taken for binary, as git does."""
+NAMED = 10
+"""Fields or columns that an error names."""
 
 
 class Chunk(Protocol):
@@ -140,17 +146,8 @@ def read_files(
             # Arrow is imported by what needs it, so its errors are known by where they are from.
             if not isinstance(error, OSError | EOFError) and type(error).__module__ != "pyarrow.lib":
                 raise
-            raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+            raise DataError(f"{path} cannot be read: {reason(error)}") from error
     yield from texts.flush()
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A text as bytes, whether a document ends with it, and how many bytes of the file it takes."""
-
-    content: bytes
-    ends: bool
-    done: int
 
 
 def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]:
@@ -159,19 +156,23 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
     With a separator, documents are what lies between. Without, the file is one text: in a folder one
     document (whole), alone cut at line ends into some thousand pieces of 4 to 64 KB, so that it can be
     split into training and validation, of which only the last one ends a document. Binary files give
-    nothing.
+    nothing in a folder; alone, they raise DataError.
     """
     size = path.stat().st_size
+    if (problem := not_text(path)) is not None:
+        if whole:
+            return
+        raise DataError(
+            f"{path} is no text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"
+        )
     if separator is not None:
-        yield from _separated(path, separator.encode())
+        yield from separated(path, separator.encode())
         return
     piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
-    for number, (block, done, last) in enumerate(_blocks(path, max(piece, CHUNK))):
-        if number == 0 and b"\0" in block[:PROBE]:
-            return
+    for block, done, last in blocks(path, max(piece, CHUNK), whole_lines=False):
         start = 0
         while start < len(block):
-            end = _line_end(block, start, piece)
+            end = line_end(block, start, piece)
             finished = end == len(block)
             yield Piece(block[start:end], last and finished, 0 if not finished else done)
             start = end
@@ -180,7 +181,7 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
 def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
     """Read a file of JSON objects, one a line; the text is the string in field `key`."""
     start = 0
-    for block, done, _ in _blocks(path, CHUNK):
+    for block, done, _ in blocks(path, CHUNK, whole_lines=True):
         yield LinesChunk(block, key, path, start, done)
         start += len(block)
 
@@ -193,7 +194,7 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
-            raise DataError(f"{path} has no column {key!r}, only {', '.join(names)}; name one with --text-key")
+            raise DataError(f"{path} has no column {key!r}, only {few(names)}; name one with --text-key")
         if pa.types.is_nested(kind := file.schema_arrow.field(key).type):
             raise DataError(f"{path}: column {key!r} holds {kind}; expected text")
         column = file.schema.names.index(key)
@@ -202,6 +203,9 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
         rows = max(file.metadata.num_rows, 1)
         step = min(max(int(CHUNK * rows / max(content, 1)), 1), 1 << 16)
         bytes_per_row = path.stat().st_size / rows
+        for number, group in enumerate(groups):
+            if group.column(column).total_uncompressed_size > LONGEST * max(group.num_rows, 1):
+                raise too_long(f"{path}: a value of column {key!r} in row group {number}")
         for batch in file.iter_batches(batch_size=step, columns=[key]):
             yield ColumnChunk(batch.column(0), f"{path}: column {key!r}", int(len(batch) * bytes_per_row))
 
@@ -228,59 +232,6 @@ class _TextChunks:
             yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces))
 
 
-def _line_end(block: bytes, start: int, length: int) -> int:
-    """Return where a piece of up to `length` bytes ends: after a line, else between two characters."""
-    end = start + length
-    if end >= len(block):
-        return len(block)
-    line = block.rfind(b"\n", start, end)
-    if line >= start:
-        return line + 1
-    while block[end] & 0xC0 == 0x80 and end > start + 1:
-        end -= 1
-    return end
-
-
-def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, int, bool]]:
-    """Read blocks of whole lines: (block, bytes of the file it took, whether it is the last)."""
-    with open(path, "rb") as file:
-        stream, position = _decompressed(file, path), 0
-        while block := stream.read(size):
-            if not block.endswith(b"\n"):
-                block += stream.readline(LONGEST)
-            now = file.tell()
-            yield block, now - position, not stream.peek(1)
-            position = now
-
-
-def _separated(path: Path, separator: bytes) -> Iterator[Piece]:
-    with open(path, "rb") as file:
-        stream, position, rest = _decompressed(file, path), 0, b""
-        if b"\0" in stream.peek(PROBE)[:PROBE]:
-            return
-        while block := stream.read(CHUNK):
-            *documents, rest = (rest + block).split(separator)
-            now = file.tell()
-            for number, document in enumerate(documents):
-                yield Piece(document, True, now - position if number == 0 else 0)
-            position = now if documents else position
-            if len(rest) > LONGEST:
-                raise DataError(f"{path} has more than {LONGEST >> 20} MiB without {separator!r}")
-        yield Piece(rest, True, file.tell() - position)
-
-
-def _decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    from llmtrain_data.corpus import COMPRESSION
-
-    kind = COMPRESSION.get(path.suffix)
-    if kind is None:
-        return file
-    import pyarrow as pa
-
-    # Arrow's reader fails on a stream that was cut short, which zstandard's own takes for its end.
-    return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK)
-
-
 def _is_utf8(text: bytes) -> bool:
     """Return whether text is valid as it is."""
     if text.isascii():
@@ -296,7 +247,7 @@ def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:
     """Parse with msgspec, without keeping the other fields; None if it finds something wrong."""
     try:
         return [line.text for line in _decoder(key).decode_lines(block)]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -313,31 +264,34 @@ def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[st
             continue
         try:
             record = json.loads(raw.decode("utf-8", "replace"))
-        except ValueError as error:
-            where = f"{path} line {_lines(path, start) + number}"
-            raise DataError(f"{where} is not JSON ({error}); expected one object a line") from error
+        except (ValueError, RecursionError) as error:
+            where = f"{path} line {count_lines(path, start) + number}"
+            raise DataError(f"{where} is not JSON ({reason(error)}); expected one object a line") from error
         text = record.get(key) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(text, str | None):
             raise DataError(
-                f"{path} line {_lines(path, start) + number} has {type(text).__name__} {str(text)[:40]!r}; "
+                f"{path} line {count_lines(path, start) + number} has {_a(text)}; "
                 f"expected an object with a string in field {key!r}"
             )
         texts.append(None if text is None else text.encode("utf-8", "replace").decode())
     return texts
 
 
-def _lines(path: Path, size: int) -> int:
-    """Return how many lines the first `size` bytes of a file hold; counted for an error alone, as it takes time."""
-    with open(path, "rb") as file:
-        stream, lines = _decompressed(file, path), 0
-        while block := stream.read(min(size, CHUNK)):
-            lines, size = lines + block.count(b"\n"), size - len(block)
-        return lines
-
-
 def _fields(block: bytes) -> str:
     """Return what to add to an error about a missing field: the fields of the first record."""
     try:
-        return f", only {', '.join(json.loads(block.split(chr(10).encode(), 1)[0]))}"
-    except (ValueError, TypeError):
+        return f", only {few(list(json.loads(block.split(NEWLINE, 1)[0])))}"
+    except (ValueError, TypeError, RecursionError):
         return ""
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first few names of fields or columns, cut short, as an error lists them."""
+    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
+
+
+def _a(value: object) -> str:
+    """Return a JSON value as an error shows it: one that may be long by its type alone."""
+    kind = type(value).__name__
+    return kind if isinstance(value, dict | list | str) else f"{kind} '{value}'"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.untrusted import UnreadableError, read_bytes, read_json, reason
 
 if TYPE_CHECKING:
     import tokenizers
@@ -19,20 +20,33 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 
+LARGEST_TOKENIZER = 128 << 20
+"""Bytes of the largest tokenizer.json; those of 256,000 ids have 35 MB."""
+
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+"""Small files of a tokenizer's folder."""
+
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[Any]
 
 
-class _Added(msgspec.Struct):
+class AddedToken(msgspec.Struct):
+    """A token that a tokenizer has beside its model's vocabulary."""
+
     id: int
+    content: str = ""
 
 
-class _Description(msgspec.Struct):
-    """What the size takes of a `tokenizer.json`. vocab: token to id, or (Unigram) a list."""
+class TokenizerFile(msgspec.Struct):
+    """What is taken from a `tokenizer.json`. vocab: token to id, or (Unigram) a list."""
 
     model: _Model
-    added_tokens: list[_Added] | None = None
+    added_tokens: list[AddedToken] | None = None
+
+    def added(self) -> list[AddedToken]:
+        """Return the added tokens."""
+        return self.added_tokens or []
 
 
 def tokenizer_size(folder: str | Path) -> int:
@@ -41,17 +55,25 @@ def tokenizer_size(folder: str | Path) -> int:
     Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that
     fails.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    if not (Path(folder) / "tokenizer.json").exists():
         return max(hf_tokenizer(folder).get_vocab().values()) + 1
+    description = tokenizer_file(Path(folder))
+    vocab = description.model.vocab
+    ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
+    return max([*ids, *(token.id for token in description.added()), -1]) + 1
+
+
+def tokenizer_file(folder: Path) -> TokenizerFile:
+    """Return what the folder's `tokenizer.json` says. Raises DataError."""
+    path = folder / "tokenizer.json"
     try:
         # Typed, as building the list of merges would take ten times as long.
-        description = msgspec.json.decode(path.read_bytes(), type=_Description)
-        vocab = description.model.vocab
-        largest = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} has no vocabulary ({error}); expected a Hugging Face tokenizer") from error
-    return max([largest, *(token.id for token in description.added_tokens or [])]) + 1
+        found = msgspec.json.decode(read_bytes(path, LARGEST_TOKENIZER), type=TokenizerFile)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} has no vocabulary ({reason(error)}); expected a Hugging Face tokenizer") from error
+    if not found.model.vocab:
+        raise DataError(f"{path} has an empty vocabulary; expected a Hugging Face tokenizer")
+    return found
 
 
 def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
@@ -62,11 +84,11 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     path = Path(folder) / "tokenizer.json"
-    if path.is_file():
+    if path.exists():
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_TOKENIZER))
         except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{path} is not a tokenizer: {error}") from error
+            raise DataError(f"{path} is not a tokenizer: {reason(error)}") from error
     else:
         tokenizer = tokenizers.Tokenizer.from_str(hf_tokenizer(folder).backend_tokenizer.to_str())
     tokenizer.no_truncation()
@@ -83,14 +105,19 @@ def hf_tokenizer(folder: str | Path) -> Any:
         raise DataError(
             f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
         )
+    # What transformers opens by itself: a named pipe would have it wait for ever.
+    for path in Path(folder).iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{path} is no regular file; expected a folder of a Hugging Face tokenizer")
+    for name in SETTINGS:
+        tokenizer_settings(Path(folder), name)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer.backend_tokenizer  # noqa: B018
     except Exception as error:  # what transformers raises here depends on the file that is wrong
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason}") from error
+        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason(error)}") from error
     return tokenizer
 
 
@@ -144,7 +171,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
 
 
 def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
-    """Yield the texts of a corpus until `limit` characters, showing progress."""
+    """Yield the texts of a corpus until `limit` characters, showing progress. Raises DataError if there is none."""
     from llmtrain_data.progress import progress
 
     total = corpus.total
@@ -157,6 +184,8 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
             taken += sum(map(len, texts))
             if taken >= limit:
                 return
+    if not taken:
+        raise DataError(f"the input has no text: {corpus.description}")
 
 
 def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
@@ -177,8 +206,7 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
 def _configured_eos(folder: Path) -> str | None:
     """Return the eos token that the folder's configuration names."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        token = _read_json(path).get("eos_token") if path.is_file() else None
+        token = tokenizer_settings(folder, name).get("eos_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
@@ -186,11 +214,15 @@ def _configured_eos(folder: Path) -> str | None:
     return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def tokenizer_settings(folder: Path, name: str) -> dict[str, Any]:
+    """Return what one of the SETTINGS holds, nothing where the folder lacks it. Raises DataError."""
+    path = folder / name
+    if not path.exists():
+        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+        content = read_json(path)
+    except UnreadableError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content

@@ -293,7 +293,8 @@ def _changes(run: Run) -> list[str]:
     except BadInputError:
         # It tells nothing that the run needs.
         return []
-    return changes({str(key): value for key, value in before.items()}, run.recipe) if isinstance(before, dict) else []
+    assert isinstance(before, dict)
+    return changes({str(key): value for key, value in before.items()}, run.recipe)
 
 
 def _record(run: Run) -> None:

@@ -1,8 +1,9 @@
 """Reading files that may come from a stranger: nothing but a plain file in the folder itself is opened."""
 
 import os
-import stat
 from pathlib import Path
+
+from llmtrain_data.untrusted import reason, regular
 
 
 class DamagedError(Exception):
@@ -15,17 +16,12 @@ def open_plain(path: Path) -> tuple[int, int]:
     Raises DamagedError if it is missing, a link, a device or anything else that is not a plain file.
     """
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = regular(str(path), os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
         raise DamagedError(f"{path.name} is missing") from error
     except OSError as error:
-        raise DamagedError(f"{path.name} cannot be opened: {error.strerror}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise DamagedError(f"{path.name} is not a plain file")
-    return fd, status.st_size
+        raise DamagedError(f"{path.name} cannot be opened: {reason(error)}") from error
+    return fd, os.fstat(fd).st_size
 
 
 def read_into(fd: int, view: memoryview, offset: int) -> bool:

@@ -32,12 +32,18 @@ def unknown_key(key: str) -> str:
     """Say that `key` is no key of a recipe, and which one is nearest."""
     near = nearest_key(key)
     advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
-    return f"{key} is not a recipe key; {advice}"
+    return f"{shown(key)} is not a recipe key; {advice}"
 
 
 def shown(value: Any) -> str:
     """Write a value as the recipe would, cut short where it is long."""
-    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    if isinstance(value, int) and abs(value) >= 10**19:
+        # Python refuses to write numbers of thousands of digits; a float holds those of up to 308.
+        return f"{value:.3g}" if value.bit_length() < 1024 else f"a number of {value.bit_length()} bits"
+    try:
+        text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    except ValueError:
+        return "a list or section with a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 

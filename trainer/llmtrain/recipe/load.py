@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue
 from pydantic import TypeAdapter, ValidationError
-from yaml import YAMLError
 
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import explain, shown, unknown_key
 from llmtrain.recipe.keys import recipe_keys
+from llmtrain.recipe.references import resolved_size
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import find_recipe
-from llmtrain.recipe.yaml_file import one_line, read_yaml
+from llmtrain.recipe.yaml_file import LARGEST_BYTES, YAML_ERRORS, check_size, read_yaml, yaml_problem
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 # A resolver is named before a colon, and its name may itself be made of references.
@@ -62,7 +62,7 @@ def read_recipe_file(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
     chain = (*children, path.resolve())
     if path.resolve() in children:
         raise BadInputError(f"{path} extends itself: {' -> '.join(link.name for link in chain)}; cut the circle")
-    content = _read_yaml(path)
+    content = read_yaml(path, "is not a recipe")
     parent = content.pop("extends", None)
     if parent is None:
         return content
@@ -77,68 +77,63 @@ def read_recipe_file(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
     return _merge(base, content, str(path))
 
 
-def _read_yaml(path: Path) -> DictConfig:
-    content = read_yaml(path, "is not a recipe")
-    if not isinstance(content, DictConfig):
-        raise BadInputError(f"{path} is not a recipe: it holds a list, expected sections with keys")
-    return content
-
-
 def _parse_override(override: str) -> DictConfig:
     if not _OVERRIDE.fullmatch(override):
-        raise BadInputError(f"{override!r} is not an override; expected key=value, such as train.steps=100")
-    key = override.partition("=")[0]
+        raise BadInputError(f"{shown(override)!r} is not an override; expected key=value, such as train.steps=100")
+    key, _, value = override.partition("=")
     if key not in recipe_keys():
         raise BadInputError(unknown_key(key))
     try:
+        check_size(value)
         return OmegaConf.from_dotlist([override])
-    except (
-        YAMLError,
-        OmegaConfBaseException,
-        ValueError,
-        RecursionError,
-        AttributeError,
-        TypeError,
-    ) as error:
-        raise BadInputError(f"{override!r} cannot be read as key=value: {one_line(error)}") from error
+    except YAML_ERRORS as error:
+        raise BadInputError(f"{shown(override)} cannot be read as key=value: {yaml_problem(error)}") from error
 
 
 def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, over)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise BadInputError(f"{source} cannot be merged: {one_line(error)}") from error
+    except YAML_ERRORS as error:
+        raise BadInputError(f"{shown(source)} cannot be merged: {yaml_problem(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
 
 
 def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[str, Any]:
-    for key, value in _leaves(OmegaConf.to_container(merged, resolve=False)):
+    unresolved = OmegaConf.to_container(merged, resolve=False)
+    for key, value in _leaves(unresolved):
         # A resolver such as oc.env would write a secret of the environment into the saved recipe.
         if isinstance(value, str) and _RESOLVER.search(value):
-            raise BadInputError(f"{key} is {value}; a recipe may only refer to its own keys, as ${{train.steps}}")
+            raise BadInputError(
+                f"{shown(key)} is {shown(value)}; a recipe may only refer to its own keys, as ${{train.steps}}"
+            )
     try:
+        if (size := resolved_size(unresolved)) > LARGEST_BYTES:
+            raise ValueError(f"with all of them in place it has {shown(size)} characters")
         container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=complete)
     except MissingMandatoryValue as error:
         missing = error.full_key
         raise BadInputError(
             f"{missing} is missing; {path} leaves it to you: add {missing}=... to the command line"
         ) from error
-    except (InterpolationResolutionError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise BadInputError(f"{path} has a reference that leads nowhere: {one_line(error)}") from error
+    except YAML_ERRORS as error:
+        raise BadInputError(f"{path} has a reference that cannot be followed: {yaml_problem(error)}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
 
 def _refuse_unwritable(key: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadInputError(f"{key} is {value}; expected a finite number")
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        raise BadInputError(f"{key} is {value:.3g}; expected a number below 2^63")
-    if isinstance(value, str) and ("${" in value or not value.isprintable()):
-        raise BadInputError(f"{key} is {value!r}; expected text of printable characters, without ${{")
-    if not isinstance(value, str | int | float | None):
-        raise BadInputError(f"{key} is {value!r}; expected plain YAML: text, a number, true, false, null or a list")
+        wrong = "a finite number"
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        wrong = "a number below 2^63"
+    elif isinstance(value, str) and ("${" in value or not value.isprintable()):
+        wrong = "text of printable characters, without ${"
+    elif not isinstance(value, str | int | float | None):
+        wrong = "plain YAML: text, a number, true, false, null or a list"
+    else:
+        return
+    raise BadInputError(f"{shown(key)} is {shown(value)}; expected {wrong}")
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -146,7 +141,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
-                raise BadInputError(f"{key or 'the recipe'} has the key {name!r}; expected keys that are words")
+                raise BadInputError(f"{key or 'the recipe'} has the key {shown(name)}; expected keys that are words")
             yield from _leaves(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
         for inner in value:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import shown
-from llmtrain.recipe.yaml_file import one_line, read_yaml
+from llmtrain.recipe.yaml_file import YAML_ERRORS, read_yaml, yaml_problem
 
 T = TypeVar("T")
 
@@ -34,12 +33,11 @@ class StrictFile(Generic[T]):
         wrong = f"does not describe {self.noun}"
         content = read_yaml(path, wrong, lambda text: _BASE_60.sub(r"\1'\2'", text))
         try:
-            content = OmegaConf.to_container(content)
-        except (OmegaConfBaseException, ValueError, TypeError) as error:
-            raise BadInputError(f"{path} {wrong}: {one_line(error)}") from error
-        if not isinstance(content, dict):
-            raise BadInputError(f"{path} {wrong}: it holds a list, expected sections with keys")
-        return {str(name): value for name, value in content.items()}
+            plain = OmegaConf.to_container(content)
+        except YAML_ERRORS as error:
+            raise BadInputError(f"{path} {wrong}: {yaml_problem(error)}") from error
+        assert isinstance(plain, dict)
+        return {str(name): value for name, value in plain.items()}
 
     def parse(self, data: Mapping[str, Any], where: str) -> T:
         """Return the section that plain data holds. where: in front of messages. Raises BadInputError."""
@@ -59,7 +57,9 @@ class StrictFile(Generic[T]):
         if details["type"] == unknown:
             near = self._nearest([str(part) for part in details["loc"] if isinstance(part, str)])
             known = ", ".join(entry.name for entry in fields(self.section))  # type: ignore[arg-type]
-            return f"{key} is no key of {self.noun}; " + (f"did you mean {near}?" if near else f"expected {known}")
+            return f"{shown(key)} is no key of {self.noun}; " + (
+                f"did you mean {near}?" if near else f"expected {known}"
+            )
         if details["type"] == "value_error":
             return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
         if details["type"].startswith("missing"):

@@ -1,41 +1,79 @@
-"""Reading YAML that may come from a stranger: a plain file of moderate size, which aliases do not blow up."""
+"""Reading YAML that may come from a stranger: a regular file of moderate size, which aliases do not blow up.
+
+What is wrong is told by its place in the file, as the file may hold what nobody is to see.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from llmtrain_data.untrusted import UnreadableError, read_text
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llmtrain.errors import BadInputError
 
-_LARGEST_BYTES, _LARGEST_NODES = 2**20, 100_000
+LARGEST_BYTES, LARGEST_VALUES, DEEPEST = 2**19, 10_000, 50
+_LONGEST_REASON = 100
+# What yaml and OmegaConf raise for text that they do not take.
+YAML_ERRORS = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    RecursionError,
+    AttributeError,
+    TypeError,
+    OverflowError,
+)
 
 
-def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> Any:
-    """Return what OmegaConf makes of a file. wrong: what is said of one that is not as it should be, such as `is not a
-    recipe`. mend: changes its text first. Raises BadInputError."""
+def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> DictConfig:
+    """Return what OmegaConf makes of a file of keys and values. wrong: what is said of one that is not as it should be,
+    such as `is not a recipe`. mend: changes its text first. Raises BadInputError."""
     try:
-        if path.exists() and not path.is_file():
-            raise BadInputError(f"{path} {wrong}: it is no plain file")
-        if (size := path.stat().st_size) > _LARGEST_BYTES:
-            raise BadInputError(f"{path} {wrong}: it is {size} bytes long, expected at most {_LARGEST_BYTES}")
-        text = mend(path.read_text(encoding="utf-8"))
-        # Nodes are shared where OmegaConf would copy what an alias stands for.
-        if _nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > _LARGEST_NODES:
-            raise BadInputError(f"{path} {wrong}: it has more than {_LARGEST_NODES} values")
-        return OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise BadInputError(f"{path} {wrong}: {one_line(error)}") from error
-    except OSError as error:
-        raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+        text = mend(read_text(path, LARGEST_BYTES))
+        root = check_size(text)
+        if not isinstance(root, yaml.MappingNode | None):
+            held = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
+            raise BadInputError(f"{path} {wrong}: it holds {held}, expected sections with keys")
+        content = OmegaConf.create(text)
+        assert isinstance(content, DictConfig)
+        return content
+    except UnreadableError as error:
+        raise BadInputError(f"{path} cannot be read: {error}") from error
+    except YAML_ERRORS as error:
+        raise BadInputError(f"{path} {wrong}: {yaml_problem(error)}") from error
 
 
-def one_line(error: Exception) -> str:
-    """Return what a library says is wrong, on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 240 else f"{text[:237]}..."
+def check_size(text: str) -> yaml.Node | None:
+    """Return the root of a YAML text. Raises ValueError if it has too many values or levels, and what yaml raises."""
+    # Looked at one by one first, as the tree of a long list or of many levels takes minutes.
+    levels = 0
+    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if number > 2 * LARGEST_VALUES:
+            raise ValueError(f"it has more than {LARGEST_VALUES} values")
+        if levels > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    # Nodes are shared where OmegaConf would copy what an alias stands for.
+    if _nodes(root, {}) > LARGEST_VALUES:
+        raise ValueError(f"it has more than {LARGEST_VALUES} values")
+    return root
+
+
+def yaml_problem(error: Exception) -> str:
+    """Return what yaml or OmegaConf finds wrong, and where, in one short line without the text around it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark, problem = error.problem_mark, error.problem
+        return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem or 'this is no YAML')}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+
+
+def one_line(said: object) -> str:
+    """Return what a library says is wrong, on one short line."""
+    text = " ".join(str(said).split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
 
 
 def _nodes(node: yaml.Node | None, counted: dict[int, int]) -> int:

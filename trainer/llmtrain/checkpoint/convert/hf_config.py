@@ -4,10 +4,11 @@ Keys and defaults are those of transformers' GPT2Config, LlamaConfig and GPTNeoX
 version 4 and of version 5. What our model would compute differently is refused, never approximated.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from llmtrain_data.untrusted import UnreadableError, read_json
 
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import Activation, GPTConfig
@@ -49,12 +50,12 @@ class _Config:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if not path.exists():
+            raise BadInputError(f"{path} is missing; expected a folder of a Hugging Face model")
         try:
-            content = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise BadInputError(f"{path} is missing; expected a folder of a Hugging Face model") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise BadInputError(f"{path} cannot be read as JSON: {error}") from error
+            content = read_json(path)
+        except UnreadableError as error:
+            raise BadInputError(f"{path} cannot be read: {error}") from error
         if not isinstance(content, dict):
             raise BadInputError(f"{path} holds no JSON object; expected a Hugging Face model's configuration")
         self.content: dict[str, Any] = content

@@ -1,6 +1,5 @@
 """Reading the weights of a Hugging Face folder, one tensor at a time."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmtrain_data.untrusted import UnreadableError, read_json, reason, regular
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
+from llmtrain.recipe.explain import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The name of the base model inside the one with a head; files saved from the base model lack it.
@@ -21,6 +22,8 @@ _BASE = re.compile(r"^(transformer|model|gpt_neox)\.")
 # Masks and frequencies that older versions saved though they follow from the shape.
 _DERIVED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+# Bytes of a file's header, which the library reads as a whole: room for a hundred thousand tensors.
+_LARGEST_HEADER = 16 << 20
 
 
 def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -59,10 +62,14 @@ def _places(folder: Path) -> dict[str, Path]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        with open(path, "rb", opener=regular) as raw:
+            header = int.from_bytes(raw.read(8), "little")
+        if header > _LARGEST_HEADER:
+            raise BadInputError(f"{path} has a header of {header} bytes; expected at most {_LARGEST_HEADER}")
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise BadInputError(f"{path} cannot be read as a safetensors file: {error}") from error
+        raise BadInputError(f"{path} cannot be read as a safetensors file: {reason(error)}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -72,13 +79,17 @@ def _files(folder: Path) -> list[Path]:
         pickled = any(folder.glob("pytorch_model*.bin"))
         hint = "; its pytorch_model.bin is a pickle, so save it anew with save_pretrained" if pickled else ""
         raise BadInputError(f"{folder} holds neither {WEIGHTS} nor {INDEX}{hint}")
+    wrong = f"{folder / INDEX} cannot be read as an index of weights"
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        strays = [name for name in names if Path(name).name != name]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadInputError(f"{folder / INDEX} cannot be read as an index of weights: {error!r}") from error
-    if strays:
-        raise BadInputError(f"{folder / INDEX} names {strays[0]!r}; expected files of the same folder")
+        index = read_json(folder / INDEX)
+    except UnreadableError as error:
+        raise BadInputError(f"{wrong}: {error}") from error
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise BadInputError(f"{wrong}: it has no weight_map with a file for each tensor; save the model anew")
+    names = sorted(set(places.values()))
+    if strays := [name for name in names if Path(name).name != name]:
+        raise BadInputError(f"{folder / INDEX} names {shown(strays[0])}; expected files of the same folder")
     return [folder / name for name in names]
 
 

@@ -1,10 +1,12 @@
 """The files of a Hugging Face folder that are not weights."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from llmtrain_data.errors import DataError
+from llmtrain_data.tokenizer import tokenizer_file, tokenizer_settings
 
 from llmtrain.errors import BadInputError
 
@@ -46,24 +48,17 @@ def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
     """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None where it has none.
 
-    Raises BadInputError if its files are not JSON.
+    Raises BadInputError if its files are not those of a tokenizer.
     """
-    settings = _json(folder, "tokenizer_config.json")
-    added = _json(folder, "tokenizer.json").get("added_tokens") or []
-    ids = {token["content"]: token["id"] for token in added}
+    try:
+        settings = {} if folder is None else tokenizer_settings(folder, "tokenizer_config.json")
+        added = [] if folder is None or not (folder / "tokenizer.json").exists() else tokenizer_file(folder).added()
+    except DataError as error:
+        raise BadInputError(str(error)) from error
+    ids = {token.content: token.id for token in added}
     special = {}
     for kind in ("bos_token", "eos_token"):
         token = settings.get(kind)
         content = token.get("content") if isinstance(token, dict) else token
         special[f"{kind}_id"] = ids.get(content) if isinstance(content, str) else None
     return special
-
-
-def _json(folder: Path | None, name: str) -> dict[str, Any]:
-    if folder is None or not (folder / name).is_file():
-        return {}
-    try:
-        content = json.loads((folder / name).read_text())
-    except (ValueError, RecursionError) as error:
-        raise BadInputError(f"{folder / name} cannot be read as JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
