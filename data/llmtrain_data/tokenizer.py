@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,8 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 
 
 class _Model(msgspec.Struct):
+    """vocab: token to id, or (Unigram) a list."""
+
     vocab: dict[str, int] | list[Any]
 
 
@@ -38,15 +40,17 @@ class AddedToken(msgspec.Struct):
     content: str = ""
 
 
-class TokenizerFile(msgspec.Struct):
-    """What is taken from a `tokenizer.json`. vocab: token to id, or (Unigram) a list."""
-
-    model: _Model
+class _Additions(msgspec.Struct):
     added_tokens: list[AddedToken] | None = None
 
-    def added(self) -> list[AddedToken]:
-        """Return the added tokens."""
-        return self.added_tokens or []
+
+class _Description(_Additions, kw_only=True):
+    """What the size takes of a `tokenizer.json`."""
+
+    model: _Model
+
+
+Part = TypeVar("Part", _Additions, _Description)
 
 
 def tokenizer_size(folder: str | Path) -> int:
@@ -57,23 +61,26 @@ def tokenizer_size(folder: str | Path) -> int:
     """
     if not (Path(folder) / "tokenizer.json").exists():
         return max(hf_tokenizer(folder).get_vocab().values()) + 1
-    description = tokenizer_file(Path(folder))
+    description = _decoded(Path(folder), _Description)
     vocab = description.model.vocab
+    if not vocab:
+        raise DataError(f"{folder}/tokenizer.json has an empty vocabulary; expected a Hugging Face tokenizer")
     ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
-    return max([*ids, *(token.id for token in description.added()), -1]) + 1
+    return max([*ids, *(token.id for token in description.added_tokens or [])]) + 1
 
 
-def tokenizer_file(folder: Path) -> TokenizerFile:
-    """Return what the folder's `tokenizer.json` says. Raises DataError."""
+def added_tokens(folder: Path) -> list[AddedToken]:
+    """Return the added tokens of the folder's `tokenizer.json`, none where it lacks that. Raises DataError."""
+    return (_decoded(folder, _Additions).added_tokens or []) if (folder / "tokenizer.json").exists() else []
+
+
+def _decoded(folder: Path, part: type[Part]) -> Part:
     path = folder / "tokenizer.json"
     try:
         # Typed, as building the list of merges would take ten times as long.
-        found = msgspec.json.decode(read_bytes(path, LARGEST_TOKENIZER), type=TokenizerFile)
+        return msgspec.json.decode(read_bytes(path, LARGEST_TOKENIZER), type=part)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} has no vocabulary ({reason(error)}); expected a Hugging Face tokenizer") from error
-    if not found.model.vocab:
-        raise DataError(f"{path} has an empty vocabulary; expected a Hugging Face tokenizer")
-    return found
 
 
 def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":

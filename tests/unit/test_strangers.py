@@ -6,12 +6,14 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.describe import list_checkpoints
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.manifest import digest
 from llmtrain.checkpoint.save import Checkpointer
@@ -123,6 +125,18 @@ def test_a_link_in_a_checkpoint(name: str, checkpoint: Path) -> None:
     (checkpoint / name).symlink_to(outside)
     with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
         load(checkpoint)
+
+
+def test_a_checkpoint_under_the_name_of_another(checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, checkpoint.with_name("step-00000040"))
+    assert verify(checkpoint.with_name("step-00000040")) == [
+        "manifest.json is of step 1, but its folder is named step-00000040; rename it back"
+    ]
+    # The run goes on from the one that is what it says.
+    assert load(checkpoint.parent)[0].startswith("skipped the checkpoint")
+    assert "damage" in list_checkpoints(checkpoint.parent)[0]
+    # A copy of another kind of name says nothing of its step.
+    assert verify(checkpoint.rename(checkpoint.with_name("kept"))) == []
 
 
 def test_a_manifest_that_asks_for_too_much(checkpoint: Path) -> None:
@@ -257,6 +271,62 @@ def test_a_recipe_that_grows_when_it_is_read(tmp_path: Path) -> None:
         (tmp_path / "evil.yaml").write_text("\n".join(lines))
         with pytest.raises(BadInputError):
             read(str(tmp_path / "evil.yaml"))
+
+
+@pytest.mark.parametrize("kind", ["texts", "lists"])
+def test_references_that_multiply(kind: str, tmp_path: Path) -> None:
+    """Each key stands for two of the one before it."""
+    keys = [f"k{n}" for n in range(60)]
+    double = {"texts": "${{{0}}}${{{0}}}", "lists": "['${{{0}}}', '${{{0}}}']"}[kind]
+    lines = [f"{key}: {double.format(before)}" for before, key in pairwise(keys)]
+    (tmp_path / "evil.yaml").write_text("\n".join(["k0: xy", *lines]))
+    with pytest.raises(BadInputError, match="characters with its references followed"):
+        load_recipe(str(tmp_path / "evil.yaml"))
+
+
+def test_references_that_do_not_multiply(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "extends: gpt2-124m\nname: a${train.steps}\ntrain: {steps: 7, eval_every: '${.steps}'}\n"
+        "data: {path: [1, 'x-${name}', 2, '${.1}-${model.preset}']}\n"
+    )
+    found = load_recipe(str(tmp_path / "a.yaml"))
+    assert found.data.path == [1, "x-a7", 2, "x-a7-gpt2-124m"]
+    assert found.train.eval_every == 7
+
+
+@pytest.mark.parametrize("text", ["[" + "1, " * 300_000 + "1]", "[" + "[], " * 10_000 + "]", "{" * 60, "- " * 60])
+def test_a_value_of_too_many_parts(text: str, tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text(f"data: {text}\n")
+    for read in (load_recipe, load_cluster):
+        with pytest.raises(BadInputError):
+            read(str(tmp_path / "evil.yaml"))
+    with pytest.raises(BadInputError):
+        load_recipe("gpt2-124m", [f"data.path={text}"])
+
+
+NUMBERS = [
+    "0x" + "f" * 300,
+    "9" * 400,
+    "-" + "9" * 4000,
+    "0x" + "f" * 9000,
+    "1e400",
+    "-1e999",
+    ".nan",
+    "1:" * 300 + "1",
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("key", ["train.steps", "train.timeout", "model.hidden", "data.path", "name", "zero.secondary"])
+def test_a_number_that_nothing_can_hold(key: str, number: str, tmp_path: Path) -> None:
+    section, _, leaf = key.rpartition(".")
+    (tmp_path / "evil.yaml").write_text(
+        f"extends: gpt2-124m\n{section}: {{{leaf}: {number}}}\n" if section else f"name: {number}"
+    )
+    for recipe, overrides in ((str(tmp_path / "evil.yaml"), []), ("gpt2-124m", [f"{key}={number}"])):
+        with pytest.raises(BadInputError) as refused:
+            load_recipe(recipe, overrides)
+        assert len(str(refused.value)) < 400
 
 
 def test_a_huge_recipe(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@ makes room for a new one of the same step; a killed process may leave these behi
 them up.
 """
 
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Manifest, check, encode
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, STEP_FOLDER, Manifest, check, encode
 from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
 from llmtrain.errors import BadInputError
-
-_COMPLETE = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
@@ -29,7 +26,7 @@ def step_of(path: Path) -> int:
 
 def step_folders(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first. Complete, not necessarily sound."""
-    found = [path for path in folder.glob("step-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -41,7 +38,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         raise BadInputError(f"{path} is not a folder; give the folder of a run or of a checkpoint")
-    if (path / MANIFEST).exists() or _COMPLETE.fullmatch(path.name):
+    if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
         return [path]
     return step_folders(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[::-1]
 
@@ -87,7 +84,7 @@ def clean(folder: Path) -> None:
     """Remove what killed saves left behind, and bring back a checkpoint that was about to be replaced."""
     for path in folder.glob("step-*.*"):
         name, _, suffix = path.name.partition(".")
-        if not _COMPLETE.fullmatch(name) or suffix not in ("partial", "pruned", "replaced"):
+        if not STEP_FOLDER.fullmatch(name) or suffix not in ("partial", "pruned", "replaced"):
             continue
         if suffix == "replaced" and not (folder / name).exists():
             path.rename(folder / name)

@@ -30,6 +30,7 @@ _LARGEST_MANIFEST = 256 * 1024**2
 # The format's own limit.
 _LARGEST_HEADER = 100_000_008
 _STRICT = ConfigDict(extra="forbid", strict=True)
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 
 Count = Annotated[int, Field(ge=0)]
@@ -138,6 +139,9 @@ def read_manifest(folder: Path) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise DamagedError(f"{MANIFEST} is not a checkpoint's manifest: {place}: {first['msg']}") from error
     check(manifest)
+    named = STEP_FOLDER.fullmatch(folder.resolve().name)
+    if named is not None and int(named[1]) != manifest.step:
+        raise DamagedError(f"{MANIFEST} is of step {manifest.step}, but its folder is named {named[0]}; rename it back")
     return manifest
 
 

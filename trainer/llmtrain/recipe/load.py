@@ -18,7 +18,7 @@ from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.references import resolved_size
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import find_recipe
-from llmtrain.recipe.yaml_file import LARGEST_BYTES, YAML_ERRORS, check_size, read_yaml, yaml_problem
+from llmtrain.recipe.yaml_file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 # A resolver is named before a colon, and its name may itself be made of references.
@@ -87,7 +87,7 @@ def _parse_override(override: str) -> DictConfig:
         check_size(value)
         return OmegaConf.from_dotlist([override])
     except YAML_ERRORS as error:
-        raise BadInputError(f"{shown(override)} cannot be read as key=value: {yaml_problem(error)}") from error
+        raise BadInputError(f"{shown(override)!r} cannot be read as key=value: {yaml_problem(error)}") from error
 
 
 def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
@@ -109,7 +109,9 @@ def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[
             )
     try:
         if (size := resolved_size(unresolved)) > LARGEST_BYTES:
-            raise ValueError(f"with all of them in place it has {shown(size)} characters")
+            raise BadInputError(
+                f"{path} has {shown(size)} characters with its references followed; expected at most {LARGEST_BYTES}"
+            )
         container = OmegaConf.to_container(merged, resolve=True, throw_on_missing=complete)
     except MissingMandatoryValue as error:
         missing = error.full_key
@@ -117,7 +119,7 @@ def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[
             f"{missing} is missing; {path} leaves it to you: add {missing}=... to the command line"
         ) from error
     except YAML_ERRORS as error:
-        raise BadInputError(f"{path} has a reference that cannot be followed: {yaml_problem(error)}") from error
+        raise BadInputError(f"{path} has a reference that leads nowhere: {yaml_problem(error)}") from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
 
@@ -133,7 +135,8 @@ def _refuse_unwritable(key: str, value: Any) -> None:
         wrong = "plain YAML: text, a number, true, false, null or a list"
     else:
         return
-    raise BadInputError(f"{shown(key)} is {shown(value)}; expected {wrong}")
+    written = shown(value) if isinstance(value, int) else one_line(repr(value))
+    raise BadInputError(f"{shown(key)} is {written}; expected {wrong}")
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

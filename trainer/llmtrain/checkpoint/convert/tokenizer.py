@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.tokenizer import tokenizer_file, tokenizer_settings
+from llmtrain_data.tokenizer import added_tokens, tokenizer_settings
 
 from llmtrain.errors import BadInputError
 
@@ -52,7 +52,7 @@ def special_tokens(folder: Path | None) -> dict[str, int | None]:
     """
     try:
         settings = {} if folder is None else tokenizer_settings(folder, "tokenizer_config.json")
-        added = [] if folder is None or not (folder / "tokenizer.json").exists() else tokenizer_file(folder).added()
+        added = [] if folder is None else added_tokens(folder)
     except DataError as error:
         raise BadInputError(str(error)) from error
     ids = {token.content: token.id for token in added}
