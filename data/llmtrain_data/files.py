@@ -2,26 +2,28 @@
 
 import mmap
 import os
-import stat
 import weakref
 from pathlib import Path
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.untrusted import reason, regular
 
 
 class File:
     """A file read by memory map, and watched for changes. content: its bytes, as they were long when it was opened."""
 
     def __init__(self, path: Path) -> None:
-        """Open a plain file. Raises DataError for a pipe, a device or a folder, OSError where it cannot be read."""
+        """Open a regular file. Raises DataError for a pipe, a device or a folder, and where it cannot be read."""
         self.path = path
-        # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{path} is not a plain file; expected one that `llmtrain data prepare` wrote")
-        mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if status.st_size else b""
+        try:
+            self._descriptor = regular(str(path), os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            size = os.fstat(self._descriptor).st_size
+            mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read: {reason(error)}; expected one that `llmtrain data prepare` wrote"
+            ) from error
         self.content = memoryview(mapped)
 
     def changed(self) -> tuple[int, int]:
