@@ -206,7 +206,7 @@ def test_what_is_no_plain_file_is_refused_at_once(prefix: Path) -> None:
         path = Path(f"{prefix}{suffix}")
         path.rename(f"{path}.kept")
         os.mkfifo(path)
-        with pytest.raises(DataError, match="is not a plain file"):
+        with pytest.raises(DataError, match="is no regular file"):
             opened(prefix)
         path.unlink()
         Path(f"{path}.kept").rename(path)
