@@ -1,6 +1,8 @@
 """Reading recipes: what wins over what, and that nothing but their own text enters them."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Literal, get_args
 
 import pytest
 from llmtrain.errors import BadInputError
@@ -8,9 +10,11 @@ from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import load_recipe, parse_recipe
-from llmtrain.recipe.resolve import as_data
+from llmtrain.recipe.meant import WORDS
+from llmtrain.recipe.resolve import as_data, to_yaml
 from llmtrain.recipe.schema import EveryK
 from llmtrain.recipe.shipped import shipped_folder, shipped_names
+from llmtrain.recipe.strict import StrictFile
 
 BASE = (
     "name: the-base\nmodel: {preset: gpt2-1m}\ndata: {path: d, split: [8, 1, 1]}\ntrain: {steps: 5, global_batch: 4}\n"
@@ -114,3 +118,87 @@ def test_every_key_of_the_schema_is_known() -> None:
     assert set(schema["properties"]) == {key for key in recipe_keys() if "." not in key} | {"extends"}
     checkpoint = schema["$defs"]["CheckpointConfig"]["properties"]
     assert checkpoint["async"]["description"].startswith("write in the background")
+
+
+UNQUOTED = ("off", "on", "yes", "no", "Off", "ON")
+KEYS_OF_WORDS = [
+    (key, word)
+    for key, hint in recipe_keys().items()
+    for word in get_args(hint)
+    if word in (*WORDS[False], *WORDS[True])
+]
+
+
+@pytest.mark.parametrize(("key", "word"), KEYS_OF_WORDS)
+def test_a_word_that_yaml_takes_for_a_boolean(key: str, word: str) -> None:
+    section, _, leaf = key.rpartition(".")
+    Path("recipe.yaml").write_text(f"extends: folder/base.yaml\n{section}: {{{leaf}: {word}}}\n")
+    for recipe in (load_recipe("recipe.yaml"), load_recipe("folder/base.yaml", [f"{key}={word}"])):
+        assert getattr(getattr(recipe, section), leaf) == word
+        Path("again.yaml").write_text(to_yaml(recipe))
+        assert load_recipe("again.yaml") == recipe
+
+
+def test_there_is_such_a_key() -> None:
+    assert ("logging.wandb", "off") in KEYS_OF_WORDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """A section inside of another."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    answer: Literal["yes", "no"] = "no"
+    count: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """A section with keys of every kind that has words or whole numbers."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    switch: Literal["off", "on"] | int = "off"
+    flag: bool = False
+    share: float = 0.0
+    text: str | None = None
+    inner: tuple[Inner, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("switch: off", Outer(switch="off")),
+        ("switch: On", Outer(switch="on")),
+        ("switch: 1e3", Outer(switch=1000)),
+        ("flag: on", Outer(flag=True)),
+        ("flag: no", Outer(flag=False)),
+        ("share: 1e-3", Outer(share=0.001)),
+        ("share: 1e3", Outer(share=1000.0)),
+        ("inner: [{answer: yes, count: 1e6}, {answer: off}]", Outer(inner=(Inner(answer="yes", count=10**6), Inner()))),
+    ],
+)
+def test_a_file_of_any_section_is_taken_as_meant(text: str, expected: Outer) -> None:
+    Path("outer.yaml").write_text(text)
+    file = StrictFile(Outer, "an outer")
+    assert file.parse(file.read(Path("outer.yaml")), "") == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["text: off", "flag: 1", "share: on", "inner: [{count: 1.5}]", "inner: [{count: yes}]"]
+)
+def test_what_cannot_be_meant_is_refused(text: str) -> None:
+    Path("outer.yaml").write_text(text)
+    file = StrictFile(Outer, "an outer")
+    with pytest.raises(BadInputError, match="expected"):
+        file.parse(file.read(Path("outer.yaml")), "")
+
+
+@pytest.mark.parametrize(
+    "name", [*UNQUOTED, "1e3", "1:30", "0x1f", "1_000", "null", "~", "2024-01-01", "5.", "- a", "a: b"]
+)
+def test_what_is_written_reads_back(name: str) -> None:
+    recipe = replace(load_recipe("folder/base.yaml"), name=name)
+    Path("again.yaml").write_text(to_yaml(recipe))
+    assert load_recipe("again.yaml") == recipe

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import explain, shown, unknown_key
 from llmtrain.recipe.keys import recipe_keys
+from llmtrain.recipe.meant import as_meant
 from llmtrain.recipe.references import resolved_size
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import find_recipe
@@ -49,6 +50,7 @@ def parse_recipe(container: dict[str, Any], default_name: str | None = None) -> 
     """Check plain data (as read from YAML or JSON) against the recipe's types. Raises BadInputError."""
     if default_name is not None and container.get("name") is None:
         container = {**container, "name": default_name}
+    container = as_meant(container, Recipe)
     for key, value in _leaves(container):
         _refuse_unwritable(key, value)
     try:

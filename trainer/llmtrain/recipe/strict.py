@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import shown
+from llmtrain.recipe.meant import as_meant
 from llmtrain.recipe.yaml_file import YAML_ERRORS, read_yaml, yaml_problem
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class StrictFile(Generic[T]):
     def parse(self, data: Mapping[str, Any], where: str) -> T:
         """Return the section that plain data holds. where: in front of messages. Raises BadInputError."""
         try:
-            return TypeAdapter(self.section).validate_json(json.dumps(data))
+            return TypeAdapter(self.section).validate_json(json.dumps(as_meant(dict(data), self.section)))
         except TypeError as error:
             raise BadInputError(f"{where.rstrip('.: ')} holds what is not plain YAML: {error}") from error
         except ValidationError as error:
