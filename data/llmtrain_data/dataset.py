@@ -14,19 +14,20 @@ from llmtrain_data.order import Interleave, epoch_keys, permute
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 LOOKED_AT = 1 << 26
-"""Tokens that `Samples.check_ids` reads at most, per source."""
+"""Tokens that `Samples.check_ids` and `Samples.unigram_entropy` read at most, per source."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The part of one prepared set that belongs to a split: its tokens `[first, last)`. weight: its share of the
-    blend."""
+    """The part of one prepared set that belongs to a split: its tokens `[first, last)`, which are `documents` documents
+    from `first_document` on. weight: its share of the blend."""
 
     data: IndexedData
     weight: float
     documents: int
     first: int
     last: int
+    first_document: int = 0
 
     @property
     def token_count(self) -> int:
@@ -88,12 +89,16 @@ class Samples:
     def unigram_entropy(self) -> float:
         """Return the entropy of the split's token frequencies in nats per token; sources count by weight.
 
-        It is the loss of a model that knows nothing but how frequent each token is. Reads every token.
+        It is the loss of a model that knows nothing but how frequent each token is. Reads at most 64 Mi tokens of each
+        source, always the same ones, spread evenly.
         """
-        shares = [
-            (source.weight, token_counts(source.data, source.first, source.last, self._vocab))
-            for source in self.sources
-        ]
+        shares = []
+        for source in self.sources:
+            counts = np.zeros(self._vocab, np.int64)
+            for start, end in _looked_at(source.token_count):
+                found = token_counts(source.data, source.first + start, source.first + end, self._vocab)
+                counts[: len(found)] += found
+            shares.append((source.weight, counts))
         mixture = np.zeros(max(len(counts) for _, counts in shares))
         for weight, counts in shares:
             mixture[: len(counts)] += weight * counts / counts.sum()
@@ -106,9 +111,8 @@ class Samples:
         Reads at most 64 Mi tokens of each source, spread evenly; `batch` looks at all that it reads.
         """
         for source in self.sources:
-            for start in _looked_at(source.token_count):
-                tokens = source.read(start, min(start + READ_AT_ONCE, source.token_count))
-                check_ids(source.data, source.first + start, tokens, self._vocab)
+            for start, end in _looked_at(source.token_count):
+                check_ids(source.data, source.first + start, source.read(start, end), self._vocab)
 
     def unverified(self) -> list[str]:
         """Return the prefixes of the sets that have no checksums."""
@@ -145,7 +149,7 @@ def _open_source(config: DataConfig, split: Split, weight: float, prefix: str) -
     bounds = split_bounds(data.documents, config.split)
     number = SPLITS.index(split)
     first, last = bounds[number], bounds[number + 1]
-    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last))
+    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last), first)
     if source.samples(config.sequence_length) == 0:
         raise DataError(
             f"the {split} split of {prefix} has {source.token_count} tokens in {last - first} of {data.documents} "
@@ -155,8 +159,9 @@ def _open_source(config: DataConfig, split: Split, weight: float, prefix: str) -
     return source
 
 
-def _looked_at(tokens: int) -> list[int]:
-    """Return where to read READ_AT_ONCE tokens each: all that there are, or LOOKED_AT, spread evenly."""
-    if tokens <= LOOKED_AT:
-        return list(range(0, tokens, READ_AT_ONCE))
-    return np.linspace(0, tokens - READ_AT_ONCE, LOOKED_AT // READ_AT_ONCE).astype(np.int64).tolist()
+def _looked_at(tokens: int) -> list[tuple[int, int]]:
+    """Return ranges of READ_AT_ONCE tokens: all that there are, or LOOKED_AT of them, spread evenly."""
+    starts = range(0, tokens, READ_AT_ONCE)
+    if tokens > LOOKED_AT:
+        starts = np.linspace(0, tokens - READ_AT_ONCE, LOOKED_AT // READ_AT_ONCE).astype(np.int64).tolist()
+    return [(start, min(start + READ_AT_ONCE, tokens)) for start in starts]

@@ -158,3 +158,22 @@ def test_prepared_looks_the_tokenizer_up() -> None:
     Path("tokenizer/tokenizer.json").write_text("{")
     with pytest.raises(BadInputError, match=r"data\.tokenizer is tokenizer: .*tokenizer\.json has no vocabulary"):
         prepared("recipe.yaml", ["data.tokenizer=tokenizer"], CPU, refuse_hf)
+
+
+@pytest.mark.parametrize("path", ["data.path=sets/d", "data.tokenizer=sets/tokenizer"])
+def test_a_path_that_was_relative_to_another_folder_is_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe()
+    here = Path.cwd()
+    for folder in ("sets/tokenizer", "recipes", "elsewhere"):
+        Path(folder).mkdir(parents=True)
+    for file in ("d.bin", "d.idx", "sets/d.bin", "sets/d.idx"):
+        Path(file).touch()
+    Path("recipe.yaml").rename("recipes/recipe.yaml")
+    monkeypatch.chdir("elsewhere")
+    for file in ("d.bin", "d.idx"):
+        Path(file).touch()
+    key, _, value = path.partition("=")
+    with pytest.raises(BadInputError) as found:
+        prepared("../recipes/recipe.yaml", [path], CPU, refuse_hf)
+    assert str(found.value).startswith(f"{key} is {value}, ")
+    assert str(found.value).endswith(f"there is one in {here}: run from there, or give {here / value}")

@@ -100,6 +100,20 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert end["tokens_per_s"] == 128.0
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(90.0, True), (86.0, False)])
+def test_a_run_of_more_than_a_day_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: float, told: bool
+) -> None:
+    with logger(tmp_path, recipe(steps=1000)) as log:
+        log.start(0, [])
+        for step in range(1, 12):
+            # The first step compiles.
+            log.step(record(step, seconds=5000.0 if step == 1 else seconds))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == told
+    assert not told or "the 995 steps that are left take 1d 00:52:30" in warnings[0]
+
+
 def test_step_time_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
     with logger(tmp_path, recipe()) as log:
         log.start(0, [])

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
+from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import hf_tokenizer
 
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
@@ -23,15 +24,21 @@ from llmtrain.evaluate import mean_loss
 from llmtrain.generate import Sampling, generate
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
+from llmtrain.recipe.check import found_elsewhere
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.unit import attach
+from llmtrain.telemetry.about import read_run_file
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model as a checkpoint holds it, on this machine's device, in fp32. recipe: None if it was imported."""
+    """A model as a checkpoint holds it, on this machine's device, in fp32.
 
+    folder: the checkpoint's. recipe: None if it was imported.
+    """
+
+    folder: Path
     model: GPT
     recipe: Recipe | None
     step: int
@@ -62,7 +69,9 @@ def _open(folder: Path) -> TrainedModel:
     for unit, weight in weights:
         attach(unit, model.unit(unit.name), weight)
     recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
-    return TrainedModel(model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks)
+    return TrainedModel(
+        folder.resolve(), model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks
+    )
 
 
 def evaluate_on(
@@ -75,6 +84,9 @@ def evaluate_on(
     if split not in SPLITS:
         raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
     data = _data(trained, prefix)
+    for _, path in data.blend():
+        if not bin_path(path).exists() and (found := found_elsewhere(path, ".bin", _folders_of(trained))):
+            raise BadInputError(f"there is no file {path}.bin; {found} with --data")
     samples = open_split(data, split, trained.model.config.vocab)
     samples.check_ids()
     count = min(count or len(samples), len(samples))
@@ -92,6 +104,13 @@ def evaluate_on(
         "sequence_length": data.sequence_length,
         "unigram_entropy": samples.unigram_entropy(),
     }
+
+
+def _folders_of(trained: TrainedModel) -> list[Path]:
+    """Return the folders that the paths of a run may have been relative to."""
+    run = trained.folder.parent.parent
+    started = read_run_file(run).get("cwd")
+    return [*([Path(started)] if isinstance(started, str) else []), *run.parents]
 
 
 def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:

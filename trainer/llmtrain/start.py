@@ -30,7 +30,7 @@ from llmtrain.errors import (
 )
 from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.prepare import settle
+from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 
@@ -57,7 +57,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         device="cuda" if gpus else "cpu",
         apex=_has_apex(),
     )
-    resolved = settle(recipe, facts, read_hf_config)
+    resolved = settle(recipe, facts, read_hf_config, folders_above(name))
     unled = _without_mpi(resolved, world) if place is None else None
     if dry_run:
         cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None

@@ -6,6 +6,7 @@ from math import isfinite, sqrt
 from typing import NamedTuple, NoReturn
 
 import torch
+from llmtrain_data.domain import validation_warnings
 
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis, even_share
@@ -33,6 +34,7 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
         goes_on = resume(run)
         changed = [f"{change}, changed since the last start" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
+        warn_of_validation(run)
         if not goes_on or run.progress.step == 0:
             begin(run)
         while run.progress.step < steps:
@@ -61,6 +63,13 @@ def unverified(run: Run) -> list[str]:
         f"{prefix} has no checksums, so damage to it goes unnoticed; `llmtrain data checksum {prefix}` writes them"
         for prefix in run.train_data.unverified()
     ]
+
+
+def warn_of_validation(run: Run) -> None:
+    """Say where the validation split tells little of what is trained on."""
+    if run.valid_data is not None and run.ranks.is_main:
+        for sentence in validation_warnings(run.train_data, run.valid_data):
+            run.log.warn(sentence)
 
 
 def begin(run: Run) -> None:

@@ -4,7 +4,7 @@ All of it is refused before any process starts and before anything is written; e
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,10 +50,11 @@ def check_given(recipe: Recipe) -> None:
         )
 
 
-def check_folders(recipe: Recipe) -> None:
-    """Check that the folders and files that a recipe names are there. Raises BadInputError."""
-    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded")
-    _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made")
+def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
+    """Check that the folders and files that a recipe names are there. others: folders that its paths may have been
+    relative to. Raises BadInputError."""
+    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
+    _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
     # A run that has begun goes on from its own checkpoints, and the folder that it began from may be gone.
     begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
     if recipe.checkpoint.resume not in ("auto", "never") and not begun:
@@ -62,10 +63,21 @@ def check_folders(recipe: Recipe) -> None:
         for suffix in (".bin", ".idx"):
             if not Path(f"{prefix}{suffix}").is_file():
                 raise BadInputError(
-                    f"data.path is {prefix}, but there is no file {prefix}{suffix}; expected the prefix that "
-                    "`llmtrain data prepare` wrote"
+                    f"data.path is {prefix}, but there is no file {prefix}{suffix}; "
+                    + (
+                        found_elsewhere(prefix, suffix, others)
+                        or "expected the prefix that `llmtrain data prepare` wrote"
+                    )
                 )
     _expect_writable(Path(recipe.logging.dir), recipe.name)
+
+
+def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
+    """Return which of `folders` has the file or folder of a relative path, and what to do; empty where none has it."""
+    for folder in folders:
+        if not Path(path).is_absolute() and (folder / f"{path}{suffix}").exists():
+            return f"there is one in {folder}: run from there, or give {folder / path}"
+    return ""
 
 
 def check(recipe: Recipe, facts: Facts) -> None:
@@ -173,9 +185,10 @@ def _check_same_model(config: GPTConfig, hf: GPTConfig) -> None:
             )
 
 
-def _expect_folder(key: str, value: str | None, what: str) -> None:
+def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path] = ()) -> None:
     if value is not None and not Path(value).is_dir():
-        raise BadInputError(f"{key} is {value}, which is not a folder; expected {what}")
+        advice = found_elsewhere(value, "", others) or f"expected {what}"
+        raise BadInputError(f"{key} is {value}, which is not a folder; {advice}")
 
 
 def _expect_writable(folder: Path, name: str) -> None:

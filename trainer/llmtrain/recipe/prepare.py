@@ -15,6 +15,7 @@ from llmtrain.recipe.check import check, check_folders, check_given
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.shipped import find_recipe
 
 
 def prepared(
@@ -24,17 +25,23 @@ def prepared(
     read_hf: Callable[[Path], GPTConfig],
 ) -> Recipe:
     """Load a recipe, settle it and return it. Raises BadInputError or DataError; writes nothing."""
-    return settle(load_recipe(name_or_path, overrides), facts, read_hf)
+    return settle(load_recipe(name_or_path, overrides), facts, read_hf, folders_above(name_or_path))
 
 
-def settle(recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig]) -> Recipe:
+def folders_above(name_or_path: str) -> list[Path]:
+    """Return the folders that a recipe's paths may be relative to, if not to the one that we are in: its own and those
+    above it."""
+    return list(find_recipe(name_or_path).resolve().parents)
+
+
+def settle(recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig], others: Sequence[Path] = ()) -> Recipe:
     """Check a loaded recipe, resolve it and check the result. Raises BadInputError or DataError; writes nothing.
 
     facts: the run's ranks and device; the tokenizer's size and the shape of `model.hf` are looked up here.
-    read_hf: gives the shape of the model in a Hugging Face folder.
+    read_hf: gives the shape of the model in a Hugging Face folder. others: see `check_folders`.
     """
     check_given(recipe)
-    check_folders(recipe)
+    check_folders(recipe, others)
     if recipe.data.tokenizer is not None:
         facts = replace(facts, tokenizer=_tokenizer_size(recipe.data.tokenizer))
     if recipe.model.hf is not None:

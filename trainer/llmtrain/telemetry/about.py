@@ -48,6 +48,7 @@ def describe(recipe: Recipe, about: RunInfo, before: dict[str, Any] | None = Non
     tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
     return {
         "name": recipe.name,
+        "cwd": str(Path.cwd()),
         "model": asdict(about.model),
         "parameters": parameter_count(about.model),
         "steps": recipe.train.steps,

@@ -5,11 +5,14 @@ main one everything is a no-op.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from math import exp, inf, nan
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +29,9 @@ from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
 from llmtrain.telemetry.stragglers import Stragglers
 from llmtrain.telemetry.wandb_sink import WandbSink
+
+# Steps after which a run that will take longer than a day, in seconds, says so.
+FIRST_STEPS, DAY = 5, 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +135,7 @@ class _Session:
         self._window: list[float] = []
         # The best rate of a rank in a logged step of this start, in FLOP/s.
         self._fastest = 0.0
+        self._first_seconds: deque[float] = deque(maxlen=FIRST_STEPS + 1)
         self._stragglers = Stragglers(about.layout)
         self._evaluations: list[Row] = []
 
@@ -187,6 +194,7 @@ class _Session:
         self._window.append(record.seconds)
         self._seconds += record.seconds
         self._timed += 1
+        self._tell_length(record.seconds)
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
         if not is_logged(self._recipe, record.step):
@@ -195,6 +203,17 @@ class _Session:
         self._window.clear()
         self._write(row)
         self.console.logged(row, left)
+
+    def _tell_length(self, seconds: float) -> None:
+        """Once a few steps are done, the first of which is slow, say when a long run will end."""
+        self._first_seconds.append(seconds)
+        left = self._recipe.train.steps - self._last
+        if len(self._first_seconds) == FIRST_STEPS and (whole := median(self._first_seconds) * left) > DAY:
+            end = datetime.now() + timedelta(seconds=whole)
+            self.console.warn(
+                f"the {left} steps that are left take {units.duration(whole)} at the pace of these first steps, until "
+                f"{end:%A %d %B %Y}; more ranks, or fewer train.steps, take less"
+            )
 
     def _row(self, record: StepRecord, sent: Row) -> Row:
         run = self._run
