@@ -62,6 +62,7 @@ soak: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python tools/bench/step.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/data.py --write docs/benchmarks.md
+	$(BIN)/python tools/bench/reading.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/quantize.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/rounding.py --write docs/benchmarks.md

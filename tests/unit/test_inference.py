@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return error
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(65, None), (66, "token 65, but the model's vocabulary is 65")])
+@pytest.mark.parametrize(("tokens", "said"), [(65, None), (66, "holds id 65 at token 65 of document 0; expected 0 to")])
 def test_data_of_another_vocabulary(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: int, said: str | None
 ) -> None:

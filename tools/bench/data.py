@@ -172,7 +172,7 @@ def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float
         return seconds, processor, 0.0
     prefix = corpus.with_suffix("")
     # Making room for new output by freeing the old one's pages is no part of preparing.
-    for suffix in (".bin", ".idx"):
+    for suffix in (".bin", ".checksums", ".idx"):
         Path(f"{prefix}{suffix}").unlink(missing_ok=True)
     arguments = ["--tokenizer", str(tokenizer), "--output", str(prefix)]
     _, seconds, usage = run(["-c", PREPARE, "prepare", str(corpus), *arguments])

@@ -112,10 +112,10 @@ def plain_loop(case: Case, run: Run, fused: bool) -> Callable[[int], None]:
 
 
 @contextmanager
-def our_loop(case: Case, folder: Path) -> Iterator[Run]:
-    """Compose a real run, with its logging."""
+def our_loop(case: Case, folder: Path, documents: int = 100) -> Iterator[Run]:
+    """Compose a real run, with its logging, on so many documents of 2000 tokens."""
     writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-    writer.add(np.random.default_rng(0).integers(0, case.vocab, 200_000), np.full(100, 2000))
+    writer.add(np.random.default_rng(0).integers(0, case.vocab, documents * 2000, np.uint16), np.full(documents, 2000))
     writer.commit()
     recipe = folder / "bench.yaml"
     recipe.write_text(

@@ -1,0 +1,166 @@
+"""What verifying data costs a training step, and what the size of a block changes.
+
+    python tools/bench/reading.py [--write docs/benchmarks.md]
+
+Every sample is read by a reader that has read nothing yet, which is the most that verifying can cost: blocks that were
+verified are known. A step, its batch without and one with verification are timed in turns, in one process, each batch
+at positions of its own, so that none finds its tokens in the processor's cache.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from llmtrain.train import train_step
+from llmtrain_data import checksums
+from llmtrain_data.dataset import Samples, Source
+from llmtrain_data.indexed import IndexedData, IndexedWriter
+from llmtrain_data.verify import write_checksums
+
+sys.path.insert(0, str(Path(__file__).parent))
+from step import CASES, Case, our_loop
+from table import machine, median_interval, table, write_section
+
+DOCUMENTS = 32_000
+"""Of 2000 tokens: 2000 blocks, so that hardly two samples of a batch share one."""
+
+SIZES = [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20]
+SEQUENCE, TOGETHER = 1024, 8
+"""Tokens of a sample, and samples of a batch, where sizes of blocks are compared."""
+
+
+def main() -> None:
+    """Measure, print the report, and write it into the document if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--folder", type=Path, help="folder for the sets (default: a temporary one)")
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    steps = [case_row(case, arguments.rounds, arguments.folder) for case in CASES if not case.compiled]
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        prefix = Path(folder) / "set"
+        writer = IndexedWriter(prefix, np.dtype(np.uint16))
+        writer.add(np.random.default_rng(0).integers(0, 50_000, DOCUMENTS * 2000, np.uint16), np.full(DOCUMENTS, 2000))
+        writer.commit()
+        sizes = [size_row(size, prefix, arguments.rounds) for size in SIZES]
+    text = report(steps, sizes, arguments.rounds)
+    print(text)
+    if arguments.write:
+        write_section(arguments.write, "reading", text)
+
+
+def report(steps: list[list[str]], sizes: list[list[str]], rounds: int) -> str:
+    """Return the markdown report."""
+    return "\n".join(
+        [
+            "## Verified reading",
+            "",
+            f"{machine(['torch', 'numpy', 'xxhash'])}. `python tools/bench/reading.py`, {rounds} rounds in turns, "
+            "medians; in parentheses, between what a median lies in 95 of 100 repetitions. Every sample lies in blocks "
+            "that are verified as it is read, as in a run's first epoch; the share of the step is that of the upper end. "
+            "Goal: less than 1%.",
+            "",
+            table(
+                ["model, fp32", "step, ms", "its batch unverified, us", "verifying adds, us", "of the step, at most"],
+                steps,
+            ),
+            "",
+            f"One sample of {SEQUENCE + 1} tokens of 2 bytes, by the size of a block, in batches of {TOGETHER}. Warm: "
+            "the set is in the page cache. Cold: it is on the disk. Prepared sets have blocks of "
+            f"{checksums.BLOCK // 1024} KiB.",
+            "",
+            table(
+                [
+                    "block",
+                    "checksums of 10B tokens",
+                    "warm, unverified, us",
+                    "verifying adds, us",
+                    "cold, unverified, us",
+                    "verifying adds, us",
+                ],
+                sizes,
+            ),
+        ]
+    )
+
+
+def case_row(case: Case, rounds: int, parent: Path | None) -> list[str]:
+    """Return the row of one model."""
+    steps, pairs = list[float](), list[tuple[float, float]]()
+    with tempfile.TemporaryDirectory(dir=parent) as folder, our_loop(case, Path(folder), DOCUMENTS) as run:
+        for number in range(rounds + 1):
+            started = time.perf_counter()
+            train_step(run, number)
+            step = time.perf_counter() - started
+            pair = batches(Path(folder) / "set", case.sequence, case.batch, number)
+            if number:  # the first one warms up
+                steps.append(step)
+                pairs.append(pair)
+    step, added = statistics.median(steps), [verified - plain for plain, verified in pairs]
+    row = [case.name, f"{step * 1e3:.0f}", micro([plain for plain, _ in pairs]), micro(added)]
+    print(*row, file=sys.stderr)
+    return [*row, f"{median_interval(added)[1] / step:.3%}"]
+
+
+def size_row(size: int, prefix: Path, rounds: int) -> list[str]:
+    """Return the row of one size of blocks."""
+    used, checksums.BLOCK = checksums.BLOCK, size
+    try:
+        write_checksums(prefix, overwrite=True)
+        warm, cold = (
+            [batches(prefix, SEQUENCE, TOGETHER, number, cold) for number in range(rounds + 1)][1:]
+            for cold in (False, True)
+        )
+    finally:
+        checksums.BLOCK = used
+    row = [f"{size // 1024} KiB", f"{20e9 / size * 8 / 1e6:.1f} MB"]
+    for pairs in (warm, cold):
+        row += [micro([plain / TOGETHER for plain, _ in pairs])]
+        row += [micro([(verified - plain) / TOGETHER for plain, verified in pairs])]
+    print(*row, file=sys.stderr)
+    return row
+
+
+def batches(prefix: Path, sequence: int, count: int, number: int, cold: bool = False) -> tuple[float, float]:
+    """Return the seconds of a batch that is read without and of one that is read with verification, by readers that
+    have read nothing yet; which is first alternates. cold: with nothing of the set in the page cache."""
+    seconds = [0.0, 0.0]
+    for place in (0, 1) if number % 2 else (1, 0):
+        # One that is not timed, as the first batch after a step finds the processor's caches full of other things.
+        reader(prefix, sequence, verified=bool(place)).batch(2, 2 * number + place, 1)
+        samples = reader(prefix, sequence, verified=bool(place))
+        if cold:
+            forget(prefix)
+        started = time.perf_counter()
+        samples.batch(1, (2 * number + place) * count, count)
+        seconds[place] = time.perf_counter() - started
+    return seconds[0], seconds[1]
+
+
+def reader(prefix: Path, sequence: int, verified: bool) -> Samples:
+    """Return the set's samples, unverified: as where it has no checksums."""
+    data = IndexedData(prefix, verified)
+    return Samples([Source(data, 1.0, data.documents, 0, data.token_count)], sequence)
+
+
+def micro(seconds: list[float]) -> str:
+    """Return the median in microseconds, and where it lies."""
+    low, high = median_interval(seconds)
+    return f"{statistics.median(seconds) * 1e6:.0f} ({low * 1e6:.0f} to {high * 1e6:.0f})"
+
+
+def forget(prefix: Path) -> None:
+    """Drop the tokens from the page cache."""
+    descriptor = os.open(f"{prefix}.bin", os.O_RDONLY)
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
