@@ -62,8 +62,8 @@ def report(steps: list[list[str]], sizes: list[list[str]], rounds: int) -> str:
             "",
             f"{machine(['torch', 'numpy', 'xxhash'])}. `python tools/bench/reading.py`, {rounds} rounds in turns, "
             "medians; in parentheses, between what a median lies in 95 of 100 repetitions. Every sample lies in blocks "
-            "that are verified as it is read, as in a run's first epoch; the share of the step is that of the upper end. "
-            "Goal: less than 1%.",
+            "that are verified as it is read, as in a run's first epoch; the share of the step is that of the upper "
+            "end. Goal: less than 1%.",
             "",
             table(
                 ["model, fp32", "step, ms", "its batch unverified, us", "verifying adds, us", "of the step, at most"],

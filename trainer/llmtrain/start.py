@@ -153,7 +153,7 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
     except (CommandError, DataError) as error:
         ranks.watch.ended(Ending.TOLD)
         _skip_finalization(error.exit_code)
-        if _has_been_said(error, ranks):
+        if _has_spoken(ranks):
             raise SystemExit(error.exit_code) from error
         if ranks.vigil is not None:
             if not isinstance(error, PreemptedError):
@@ -207,10 +207,11 @@ def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Fac
     return settle(recipe, replace(facts, speeds=speeds), read_hf_config), f"speeds of the stages, as measured: {shown}"
 
 
-def _has_been_said(error: Exception, ranks: "Ranks") -> bool:
-    """Whether another rank has said the same."""
+def _has_spoken(ranks: "Ranks") -> bool:
+    """Whether another rank has said why the run ends: what each of them has found may differ, and one sentence will
+    do."""
     try:
-        return ranks.store is not None and ranks.store.add(f"said/{error}", 1) > 1
+        return ranks.store is not None and ranks.store.add("said", 1) > 1
     except RuntimeError:
         # The first rank, which has the store, is gone: not without a word.
         return True
