@@ -1,12 +1,12 @@
 """All of a prepared set against its checksums, and checksums for a set that has none."""
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import xxhash
 
+from llmtrain_data import units
 from llmtrain_data.checksums import (
     BLOCK,
     BlockVerifier,
@@ -18,10 +18,11 @@ from llmtrain_data.checksums import (
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import File
 from llmtrain_data.indexed import IndexedData, bin_path, check_present, idx_path
+from llmtrain_data.output import json_text
 from llmtrain_data.progress import progress
 
 SHOWN, LISTED = 20, 1000
-"""Damaged places that the text shows, and that the JSON lists, at most."""
+"""Damaged places that are shown, and that the JSON lists, at most."""
 
 READ_AT_ONCE = 256 * BLOCK
 """Bytes between two reports of progress."""
@@ -49,16 +50,16 @@ class Verification:
 
     def json(self) -> str:
         """Return the verification as one JSON object."""
-        return json.dumps(asdict(self))
+        return json_text(asdict(self))
 
-    def text(self) -> str:
-        """Return the verification as lines."""
-        lines = [f"blocks     {self.blocks} of {self.block_bytes} bytes"]
-        lines += [f"damaged    {one.file}, bytes {one.first} to {one.last}" for one in self.damaged[:SHOWN]]
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the verification as names and what there is to say of them."""
+        found = [("blocks", f"{self.blocks:,} of {units.size(self.block_bytes)}")]
+        found += [("damaged", f"{one.file}, bytes {one.first} to {one.last}") for one in self.damaged[:SHOWN]]
         if len(self.damaged) > SHOWN:
-            lines.append(f"damaged    {len(self.damaged) - SHOWN} places or more besides")
-        verdict = f"{self.damaged_bytes} bytes are in damaged blocks" if self.damaged else "all as it was prepared"
-        return "\n".join([*lines, f"verified   {verdict}"])
+            found.append(("damaged", f"{len(self.damaged) - SHOWN} places or more besides"))
+        verdict = f"{units.size(self.damaged_bytes)} of damaged blocks" if self.damaged else "all as it was prepared"
+        return [*found, ("verified", verdict)]
 
 
 class _Found:

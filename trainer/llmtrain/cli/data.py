@@ -119,7 +119,10 @@ def inspect(
 
     if verify:
         verification = verify_set(prefix)
-        say(verification.json() if json else verification.text())
+        if json:
+            say(verification.json())
+        else:
+            say_table((), verification.facts())
         raise typer.Exit(EXIT_FAILED if verification.damaged else 0)
     description = describe(prefix, tokenizer, documents)
     if json:
@@ -136,11 +139,12 @@ def checksum(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checksums that are there.")] = False,
 ) -> None:
     """Write PREFIX.checksums for a pair that was prepared without, taking it to be right as it is now."""
+    from llmtrain_data import units
     from llmtrain_data.checksums import BLOCK, checksums_path
     from llmtrain_data.verify import write_checksums
 
     blocks = write_checksums(prefix, overwrite)
-    say(f"wrote      {checksums_path(prefix)}, {blocks} blocks of {BLOCK} bytes")
+    say(f"wrote      {checksums_path(prefix)}, {blocks:,} blocks of {units.size(BLOCK)}")
 
 
 @app.command()
