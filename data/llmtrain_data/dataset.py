@@ -20,7 +20,7 @@ LOOKED_AT = 1 << 26
 @dataclass(frozen=True)
 class Source:
     """The part of one prepared set that belongs to a split: its tokens `[first, last)`, which are `documents` documents
-    from `first_document` on. weight: its share of the blend."""
+    from `first_document` on. weight: its share of the blend. vocab: its ids have to be 0 to vocab - 1."""
 
     data: IndexedData
     weight: float
@@ -28,6 +28,7 @@ class Source:
     first: int
     last: int
     first_document: int = 0
+    vocab: int = LARGEST_VOCAB
 
     @property
     def token_count(self) -> int:
@@ -42,6 +43,17 @@ class Source:
         """Return the tokens `[start, end)` of this part as a view of the file, verified."""
         return self.data.read(self.first + start, self.first + end)
 
+    def check_ids(self, start: int, tokens: np.ndarray) -> None:
+        """Raise DataError if one of `tokens`, which begin at `start`, is not of the vocabulary."""
+        check_ids(self.data, self.first + start, tokens, self.vocab)
+
+    def beginning(self, document: int, most: int) -> np.ndarray:
+        """Return the first tokens of document `document` of this part, at most so many. Raises as `check_ids` does."""
+        start, end = (self.data.token_offset(self.first_document + document + more) - self.first for more in (0, 1))
+        tokens = self.read(start, min(start + most, end))
+        self.check_ids(start, tokens)
+        return tokens
+
 
 class Samples:
     """The samples of one split: windows of sequence_length + 1 tokens, of which neighbours share one token.
@@ -51,11 +63,11 @@ class Samples:
     the sources take turns by their weights.
     """
 
-    def __init__(self, sources: list[Source], sequence_length: int, vocab: int = LARGEST_VOCAB) -> None:
-        """Sample `sources`, each of which must hold at least one window. vocab: which ids are taken, 0 to vocab - 1."""
+    def __init__(self, sources: list[Source], sequence_length: int) -> None:
+        """Sample `sources`, each of which must hold at least one window."""
         self.sources = sources
         self.sequence_length = sequence_length
-        self._vocab = vocab
+        self._vocab = min(source.vocab for source in sources)
         self._sizes = [source.samples(sequence_length) for source in sources]
         self._interleave = Interleave([source.weight for source in sources])
 
@@ -83,7 +95,7 @@ class Samples:
         if count and (out.min() < 0 or out.max() >= self._vocab):
             # At once for all is quick; which one it is takes longer.
             for tokens, origin, start in zip(out, origins.tolist(), starts.tolist(), strict=True):
-                check_ids(self.sources[origin].data, self.sources[origin].first + start, tokens, self._vocab)
+                self.sources[origin].check_ids(start, tokens)
         return out
 
     def unigram_entropy(self) -> float:
@@ -112,7 +124,7 @@ class Samples:
         """
         for source in self.sources:
             for start, end in _looked_at(source.token_count):
-                check_ids(source.data, source.first + start, source.read(start, end), self._vocab)
+                source.check_ids(start, source.read(start, end))
 
     def unverified(self) -> list[str]:
         """Return the prefixes of the sets that have no checksums."""
@@ -125,8 +137,7 @@ def open_split(config: DataConfig, split: Split, vocab: int = LARGEST_VOCAB) -> 
     vocab: size of the vocabulary that the ids have to be of. Raises DataError when a set is missing or
     damaged, or has too few tokens in the split for a single sample.
     """
-    sources = [_open_source(config, split, *entry) for entry in config.blend()]
-    return Samples(sources, config.sequence_length, vocab)
+    return Samples([_open_source(config, split, vocab, *entry) for entry in config.blend()], config.sequence_length)
 
 
 def split_bounds(documents: int, shares: tuple[float, float, float]) -> list[int]:
@@ -142,14 +153,14 @@ def split_bounds(documents: int, shares: tuple[float, float, float]) -> list[int
     return [0, *ends]
 
 
-def _open_source(config: DataConfig, split: Split, weight: float, prefix: str) -> Source:
+def _open_source(config: DataConfig, split: Split, vocab: int, weight: float, prefix: str) -> Source:
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
     bounds = split_bounds(data.documents, config.split)
     number = SPLITS.index(split)
     first, last = bounds[number], bounds[number + 1]
-    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last), first)
+    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last), first, vocab)
     if source.samples(config.sequence_length) == 0:
         raise DataError(
             f"the {split} split of {prefix} has {source.token_count} tokens in {last - first} of {data.documents} "

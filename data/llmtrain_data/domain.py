@@ -55,12 +55,12 @@ def distance_ratio(train: Source, valid: Source) -> float | None:
     if size < FEWEST:
         return None
     held = [
-        [_beginning(train, int(first) + group) for first in np.linspace(0, train.documents - GROUPS, size)]
+        [train.beginning(int(first) + group, LONGEST) for first in np.linspace(0, train.documents - GROUPS, size)]
         for group in range(GROUPS)
     ]
     # One of each part of the split, and not always at the same place of it.
     places = np.linspace(0, valid.documents - 1, size)
-    asked = [_beginning(valid, int(place)) for place in places]
+    asked = [valid.beginning(int(place), LONGEST) for place in places]
     width = 1 + max(int(document.max(initial=0)) for group in (*held, asked) for document in group)
     counts = np.array([_counts(group, width) for group in held])
     everything = counts.sum(0)
@@ -77,14 +77,6 @@ def _all_end(source: Source) -> bool:
         end = data.token_offset(source.first_document + number + 1)
         last.update(data.read(max(end - 1, 0), end).tolist())
     return len(last) == 1
-
-
-def _beginning(source: Source, number: int) -> np.ndarray:
-    """Return the first tokens of document `number` of a split."""
-    data = source.data
-    document = source.first_document + number
-    start = data.token_offset(document)
-    return data.read(start, min(start + LONGEST, data.token_offset(document + 1)))
 
 
 def _counts(documents: list[np.ndarray], width: int) -> np.ndarray:
