@@ -12,6 +12,8 @@ _Prefixes = Sequence[tuple[float, str]]
 _DECIMAL: _Prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY: _Prefixes = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"), (1.0, ""))
 _SMALL: _Prefixes = ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
+# Seconds, 30,000 years: more comes of a damaged file.
+_LONGEST = 1e12
 _COUNTS: _Prefixes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
@@ -46,7 +48,9 @@ def seconds(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a long time as `4.2 s`, `1:05` (minutes), `2:00:05` (hours) or `3d 04:00:00`."""
+    """Format a long time as `4.2 s`, `1:05` (minutes), `2:00:05` (hours) or `3d 04:00:00`; no time is as `1e+99 s`."""
+    if not seconds < _LONGEST:
+        return f"{seconds:.0e} s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)

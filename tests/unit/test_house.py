@@ -48,6 +48,7 @@ WITHOUT_TORCH = (
     "llmtrain.doctor",
     "llmtrain.cluster.lock",
     "llmtrain.status",
+    "llmtrain.telemetry.report",
     "llmtrain.submit",
     "llmtrain_data.config",
 )

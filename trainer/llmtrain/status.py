@@ -1,10 +1,13 @@
 """How far runs are and what became of their jobs: read from their folders, and asked of Slurm where there is one."""
 
-import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from llmtrain_data.untrusted import UnreadableError, reason, regular
 
 from llmtrain.cluster.lock import holder_of
 from llmtrain.cluster.slurm import queue
@@ -12,16 +15,19 @@ from llmtrain.cluster.slurm.queue import QueuedJob
 from llmtrain.cluster.slurm.record import jobs_of, log_of
 from llmtrain.errors import BadInputError
 from llmtrain.telemetry.metrics import Row, last_rows
+from llmtrain.telemetry.run_file import read_run_file
 
 # Seconds between looks at a log that is followed, and between questions whether its job has ended.
 _LOOK, _ASK = 0.5, 10.0
+# Characters of a log that are read at once.
+_PIECE = 2**20
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """One run. state: running, finished, preempted, failed, stopped (it ended without a word), or what Slurm says of
     its job. step, loss: as last logged, of `steps`. seconds_left: of a running one. job: of Slurm, the one at hand or
-    the newest. detail: where it runs, why it waits, or how it ended."""
+    the newest. detail: where it runs, why it waits, how it ended, or what is damaged."""
 
     name: str
     folder: str
@@ -65,9 +71,10 @@ def _pieces(path: Path, number: str | None) -> Iterator[str]:
     position, asked, over = 0, time.monotonic(), number is None
     while True:
         if path.exists():
-            with path.open(encoding="utf-8", errors="replace") as file:
+            with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
                 file.seek(position)
-                yield file.read()
+                while piece := file.read(_PIECE):
+                    yield piece
                 position = file.tell()
         if over:
             return
@@ -87,26 +94,27 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("run.json", "metrics.jsonl", "slurm"))
+    return any(os.path.exists(path / name) for name in ("run.json", "metrics.jsonl", "slurm"))
 
 
 def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
-    rows, holder = last_rows(folder / "metrics.jsonl"), holder_of(folder)
+    rows, steps, damage = _read(folder)
+    holder, job = holder_of(folder), _job(folder, known)
     last: Row = next((row for row in reversed(rows) if "event" not in row), {})
     end = rows[-1] if rows and rows[-1].get("event") == "end" else None
-    job = _job(folder, known)
-    steps, state, detail = _steps(folder), "not begun", job.detail if job else ""
+    state, detail = "not begun", job.detail if job else ""
     if holder is not None:
         state, detail = "running", job.detail if job else f"process {holder.pid} on {holder.host}"
     elif job is not None and job.active:
         state = job.state.lower()
     elif end is not None:
-        state, detail = str(end["outcome"]), str(end.get("reason") or "")
-    elif rows:
+        state, detail = end.get("outcome", "ended"), end.get("reason", "")
+    elif rows or damage:
         state = "stopped"
     elif job is not None:
         state = job.state.lower()
     left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
+    detail = "; ".join(filter(None, (detail, *(f"damaged: {sentence}" for sentence in damage))))
     number = job.number if job else next(reversed(jobs_of(folder)), None)
     return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)
 
@@ -118,11 +126,21 @@ def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:
     return next(iter(active), jobs[-1] if jobs else None)
 
 
-def _steps(folder: Path) -> int | None:
+def _read(folder: Path) -> tuple[list[Row], int | None, list[str]]:
+    """Return a run's last rows, its steps, and what is wrong with its files: one damaged run must not hide others."""
+    rows: list[Row] = []
+    run: dict[str, Any] = {}
+    damage: list[str] = []
     try:
-        return int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        rows, lost = last_rows(folder / "metrics.jsonl")
+        damage += [lost] if lost else []
+    except OSError as error:
+        damage.append(f"metrics.jsonl cannot be read, {reason(error)}")
+    try:
+        run = read_run_file(folder)
+    except UnreadableError as error:
+        damage.append(f"run.json cannot be read, {error}")
+    return rows, run.get("steps"), damage
 
 
 def run_folder(name: Path) -> Path:

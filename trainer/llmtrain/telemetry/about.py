@@ -1,14 +1,11 @@
-"""`run.json`: what a run is, in numbers that its metrics and its report need."""
+"""What a run is, in numbers that its metrics and its report need: the content of `run.json`."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
-from llmtrain_data import units
 
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
@@ -79,46 +76,3 @@ def _stated_peak(recipe: Recipe, device: torch.device, precision: str) -> float 
         return None
     speed = cluster.accelerator.peak.get(precision)
     return None if speed is None else quantity(speed, "FLOP/s")
-
-
-def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
-    """Write `run.json`, replacing it atomically."""
-    aside = run_dir / "run.json.partial"
-    aside.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    aside.replace(run_dir / "run.json")
-
-
-def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """Return the content of `run.json`; empty where there is none or it is not what `describe` returned."""
-    try:
-        run: dict[str, Any] = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-        facts(run)
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    return run
-
-
-def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) pairs that tell a person what the run is, from the content of `run.json`."""
-    model = run["model"]
-    shape = f"{model['family']}, {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads"
-    ranks = f"{run['world']} x {run['device']}" if run["world"] > 1 else str(run["device"])
-    found = [
-        ("model", f"{shape}, vocabulary {model['vocab']}"),
-        ("parameters", units.number(run["parameters"])),
-        ("tokens", f"{units.number(run['total_tokens'])} ({units.number(run['tokens_per_step'])} per step)"),
-        ("steps", str(run["steps"])),
-        ("ranks", ranks),
-        ("precision", str(run["precision"])),
-        ("peak per rank", _peaks(run)),
-    ]
-    if run["unigram_entropy"] is not None:
-        found.append(("unigram entropy", f"{run['unigram_entropy']:.4f} nats (validation tokens)"))
-    return found
-
-
-def _peaks(run: dict[str, Any]) -> str:
-    measured = f"{units.flops(run['measured_peak'])} measured"
-    if run["datasheet_peak"] is None:
-        return measured
-    return f"{units.flops(run['datasheet_peak'])} by data sheet, {measured}"

@@ -25,6 +25,7 @@ _MEMORY = {
 }
 # From this many points on a curve is also drawn smoothed, as the median of its surroundings.
 _SMOOTH_FROM = 120
+_LARGEST = 1e100
 
 
 def number_at(row: Row, *keys: str) -> float:
@@ -32,7 +33,9 @@ def number_at(row: Row, *keys: str) -> float:
     value: Any = row
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
+    # Of a number beyond what can be drawn, nothing can be.
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if known else nan
 
 
 def shares(steps: Sequence[Row], key: str) -> list[float]:

@@ -17,16 +17,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmtrain_data import units
+from llmtrain_data.untrusted import UnreadableError
 
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.recipe.resolve import as_data
 from llmtrain.recipe.schema import Recipe
-from llmtrain.telemetry.about import RunInfo, describe, facts, read_run_file, write_run_file
+from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.flops import share_of
 from llmtrain.telemetry.links import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
 from llmtrain.telemetry.stragglers import Stragglers
 from llmtrain.telemetry.wandb_sink import WandbSink
 
@@ -141,7 +143,11 @@ class _Session:
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
-        self._run = describe(self._recipe, self._about, read_run_file(self._run_dir))
+        before: Row = {}
+        # One that is damaged is written anew.
+        with suppress(UnreadableError):
+            before = read_run_file(self._run_dir)
+        self._run = describe(self._recipe, self._about, before)
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._open(resumed_step)
         self._start_wandb()
@@ -169,11 +175,13 @@ class _Session:
         """Go on from the rows of an earlier start: time spent then counts, time lost between does not."""
         self._evaluations = [row for row in kept if row.get("event") == "eval"]
         steps = [row for row in kept if "event" not in row]
-        last = steps[-1] if steps else {"step": 0, "elapsed_s": 0.0, "skipped_steps": 0}
-        self._elapsed_before, self._skipped = last["elapsed_s"], last["skipped_steps"]
+        last = steps[-1] if steps else {"step": 0}
+        # Of a row, only the step is always there: it may be of another version.
+        self._elapsed_before, self._skipped = last.get("elapsed_s") or 0.0, last.get("skipped_steps", 0)
         # A row's step time is the mean since the row before.
         before = [0, *(row["step"] for row in steps)]
-        self._seconds = sum(row["step_time_s"] * (row["step"] - b) for row, b in zip(steps, before, strict=False))
+        pairs = zip(steps, before, strict=False)
+        self._seconds = sum((row.get("step_time_s") or 0.0) * (row["step"] - b) for row, b in pairs)
         self._timed = last["step"]
 
     def _start_wandb(self) -> None:
@@ -299,7 +307,7 @@ class _Session:
 
     def _summary(self) -> Row:
         run = self._run
-        losses = [row["loss"] for row in self._evaluations if row["split"] == "validation"]
+        losses = [row.get("loss") for row in self._evaluations if row.get("split") == "validation"]
         # What was not finite came back from the file as null.
         validation = [nan if loss is None else loss for loss in losses]
         first, last = (validation[0], validation[-1]) if validation else (None, None)

@@ -4,42 +4,73 @@ A logged step has no `event`; the others have `"event": "eval"` or `"end"`. JSON
 that is not finite is written as null. A line is one append, so a killed process leaves at most its last line torn.
 """
 
-import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
 
 from llmtrain_data.output import json_text
+from llmtrain_data.untrusted import regular
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from llmtrain.errors import RunFailedError
 
 Row = dict[str, Any]
 
+# Bytes of the longest row, the end of a run on thousands of nodes; a reader keeps no more of a longer line.
+_LONGEST = 2**23
+_CHUNK = 2**20
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Row(TypedDict, total=False):
+    """What is relied on in a row, where it is there. Nested numbers, and what other versions add, may be anything."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    step: Required[Count]
+    event: str
+    split: str
+    outcome: str
+    reason: str
+    tokens: Count
+    skipped_steps: Count
+    loss: Number | None
+    perplexity: Number | None
+    elapsed_s: Number | None
+    step_time_s: Number | None
+
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a metrics file in order; lines that are not whole JSON objects are left out.
+    """Return the rows of a metrics file in order; lines that are no rows are left out.
 
-    A file that does not exist has no rows.
+    A file that does not exist has no rows. Raises OSError for one that cannot be read.
     """
     return [row for line in _lines(path) if (row := _parse(line)) is not None]
 
 
-def last_rows(path: Path, size: int = 2**16) -> list[Row]:
-    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order; none if there is no file.
+def last_rows(path: Path, size: int = 2**16) -> tuple[list[Row], str | None]:
+    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order, and what is wrong there.
 
-    Of more bytes where these hold no logged step: the end of a run on many nodes alone may be longer.
+    Of more bytes where these hold no logged step: the end of a run on many nodes alone may be longer. A file that does
+    not exist has no rows. Raises OSError for one that cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            start = max(0, path.stat().st_size - size)
-            file.seek(start)
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    rows = [row for line in lines if (row := _parse(line)) is not None]
-    if start and all("event" in row for row in rows):
+    length = path.stat().st_size if path.exists() else 0
+    # What begins before the bytes that are read is cut, and the last line may be torn.
+    lines = list(_lines(path, max(0, length - size)))[length > size :]
+    whole = [line for line in lines if line.endswith(b"\n")]
+    rows = [row for line in whole if (row := _parse(line)) is not None]
+    if length > size and size < 2 * _LONGEST and all("event" in row for row in rows):
         return last_rows(path, 2 * size)
-    return rows
+    if length > size and not whole:
+        return [], f"{path.name} has no line in its last {size} bytes"
+    lost = len(whole) - len(rows)
+    return rows, f"{lost} of the last {len(whole)} lines of {path.name} are no rows" if lost else None
 
 
 class MetricsFile:
@@ -81,36 +112,50 @@ def drop_after(path: Path, step: int) -> list[Row]:
 
     Step 0 drops everything. The file is replaced atomically, and rows that stay keep their very bytes.
     """
-    lines = _lines(path)
-    rows = [(line, row) for line in lines if (row := _parse(line)) is not None and _stays(row, step)]
-    kept = b"".join(line for line, _ in rows)
-    if kept != b"".join(lines):
+    lines = [(line, row) for line in _lines(path) if (row := _parse(line)) is not None and _stays(row, step)]
+    kept = b"".join(line for line, _ in lines)
+    if path.exists() and len(kept) != path.stat().st_size:
         aside = path.with_name(path.name + ".partial")
         with aside.open("wb") as file:
             file.write(kept)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    return [row for _, row in rows]
+    return [row for _, row in lines]
 
 
 def _stays(row: Row, step: int) -> bool:
-    at = row.get("step")
-    return step > 0 and row.get("event") != "end" and isinstance(at, int) and at <= step
+    return step > 0 and row.get("event") != "end" and bool(row["step"] <= step)
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
+def _lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines from a byte of a file on, an empty one for each that is longer than any row.
+
+    None of a file that does not exist. Raises OSError for what is no regular file.
+    """
+    with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
+        file.seek(start)
+        line, too_long = b"", False
+        while piece := file.read(_CHUNK):
+            *whole, line = (line + piece).split(b"\n")
+            for each in whole:
+                yield b"\n" if too_long or len(each) > _LONGEST else each + b"\n"
+                too_long = False
+            if too_long or len(line) > _LONGEST:
+                line, too_long = b"", True
+        if line:
+            yield line
+
+
+@cache
+def _adapter() -> TypeAdapter[_Row]:
+    return TypeAdapter(_Row)
 
 
 def _parse(line: bytes) -> Row | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
-    except ValueError:
+        return dict(_adapter().validate_json(line))
+    except ValidationError:
         return None
-    return row if isinstance(row, dict) else None

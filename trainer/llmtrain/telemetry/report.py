@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from math import isfinite, nan
@@ -11,11 +12,15 @@ from string import Template
 from typing import Any
 
 from llmtrain_data import units
+from llmtrain_data.output import printable
+from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 
 from llmtrain.errors import BadInputError
-from llmtrain.telemetry.about import facts, read_run_file
 from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics
+from llmtrain.telemetry.run_file import facts, read_run_file
+
+_LARGEST_RECIPE = 2**20
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -25,7 +30,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     BadInputError when the folder holds no logged step or the report cannot be written.
     """
     rows = _read(run_dir)
-    run, folder = read_run_file(run_dir), output or run_dir / "report"
+    run, folder = _run_file(run_dir), output or run_dir / "report"
     steps = [row for row in rows if "event" not in row]
     evaluations = [row for row in rows if row.get("event") == "eval"]
     pictures = {
@@ -53,7 +58,7 @@ def _read(run_dir: Path) -> list[Row]:
     try:
         rows = read_metrics(path)
     except OSError as error:
-        raise BadInputError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+        raise BadInputError(f"{path} cannot be read ({reason(error)}); check its permissions") from None
     if not path.exists():
         raise BadInputError(
             f"{run_dir} holds no metrics.jsonl; give the folder of a run (logging.dir/name) that has started"
@@ -61,6 +66,14 @@ def _read(run_dir: Path) -> list[Row]:
     if not any("event" not in row for row in rows):
         raise BadInputError(f"{path} has no logged step yet; try again once the run has logged one")
     return rows
+
+
+def _run_file(run_dir: Path) -> Row:
+    """Return the content of `run.json`; a report without it is better than none."""
+    try:
+        return read_run_file(run_dir)
+    except UnreadableError:
+        return {}
 
 
 def _entropy(run: Row) -> float | None:
@@ -81,13 +94,13 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
         _section("Recipe", _recipe(run_dir)),
     ]
     tiles = (
-        f'<div class="tile"><span>{escape(key)}</span><b>{escape(value)}</b></div>'
+        f'<div class="tile"><span>{_shown(key)}</span><b>{_shown(value)}</b></div>'
         for key, value in _tiles(run, steps, evaluations)
     )
     images = {name: f"data:image/png;base64,{b64encode(data).decode()}" for name, data in pictures.items()}
     return template.substitute(
-        name=escape(str(run.get("name", run_dir.resolve().name))),
-        status=escape(_status(run, rows)),
+        name=_shown(run.get("name", run_dir.resolve().name)),
+        status=_shown(_status(run, rows)),
         tiles="".join(tiles),
         sections="\n".join(sections),
         **images,
@@ -139,7 +152,11 @@ def _peak_memory(steps: list[Row]) -> float:
 
 
 def _facts(run: Row, run_dir: Path) -> list[tuple[str, ...]]:
-    return [(), *(facts(run) if run else []), ("folder", str(run_dir.resolve()))]
+    found: list[tuple[str, ...]] = []
+    # What another version wrote may lack some of it.
+    with suppress(LookupError):
+        found.extend(facts(run))
+    return [(), *found, ("folder", str(run_dir.resolve()))]
 
 
 def _decisions(run: Row) -> list[str]:
@@ -192,20 +209,24 @@ def _rates(row: Row, direction: str) -> list[str]:
 
 def _recipe(run_dir: Path) -> str:
     try:
-        text = (run_dir / "recipe.resolved.yaml").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        content = read_bytes(run_dir / "recipe.resolved.yaml", _LARGEST_RECIPE)
+    except UnreadableError:
         return ""
-    return f"<pre>{escape(text)}</pre>"
+    return f"<pre>{_shown(content.decode(errors='replace'))}</pre>"
+
+
+def _shown(value: object) -> str:
+    return escape(printable(value))
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:
     """Return an HTML table; the first row is its head (empty: none). No table where there is no other row."""
     if len(rows) < 2:
         return ""
-    head = f"<tr>{''.join(f'<th>{escape(str(cell))}</th>' for cell in rows[0])}</tr>" if rows[0] else ""
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows[1:])
+    head = f"<tr>{''.join(f'<th>{_shown(cell)}</th>' for cell in rows[0])}</tr>" if rows[0] else ""
+    body = "".join(f"<tr>{''.join(f'<td>{_shown(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
     return f"<table>{head}{body}</table>"
 
 
 def _section(title: str, body: str) -> str:
-    return f'<h2>{escape(title)}</h2>\n<div class="scroll">{body}</div>' if body else ""
+    return f'<h2>{_shown(title)}</h2>\n<div class="scroll">{body}</div>' if body else ""

@@ -1,0 +1,99 @@
+"""`run.json`: what a run is, in numbers that its metrics and its report need. No torch in here."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from llmtrain_data import units
+from llmtrain_data.untrusted import UnreadableError, read_bytes
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+_LARGEST = 2**20
+
+
+class _Model(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    family: str
+    layers: Count
+    hidden: Count
+    heads: Count
+    vocab: Count
+
+
+class _Run(TypedDict, total=False):
+    """What is relied on, where it is there; versions may differ in the rest."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    name: str
+    model: _Model
+    parameters: Count
+    steps: Count
+    tokens_per_step: Count
+    total_tokens: Count
+    flops_per_token: Number
+    world: Count
+    device: str
+    precision: str
+    datasheet_peak: Number | None
+    measured_peak: Number
+    unigram_entropy: Number | None
+    decisions: list[str]
+
+
+def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
+    """Write `run.json`, replacing it atomically."""
+    aside = run_dir / "run.json.partial"
+    aside.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    aside.replace(run_dir / "run.json")
+
+
+def read_run_file(run_dir: Path) -> dict[str, Any]:
+    """Return the content of `run.json`, empty where there is none; any key may be missing.
+
+    Raises UnreadableError for one that cannot be read or has a value of another type than was written.
+    """
+    path = run_dir / "run.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(_adapter().validate_json(read_bytes(path, _LARGEST)))
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        raise UnreadableError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from error
+
+
+def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) pairs that tell a person what the run is, from the content of `run.json`."""
+    model = run["model"]
+    shape = f"{model['family']}, {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads"
+    ranks = f"{run['world']} x {run['device']}" if run["world"] > 1 else str(run["device"])
+    found = [
+        ("model", f"{shape}, vocabulary {model['vocab']}"),
+        ("parameters", units.number(run["parameters"])),
+        ("tokens", f"{units.number(run['total_tokens'])} ({units.number(run['tokens_per_step'])} per step)"),
+        ("steps", str(run["steps"])),
+        ("ranks", ranks),
+        ("precision", str(run["precision"])),
+        ("peak per rank", _peaks(run)),
+    ]
+    if run["unigram_entropy"] is not None:
+        found.append(("unigram entropy", f"{run['unigram_entropy']:.4f} nats (validation tokens)"))
+    return found
+
+
+def _peaks(run: dict[str, Any]) -> str:
+    measured = f"{units.flops(run['measured_peak'])} measured"
+    if run["datasheet_peak"] is None:
+        return measured
+    return f"{units.flops(run['datasheet_peak'])} by data sheet, {measured}"
+
+
+@cache
+def _adapter() -> TypeAdapter[_Run]:
+    return TypeAdapter(_Run)
