@@ -196,7 +196,9 @@ STRANGE: dict[str, Callable[[Path], None]] = {
 UNREADABLE = {"a pipe", "a folder", "a huge file", "a link to a device", "nothing", "nesting", "no UTF-8", "a list"}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "lock", "recipe.resolved.yaml", "slurm/jobs", "slurm/7.log"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "run.json", "lock", "recipe.resolved.yaml", "slurm/jobs", "slurm/7.log"]
+)
 def test_files(name: str, damaged: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     slurm_folder(damaged).mkdir()
     (slurm_folder(damaged) / "jobs").write_text("7\n")

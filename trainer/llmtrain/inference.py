@@ -28,7 +28,7 @@ from llmtrain.recipe.check import found_elsewhere
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.unit import attach
-from llmtrain.telemetry.about import read_run_file
+from llmtrain.telemetry.run_file import read_run_file
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _folders_of(trained: TrainedModel) -> list[Path]:
     """Return the folders that the paths of a run may have been relative to."""
     run = trained.folder.parent.parent
     started = read_run_file(run).get("cwd")
-    return [*([Path(started)] if isinstance(started, str) else []), *run.parents]
+    return [*([Path(started)] if started else []), *run.parents]
 
 
 def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:

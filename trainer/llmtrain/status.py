@@ -15,7 +15,7 @@ from llmtrain.cluster.slurm.queue import QueuedJob
 from llmtrain.cluster.slurm.record import jobs_of, log_of
 from llmtrain.errors import BadInputError
 from llmtrain.telemetry.metrics import Row, last_rows
-from llmtrain.telemetry.run_file import read_run_file
+from llmtrain.telemetry.run_file import checked_run_file
 
 # Seconds between looks at a log that is followed, and between questions whether its job has ended.
 _LOOK, _ASK = 0.5, 10.0
@@ -137,7 +137,7 @@ def _read(folder: Path) -> tuple[list[Row], int | None, list[str]]:
     except OSError as error:
         damage.append(f"metrics.jsonl cannot be read, {reason(error)}")
     try:
-        run = read_run_file(folder)
+        run = checked_run_file(folder)
     except UnreadableError as error:
         damage.append(f"run.json cannot be read, {error}")
     return rows, run.get("steps"), damage

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmtrain_data import units
-from llmtrain_data.untrusted import UnreadableError
 
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.recipe.resolve import as_data
@@ -143,11 +142,7 @@ class _Session:
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
-        before: Row = {}
-        # One that is damaged is written anew.
-        with suppress(UnreadableError):
-            before = read_run_file(self._run_dir)
-        self._run = describe(self._recipe, self._about, before)
+        self._run = describe(self._recipe, self._about, read_run_file(self._run_dir))
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._open(resumed_step)
         self._start_wandb()

@@ -30,7 +30,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     BadInputError when the folder holds no logged step or the report cannot be written.
     """
     rows = _read(run_dir)
-    run, folder = _run_file(run_dir), output or run_dir / "report"
+    run, folder = read_run_file(run_dir), output or run_dir / "report"
     steps = [row for row in rows if "event" not in row]
     evaluations = [row for row in rows if row.get("event") == "eval"]
     pictures = {
@@ -66,14 +66,6 @@ def _read(run_dir: Path) -> list[Row]:
     if not any("event" not in row for row in rows):
         raise BadInputError(f"{path} has no logged step yet; try again once the run has logged one")
     return rows
-
-
-def _run_file(run_dir: Path) -> Row:
-    """Return the content of `run.json`; a report without it is better than none."""
-    try:
-        return read_run_file(run_dir)
-    except UnreadableError:
-        return {}
 
 
 def _entropy(run: Row) -> float | None:

@@ -31,6 +31,7 @@ class _Run(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     name: str
+    cwd: str
     model: _Model
     parameters: Count
     steps: Count
@@ -54,6 +55,14 @@ def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
+    """Return the content of `run.json`, empty where there is none or it cannot be read; any key may be missing."""
+    try:
+        return checked_run_file(run_dir)
+    except UnreadableError:
+        return {}
+
+
+def checked_run_file(run_dir: Path) -> dict[str, Any]:
     """Return the content of `run.json`, empty where there is none; any key may be missing.
 
     Raises UnreadableError for one that cannot be read or has a value of another type than was written.
