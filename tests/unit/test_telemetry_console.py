@@ -1,10 +1,14 @@
 """What the person who watches a run sees: plain lines, a live line, quantities in words."""
 
+import re
+import time
 from io import StringIO
 
 import pytest
+from llmtrain.telemetry import waiting
 from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.metrics import Row
+from llmtrain.telemetry.waiting import Waiting
 from llmtrain_data.output import Terminal
 
 
@@ -65,3 +69,46 @@ def test_live_line_on_a_terminal() -> None:
     # The live line is drawn again below what is printed.
     assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
     assert "step 4/10  loss" not in drawn
+
+
+def until(text: StringIO, words: str) -> bool:
+    end = time.monotonic() + 20
+    while words not in text.getvalue() and time.monotonic() < end:
+        time.sleep(0.01)
+    return words in text.getvalue()
+
+
+def test_a_line_for_what_takes_long_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+    text, doing = StringIO(), "opening the data"
+    with Waiting(lambda: doing, Terminal(file=text)) as shown:
+        assert until(text, "opening the data  (")
+        doing = "loading the checkpoint: 10%"
+        assert until(text, "loading the checkpoint: 10%  (")
+        doing = ""
+    assert not re.search(r"^ *\(", text.getvalue(), re.MULTILINE)
+    shown.stop()
+    with Waiting(lambda: "quick", Terminal(file=text)):
+        pass
+    with Waiting(lambda: "of another rank", Terminal(file=text), enabled=False):
+        time.sleep(0.3)
+    assert "quick" not in text.getvalue()
+    assert "another" not in text.getvalue()
+
+
+def test_a_live_line_for_what_is_waited_for_on_a_terminal() -> None:
+    text = StringIO()
+    with Waiting(lambda: "loading the checkpoint: 45%", Terminal(file=text, force_terminal=True, width=60)):
+        assert until(text, "loading the checkpoint: 45%")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_step_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+    text = StringIO()
+    screen = Terminal(file=text, force_terminal=terminal, width=60)
+    run = RunConsole(10, screen, doing=lambda: "first step, of 3 microbatches")
+    run.start("tiny", [], [])
+    assert until(text, "first step, of 3 microbatches")
+    run.progress(1, 1.0, 9.0)
+    run.close()

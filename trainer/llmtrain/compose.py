@@ -27,7 +27,7 @@ from llmtrain.cluster.stop import TOLD_EARLY, StopRequest
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
-from llmtrain.model.tensors import UnitSpec
+from llmtrain.model.tensors import UnitSpec, parameter_count
 from llmtrain.optim.scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.recipe.resolve import as_data, changes, shape, to_yaml
@@ -102,6 +102,7 @@ class Run:
 def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     """Build the run's parts, in the order in which they need each other, and close them at the end. Collective."""
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
+    ranks.watch.begin("opening the data")
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = _open_data(recipe, config)
     lock = _claim(folder, ranks, stop)
@@ -112,6 +113,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         if calls:
             ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
 
+    ranks.watch.begin("building the model")
     parts = build(recipe, config, ranks, count)
     about = RunInfo(
         model=config,
@@ -120,6 +122,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         model_state_bytes=parts.engine.state_bytes,
         unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
         host_of=ranks.host_of,
+        doing=ranks.watch.doing,
     )
     saving = recipe.checkpoint
     checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
@@ -176,7 +179,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Save the states; each rank writes an even share of every unit. Collective."""
-    run.ranks.watch.note(f"saving the checkpoint of step {run.progress.step}")
+    run.ranks.watch.begin(f"saving the checkpoint of step {run.progress.step}")
     shards = _my_shards(run)
     run.progress.rewinds = 0
     progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
@@ -189,7 +192,7 @@ def save(run: Run) -> None:
 def resume(run: Run) -> bool:
     """Bring the states to where the recipe says the run starts from; return whether it has checkpoints of its own.
     Collective."""
-    run.ranks.watch.note("loading the checkpoint")
+    run.ranks.watch.begin("loading the checkpoint")
     run.checkpoints.reserve(_my_shards(run))
     start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
     progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.config)
@@ -217,7 +220,7 @@ def resume(run: Run) -> bool:
 def go_back(run: Run) -> None:
     """Bring the states back to the newest checkpoint, and pass over the data of the steps since then and of the step at
     hand. Collective."""
-    run.ranks.watch.note("going back to the last checkpoint")
+    run.ranks.watch.begin("going back to the last checkpoint")
     if failure := run.checkpoints.wait():
         run.log.warn(failure)
     gone, every, own = run.progress, run.recipe.checkpoint.every, run.folder / "checkpoints"
@@ -313,8 +316,11 @@ def _import_hf(run: Run, folder: Path) -> None:
         for tensor, first, last in unit.spec.pieces(start, end):
             places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
             offset += last - first
+    run.ranks.watch.begin(f"reading the weights of {folder}")
+    done, whole = 0, parameter_count(run.config)
     for name, values in hf_tensors(folder, run.config):
-        run.ranks.watch.moving()
+        done += values.numel()
+        run.ranks.watch.moving(done / whole)
         if name in places:
             held, first, last = places[name]
             held.copy_(values.flatten()[first:last])

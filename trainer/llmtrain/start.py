@@ -33,6 +33,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
+from llmtrain.telemetry.waiting import Waiting
 
 if TYPE_CHECKING:
     from llmtrain.cluster.launch import Restarts
@@ -47,8 +48,9 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
-    import torch
-
+    # Where a dry run's recipe goes to a file, nothing else does.
+    with Waiting(lambda: "loading PyTorch", enabled=_speaks(place) and (not dry_run or sys.stdout.isatty())):
+        import torch
     gpus = torch.cuda.device_count()
     world = place.world if place else nproc or max(1, gpus)
     facts = Facts(
@@ -75,6 +77,11 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         from llmtrain.cluster.launch import launch
 
         launch(world, ["run", name, *overrides], _restarts(recipe, facts))
+
+
+def _speaks(place: Launched | None) -> bool:
+    """Whether it is this process that tells the user how the run starts."""
+    return place is None or place.rank == 0
 
 
 def _without_mpi(recipe: Recipe, world: int) -> str | None:
@@ -123,9 +130,10 @@ def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
 
 
 def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: Facts) -> None:
-    from llmtrain.cluster.launch import die_with_launcher
-    from llmtrain.cluster.ranks import connect, disconnect, watched
-    from llmtrain.train import train
+    with Waiting(lambda: "loading the trainer", enabled=_speaks(place)):
+        from llmtrain.cluster.launch import die_with_launcher
+        from llmtrain.cluster.ranks import connect, disconnect, watched
+        from llmtrain.train import train
 
     said = []
     if place is not None:
@@ -135,13 +143,14 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
     timeout = timedelta(seconds=resolved.train.timeout)
-    ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
+    with Waiting(lambda: f"waiting for all {facts.world} ranks to start", enabled=_speaks(place)):
+        ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
     ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
-    with ending_as_one(ranks):
+    with ending_as_one(ranks), Waiting(ranks.watch.doing, enabled=ranks.is_main) as waiting:
         if _is_split_by_speed(recipe, layout, facts):
             resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
             said.append(speeds)
-        train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)])
+        train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)], waiting)
     disconnect(ranks)
 
 

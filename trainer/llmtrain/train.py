@@ -19,24 +19,29 @@ from llmtrain.evaluate import mean_loss
 from llmtrain.optim.schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import clip_divisor, step_range
+from llmtrain.recipe.resolve import replica_share
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry.logger import StepRecord, is_logged
+from llmtrain.telemetry.waiting import Waiting
 
 
-def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
+def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
     """Run a resolved and checked recipe from its newest checkpoint, or from the start, to its last step. Collective.
 
-    decisions: what was resolved, for the user to read. Raises PreemptedError when told to stop, RunFailedError when
-    the run cannot go on.
+    decisions: what was resolved, for the user to read. waiting: says what the start waits for until then.
+    Raises PreemptedError when told to stop, RunFailedError when the run cannot go on.
     """
     steps = recipe.train.steps
     with StopRequest() as stop, compose(recipe, ranks, stop) as run:
         goes_on = resume(run)
+        if waiting is not None:
+            waiting.stop()
         changed = [f"{change}, changed since the last start" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         warn_of_validation(run)
         if not goes_on or run.progress.step == 0:
             begin(run)
+        ranks.watch.phase = first_step(recipe)
         while run.progress.step < steps:
             before = run.progress.step
             stopping = train_step(run, before)
@@ -50,11 +55,19 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str]) -> None:
                     evaluate(run)
                 if saving:
                     save(run)
+            ranks.watch.phase = ""
             if stopping and done < steps:
                 settle(run)
                 raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
         settle(run)
         run.log.end({})
+
+
+def first_step(recipe: Recipe) -> str:
+    """Return what a start's first step is: it takes longer than the others."""
+    count = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
+    text = f"first step, of {count} microbatch{'es' if count > 1 else ''}"
+    return f"{text}, for which torch.compile builds kernels" if recipe.train.compile else text
 
 
 def unverified(run: Run) -> list[str]:
@@ -221,9 +234,9 @@ def fail(run: Run, why: str) -> NoReturn:
 def evaluate(run: Run) -> None:
     """Log the validation loss, if there is a validation split. Collective."""
     if run.valid_data is not None:
-        run.ranks.watch.note("evaluating")
         count = run.recipe.train.eval_batches * run.recipe.train.global_batch
         microbatch = int(run.recipe.train.microbatch)
+        run.ranks.watch.begin(f"evaluating {min(count, len(run.valid_data))} samples")
 
         def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             losses = run.executor.evaluate(batches)
@@ -242,7 +255,7 @@ def compare_replicas(run: Run) -> None:
 
 def settle(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
-    run.ranks.watch.note("waiting for the checkpoint to be on disk")
+    run.ranks.watch.begin("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
     if remark := run.checkpoints.remark():
         run.log.warn(remark)

@@ -89,13 +89,14 @@ def _load(
 
 
 def _fill(
-    folder: Path, shards: list[StateShard], model: GPTConfig | None, moving: Callable[[], None]
+    folder: Path, shards: list[StateShard], model: GPTConfig | None, moving: Callable[[float], None]
 ) -> dict[str, JsonValue]:
     with CheckpointReader(folder) as reader:
         if model is not None:
             _check_model(reader, model)
         for shard in shards:
             _check_fits(reader, shard)
+        done, whole = 0, sum(values.numel() for shard in shards for values in shard.states.values())
         for shard in shards:
             for state, values in shard.states.items():
                 if state not in reader.manifest.states:
@@ -104,7 +105,8 @@ def _fill(
                 offset = 0
                 for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
                     for position, read in reader.read(tensor.name, state, first, last):
-                        moving()
+                        done += len(read)
+                        moving(done / whole)
                         begin = offset + position - first
                         values[begin : begin + len(read)].copy_(read)
                     offset += last - first

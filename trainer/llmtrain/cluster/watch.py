@@ -15,13 +15,18 @@ T = TypeVar("T")
 
 
 class Watch:
-    """Notes of one rank. last: the newest. moved: when that was, seconds since the epoch. writing: whether it writes
-    its part of a checkpoint. lost: whether it has lost contact with others."""
+    """Notes of one rank.
+
+    phase: of the run, empty in the middle of training. last: the newest note. moved: when that was, seconds since the
+    epoch. writing: whether it writes its part of a checkpoint. lost: whether it has lost contact with others.
+    """
 
     def __init__(self, rank: int = 0, path: str | None = None) -> None:
         """path: of the launcher's notes, None where nobody keeps any."""
         self.rank = rank
         self._note = Note(path, rank)
+        self.phase = ""
+        self._share: float | None = None
         self.last, self.moved, self.writing, self.lost = Last(), time.time(), False, False
         self._timing, self._began, self._waited = False, 0.0, 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -34,9 +39,19 @@ class Watch:
         self.moved = time.time()
         self._note.write(self.last)
 
-    def moving(self) -> None:
-        """Note that what was begun goes on."""
-        self.moved = time.time()
+    def begin(self, phase: str) -> None:
+        """Note a phase that takes its time, and which the person who watches is told of until the next one begins."""
+        self.phase, self._share = phase, None
+        self.note(phase)
+
+    def moving(self, share: float | None = None) -> None:
+        """Note that what was begun goes on. share: how much of the phase is done, 0 to 1, None where nobody knows."""
+        self.moved, self._share = time.time(), share
+
+    def doing(self) -> str:
+        """Return the phase, and how much of it is done where that is known."""
+        share = self._share
+        return self.phase if share is None or not self.phase else f"{self.phase}: {share:.0%}"
 
     def ended(self, how: Ending) -> None:
         """Note that this rank is about to end by itself, and how."""

@@ -26,7 +26,7 @@ class RunInfo:
 
     device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
     unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context. host_of: names
-    the machine that a rank is on.
+    the machine that a rank is on. doing: says what the run is busy with, empty where that is training.
     """
 
     model: GPTConfig
@@ -35,6 +35,7 @@ class RunInfo:
     model_state_bytes: int
     unigram_entropy: float | None = None
     host_of: Callable[[int], str] = lambda rank: "this machine"
+    doing: Callable[[], str] = lambda: ""
 
 
 def describe(recipe: Recipe, about: RunInfo, before: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the main rank tells the person watching: a live line on a terminal, plain lines anywhere else."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llmtrain_data import units
 from llmtrain_data.output import Terminal
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.telemetry.metrics import Row
+from llmtrain.telemetry.waiting import Waiting, is_live
 
 
 class RunConsole:
@@ -21,19 +22,22 @@ class RunConsole:
     printed meanwhile appears above it.
     """
 
-    def __init__(self, steps: int, console: Terminal | None = None) -> None:
+    def __init__(self, steps: int, console: Terminal | None = None, doing: Callable[[], str] = lambda: "") -> None:
+        """doing: says what the run is busy with, empty where that is training."""
         self._steps = steps
         self._console = console or Terminal()
         self._live: Live | None = None
-        self._line = _LiveLine(steps)
+        self._line = _LiveLine(steps, doing)
+        self._waiting = Waiting(doing, self._console)
 
     def start(self, name: str, facts: Iterable[tuple[str, str]], decisions: list[str]) -> None:
         """Tell what will run and what was decided for it; then show the live line."""
         rows = [*facts, *(("decided" if index == 0 else "", text) for index, text in enumerate(decisions))]
-        if not self._is_live():
+        if not is_live(self._console):
             self._print(f"run {name}")
             for key, value in rows:
                 self._print(f"  {key:<16}{value}")
+            self._waiting.start()
             return
         self._console.print(Panel(_grid(rows), title=Text(name), title_align="left", expand=False))
         self._live = Live(self._line, console=self._console, refresh_per_second=2, transient=True)
@@ -41,6 +45,7 @@ class RunConsole:
 
     def progress(self, step: int, elapsed: float, left: float | None) -> None:
         """Move the live line to `step`; elapsed and left are seconds. Prints nothing elsewhere."""
+        self._waiting.stop()
         self._line.move(step, elapsed, left)
 
     def logged(self, row: Row, left: float | None) -> None:
@@ -64,7 +69,7 @@ class RunConsole:
         """Take the live line away and print the summary."""
         self.close()
         rows = list(facts)
-        if self._is_live():
+        if is_live(self._console):
             self._console.print(Panel(_grid(rows), title="done", title_align="left", expand=False))
             return
         self._print("done")
@@ -73,12 +78,10 @@ class RunConsole:
 
     def close(self) -> None:
         """Take the live line away; closing twice is harmless."""
+        self._waiting.stop()
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _is_live(self) -> bool:
-        return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def _print(self, text: str, style: str = "") -> None:
         # soft_wrap: a log file must not be cut at 80 columns.
@@ -86,10 +89,11 @@ class RunConsole:
 
 
 class _LiveLine:
-    """The line that Live draws: a bar, the step, the last logged numbers and the time."""
+    """The line that Live draws: a bar, the step, what else than training goes on, the last logged numbers and the
+    time."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, doing: Callable[[], str]) -> None:
+        self._steps, self._doing = steps, doing
         self.row: Row | None = None
         self.move(0, 0.0, None)
 
@@ -100,8 +104,9 @@ class _LiveLine:
         # Time goes on between steps.
         since = time.monotonic() - self._moved
         left = "" if self._left is None else f"  left {units.duration(max(self._left - since, 0.0))}"
-        numbers = "first steps" if self.row is None else step_text(self.row)
-        text = f"{self._step}/{self._steps}  {numbers}  elapsed {units.duration(self._elapsed + since)}{left}"
+        numbers = "" if self.row is None else f"  {step_text(self.row)}"
+        doing = f"  {doing}" if (doing := self._doing()) else ""
+        text = f"{self._step}/{self._steps}{doing}{numbers}  elapsed {units.duration(self._elapsed + since)}{left}"
         line = Table.grid(padding=(0, 1))
         line.add_row(ProgressBar(total=self._steps, completed=self._step, width=20), Text(text))
         return line

@@ -129,7 +129,7 @@ class _Session:
     """The main rank's side of RunLogger."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, about: RunInfo, links: LinkSampler | None) -> None:
-        self.console = RunConsole(recipe.train.steps)
+        self.console = RunConsole(recipe.train.steps, doing=about.doing)
         self._run_dir, self._recipe, self._about, self._links = run_dir, recipe, about, links
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
