@@ -52,8 +52,13 @@ def test_a_recipe_of_three_dimensions_trains(desk: Desk) -> None:
 
 
 def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
-    desk.write("requeued", STEPS)
+    """With the recipe that was submitted, which was edited before the job began."""
+    desk.write("requeued", STEPS, "ranks_per_node: 2\nsbatch: [--hold]\n")
     (number,) = desk.submit("requeued")
+    desk.write("requeued", LONG)
+    shown = json.loads(desk.llmtrain("status", str(desk.run("requeued")), "--json").stdout)
+    assert (shown[0]["state"], shown[0]["detail"]) == ("pending", "JobHeldUser; requeued.yaml changed since submission")
+    desk.succeed("scontrol", "release", number)
     desk.wait_for_step("requeued", 10)
     second = desk.llmtrain("submit", "requeued.yaml", "--site", "site.yaml")
     assert second.returncode == 2

@@ -13,9 +13,8 @@ from llmtrain.cluster.slurm.config import Container, Site
 from llmtrain.cluster.slurm.script import Job, array_indices, render, train_script
 from llmtrain.errors import BadInputError
 
-JOB = Job(
-    "a run", Path("/data/my runs/a run"), 2, 4, ("/env/bin/python", "-m", "llmtrain", "run", "/r/x.yaml", "seed=3")
-)
+RECIPE = "name: a run\nseed: 3\n"
+JOB = Job("a run", Path("/data/my runs/a run"), 2, 4, ("/env/bin/python", "-m", "llmtrain", "run"), RECIPE)
 FULL = Site(
     account="abc", partition="gpu", qos="high", constraint="a100&nvlink", reservation="r", time="1-0", gpus_per_node=4,
     cpus_per_rank=16, exclusive=True, margin=120, modules=("cuda/12.4", "gcc"), sbatch=("--mail-type=END",),
@@ -82,11 +81,12 @@ def test_seeds_are_runs_of_their_own() -> None:
     script = render(job, Site())
     assert "--array=1-3%2" in lines(script, "#SBATCH ")
     assert "--output=/runs/x-seed%a/slurm/%A_%a.log" in lines(script, "#SBATCH ")
+    numbers = "SLURM_ARRAY_TASK_ID=2; SLURM_ARRAY_JOB_ID=7; SLURM_JOB_ID=9"
+    program = f"recipe={lines(script, 'recipe=')[0]}; set -- {lines(script, 'set -- ')[0]}; printf '%s\\n' \"$@\""
     words = subprocess.run(
-        ["bash", "-c", f"SLURM_ARRAY_TASK_ID=2; set -- {lines(script, 'set -- ')[0]}; printf '%s\\n' \"$@\""],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    assert words[-2:] == ["name=x-seed2", "seed=2"]
+        ["bash", "-c", f"{numbers}; {program}"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert words[-3:] == ["/runs/x-seed2/slurm/7_2.yaml", "name=x-seed2", "seed=2"]
     assert job.folders == [Path(f"/runs/x-seed{seed}") for seed in (1, 2, 3)]
 
 
@@ -111,7 +111,9 @@ def job(tmp_path: Path) -> Path:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(render(replace(JOB, command=("train", "a b")), Site(srun=("--mpi=pmix",))))
+    job = replace(JOB, folder=tmp_path / "a run", command=("train", "a b"))
+    (job.folder / "slurm").mkdir(parents=True)
+    (tmp_path / "job.sh").write_text(render(job, Site(srun=("--mpi=pmix",))))
     return tmp_path / "job.sh"
 
 
@@ -180,15 +182,17 @@ def test_a_job_of_an_array_requeues_itself_alone(job: Path) -> None:
 
 
 def test_a_job_of_a_chain_leaves_it_to_the_next(job: Path) -> None:
-    job.write_text(render(replace(JOB, chained=True), Site()))
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", chained=True), Site()))
     assert end(start(job, "75")) == 75
     assert not requeued(job)
 
 
 def test_how_ranks_are_started(job: Path) -> None:
     end(start(job, "0"))
-    plain = "--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --mpi=pmix train a b\n"
+    recipe = job.parent / "a run" / "slurm" / "5.yaml"
+    plain = f"--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --mpi=pmix train a b {recipe}\n"
     assert (job.parent / "started").read_text() == plain
+    assert recipe.read_text() == RECIPE
     end(start(job, "0", PLUGIN="task/cgroup,task/affinity", SLURM_CPUS_PER_TASK="3"))
     bound = (job.parent / "started").read_text()
     assert "--cpus-per-task=3 --cpu-bind=cores --distribution=block:block" in bound

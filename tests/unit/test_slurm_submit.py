@@ -1,15 +1,21 @@
 """From recipes and sites' profiles to jobs."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llmtrain.cli.main import main
+from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.config import seconds
 from llmtrain.cluster.slurm.record import jobs_of
 from llmtrain.cluster.slurm.script import Job
 from llmtrain.errors import BadInputError
-from llmtrain.submit import load_site, plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain.status import statuses
+from llmtrain.submit import load_site, plan, submit
 from llmtrain_data.indexed import IndexedWriter
 
 RECIPE = """
@@ -140,7 +146,9 @@ def test_a_dry_run_prints_a_script_without_secrets(
     assert main(["submit", str(recipe), "parallel.data=4", "--site", site, "--dry-run"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n" in script
-    assert f"-m llmtrain run {recipe} parallel.data=4\n" in script
+    assert '-m llmtrain run "$recipe"\n' in script
+    assert f"recipe={recipe.parent}/runs/tiny/slurm/$SLURM_JOB_ID.yaml\n" in script
+    assert "\nparallel:\n  data: 4\n" in script
     assert "f00dfeed" not in script
     assert not (recipe.parent / "runs").exists()
 
@@ -175,3 +183,43 @@ def test_chains_and_arrays_do_not_go_together(recipe: Path) -> None:
     site = load_site(site_file(recipe.parent, "{}"))
     with pytest.raises(BadInputError, match="leave out --chain"):
         plan(str(recipe), ["parallel.data=1"], site, array="0-1", chain=2)
+
+
+DESCRIPTION = "{name: site, node: {ranks: 4}, clusters: [{name: a, nic: {interface: eth7, bandwidth: 100 Gbit/s}}]}"
+
+
+def test_a_job_has_the_recipe_as_it_was_submitted(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it extends, the cluster's description and the overrides; what is auto, or relative, stays so."""
+    monkeypatch.chdir(recipe.parent)
+    Path("site-a.yaml").write_text(DESCRIPTION)
+    child = recipe.parent / "child.yaml"
+    child.write_text("extends: tiny.yaml\ndata: {path: set}\nlogging: {wandb: off}\ncluster: site-a.yaml\n")
+    overrides = ["parallel.data=8", "optimizer.lr=1e-3", "train.steps=1e2"]
+    expected, job = load_recipe("child.yaml", overrides), planned(child, *overrides)
+    assert job.sources == (child, recipe, Path("site-a.yaml"))
+    for path in ("child.yaml", "tiny.yaml", "site-a.yaml"):
+        Path(path).write_text("nothing: is as it was")
+    Path("copy.yaml").write_text(job.recipe)
+    copy = load_recipe("copy.yaml")
+    assert (copy.name, copy.data.path, copy.train.microbatch) == ("child", "set", "auto")
+    assert isinstance(copy.cluster, Cluster)
+    assert [card.interface for card in copy.cluster.clusters[0].cards] == ["eth7"]
+    assert replace(copy, cluster=expected.cluster) == expected
+
+
+def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = recipe.parent / "child.yaml"
+    child.write_text("extends: tiny.yaml\nparallel: {data: 1}\n")
+    monkeypatch.setattr(queue, "submit", lambda script, after: "41")
+    job = planned(child)
+    monkeypatch.setattr(queue, "jobs", lambda numbers: None)
+    assert submit(job, load_site(None)) == ["41"]
+    (found,) = statuses([job.folder])
+    assert found.detail == ""
+    recipe.write_text(f"{recipe.read_text()}seed: 7\n")
+    assert statuses([job.folder])[0].detail == "tiny.yaml changed since submission"
+    child.unlink()
+    assert statuses([job.folder])[0].detail == "child.yaml changed since submission; tiny.yaml changed since submission"
+    end = {"event": "end", "step": 1, "outcome": "finished", "reason": "all steps done"}
+    (job.folder / "metrics.jsonl").write_text(json.dumps(end) + "\n")
+    assert statuses([job.folder])[0].detail == "all steps done"

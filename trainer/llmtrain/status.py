@@ -12,7 +12,7 @@ from llmtrain_data.untrusted import UnreadableError, reason, regular
 from llmtrain.cluster.lock import holder_of
 from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.queue import QueuedJob
-from llmtrain.cluster.slurm.record import jobs_of, log_of
+from llmtrain.cluster.slurm.record import changed_sources, jobs_of, log_of
 from llmtrain.errors import BadInputError
 from llmtrain.telemetry.metrics import Row, last_rows
 from llmtrain.telemetry.run_file import checked_run_file
@@ -27,7 +27,7 @@ _PIECE = 2**20
 class RunStatus:
     """One run. state: running, finished, preempted, failed, stopped (it ended without a word), or what Slurm says of
     its job. step, loss: as last logged, of `steps`. seconds_left: of a running one. job: of Slurm, the one at hand or
-    the newest. detail: where it runs, why it waits, how it ended, or what is damaged."""
+    the newest. detail: where it runs, why it waits, how it ended, what is damaged, or what was edited since."""
 
     name: str
     folder: str
@@ -114,7 +114,11 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     elif job is not None:
         state = job.state.lower()
     left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
-    detail = "; ".join(filter(None, (detail, *(f"damaged: {sentence}" for sentence in damage))))
+    # Once all is trained as submitted, edits are the next run's.
+    edited = [] if state == "finished" else changed_sources(folder)
+    found = [f"damaged: {sentence}" for sentence in damage]
+    found += [f"{path.name} changed since submission" for path in edited]
+    detail = "; ".join(filter(None, (detail, *found)))
     number = job.number if job else next(reversed(jobs_of(folder)), None)
     return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)
 

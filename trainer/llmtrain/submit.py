@@ -4,21 +4,25 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.description import find_cluster, load_cluster
 from llmtrain.cluster.lock import holder_of
+from llmtrain.cluster.measure.result import as_data
 from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.config import Site
-from llmtrain.cluster.slurm.record import jobs_of, note_job, slurm_folder
+from llmtrain.cluster.slurm.record import jobs_of, note_job, note_sources, slurm_folder
 from llmtrain.cluster.slurm.script import Job, render
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
+from llmtrain.recipe.meant import as_meant
 from llmtrain.recipe.prepare import settle
 from llmtrain.recipe.resolve import Facts
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.shipped import find_recipe, shipped_names
 from llmtrain.recipe.strict import StrictFile
 
 _FILE = StrictFile(Site, "a site")
@@ -46,7 +50,8 @@ def plan(
     """
     if array is not None and chain > 1:
         raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
-    recipe = load_recipe(name, overrides)
+    given = read_recipe(name, overrides)
+    recipe = parse_recipe(given)
     if recipe.checkpoint.resume == "never":
         raise BadInputError(
             "checkpoint.resume is never, but a job that is stopped and queued again goes on from its checkpoints; "
@@ -60,19 +65,35 @@ def plan(
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
-    where = name if name in shipped_names() else str(find_recipe(name).absolute())
     python = site.python or ("python" if site.container else sys.executable)
     # srun says nothing of ranks to a single one, which would start one for each GPU.
     alone = ["--nproc", "1"] if nodes * ranks_per_node == 1 else []
-    command = (python, "-m", "llmtrain", "run", *alone, where, *overrides)
-    return Job(recipe.name, folder, nodes, ranks_per_node, command, array, chained=chain > 1)
+    command = (python, "-m", "llmtrain", "run", *alone)
+    text, files = _as_submitted(given, recipe), _sources(name, recipe)
+    return Job(recipe.name, folder, nodes, ranks_per_node, command, text, files, array, chained=chain > 1)
+
+
+def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
+    """Return the files that a submitted recipe is made of: its own, what it extends, its cluster's description."""
+    cluster = recipe.cluster
+    described = [] if isinstance(cluster, Cluster) or cluster == "auto" else [find_cluster(cluster)]
+    return (*recipe_files(name), *described)
+
+
+def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
+    """Return a recipe as YAML that needs no other file of its kind; what is auto stays so, as the job's nodes decide
+    it."""
+    given = as_meant(given, Recipe)
+    if (cluster := _cluster(recipe.cluster)) is not None:
+        given["cluster"] = as_data(cluster)
+    return OmegaConf.to_yaml(OmegaConf.create(given))
 
 
 def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
     """Hand a job in, `chain` times in a row, and return the jobs' numbers.
 
-    Writes the script into the run's folder, and notes the numbers there. Raises BadInputError where the run is in the
-    queue already, RunFailedError where Slurm refuses.
+    Writes the script, which has the recipe in it, into the run's folder, and notes the numbers there. Raises
+    BadInputError where the run is in the queue already, RunFailedError where Slurm refuses.
     """
     for folder in job.folders:
         _refuse_second(folder)
@@ -80,6 +101,7 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
         slurm_folder(folder).mkdir(parents=True, exist_ok=True)
         script = slurm_folder(folder) / "job.sh"
         script.write_text(render(job, site), encoding="utf-8")
+        note_sources(folder, job.sources)
     numbers: list[str] = []
     for _ in range(chain):
         try:

@@ -20,7 +20,7 @@ def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Clust
     """
     if isinstance(source, Mapping):
         return _FILE.parse(source, f"{key}." if key else "")
-    path = _find(str(source))
+    path = find_cluster(str(source))
     return _FILE.parse({"name": path.stem, **_FILE.read(path)}, f"{path}: ")
 
 
@@ -29,7 +29,8 @@ def shipped_clusters() -> list[str]:
     return sorted(path.stem for path in (shipped_folder() / "clusters").glob("*.yaml"))
 
 
-def _find(name_or_path: str) -> Path:
+def find_cluster(name_or_path: str) -> Path:
+    """Return the file of a shipped description's name, or of a path. Raises BadInputError when there is none."""
     if name_or_path in shipped_clusters():
         return shipped_folder() / "clusters" / f"{name_or_path}.yaml"
     # A recipe says clusters/frontier.yaml for the shipped one wherever it lies itself.

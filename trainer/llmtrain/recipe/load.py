@@ -39,17 +39,21 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: b
     name_or_path: a shipped recipe's name or a YAML file. `name` is the file's stem unless given. complete: refuse a
     recipe that leaves values (`???`) to the command line. Raises BadInputError with one sentence for whatever is wrong.
     """
+    return parse_recipe(read_recipe(name_or_path, overrides, complete=complete))
+
+
+def read_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> dict[str, Any]:
+    """Return what `load_recipe` checks, as plain data: all that is given and no default, but for the name."""
     path = find_recipe(name_or_path)
     merged = read_recipe_file(path)
     for override in overrides:
         merged = _merge(merged, _parse_override(override), override)
-    return parse_recipe(_resolved_container(merged, path, complete), default_name=path.stem)
+    container = _resolved_container(merged, path, complete)
+    return container if container.get("name") is not None else {**container, "name": path.stem}
 
 
-def parse_recipe(container: dict[str, Any], default_name: str | None = None) -> Recipe:
+def parse_recipe(container: dict[str, Any]) -> Recipe:
     """Check plain data (as read from YAML or JSON) against the recipe's types. Raises BadInputError."""
-    if default_name is not None and container.get("name") is None:
-        container = {**container, "name": default_name}
     container = as_meant(container, Recipe)
     for key, value in _leaves(container):
         _refuse_unwritable(key, value)
@@ -59,24 +63,40 @@ def parse_recipe(container: dict[str, Any], default_name: str | None = None) -> 
         raise BadInputError(explain(error)) from error
 
 
-def read_recipe_file(path: Path, children: tuple[Path, ...] = ()) -> DictConfig:
+def read_recipe_file(path: Path) -> DictConfig:
     """Return a file's keys merged over those of the recipes that it extends; `name` is not inherited."""
-    chain = (*children, path.resolve())
-    if path.resolve() in children:
-        raise BadInputError(f"{path} extends itself: {' -> '.join(link.name for link in chain)}; cut the circle")
-    content = read_yaml(path, "is not a recipe")
-    parent = content.pop("extends", None)
-    if parent is None:
-        return content
-    if not isinstance(parent, str):
-        raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
-    found = find_recipe(parent, beside=path.parent)
-    if found.suffix not in (".yaml", ".yml"):
-        # What is wrong with a recipe is quoted, and must not show what is no recipe.
-        raise BadInputError(f"extends in {path} is {parent}; expected another recipe's name, or a .yaml file")
-    base = read_recipe_file(found, chain)
-    base.pop("name", None)
-    return _merge(base, content, str(path))
+    (path, merged), *children = reversed(_chain(path))
+    for path, content in children:
+        merged.pop("name", None)
+        merged = _merge(merged, content, str(path))
+    return merged
+
+
+def recipe_files(name_or_path: str) -> list[Path]:
+    """Return the file of a recipe and those of the recipes that it extends. Raises BadInputError."""
+    return [path for path, _ in _chain(find_recipe(name_or_path))]
+
+
+def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
+    """Return the keys of a file, and of each that it extends, the nearest first."""
+    found: list[tuple[Path, DictConfig]] = []
+    seen: list[Path] = []
+    while True:
+        seen.append(path.resolve())
+        if path.resolve() in seen[:-1]:
+            circle = " -> ".join(link.name for link in seen)
+            raise BadInputError(f"{path} extends itself: {circle}; cut the circle")
+        content = read_yaml(path, "is not a recipe")
+        parent = content.pop("extends", None)
+        found.append((path, content))
+        if parent is None:
+            return found
+        if not isinstance(parent, str):
+            raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
+        child, path = path, find_recipe(parent, beside=path.parent)
+        if path.suffix not in (".yaml", ".yml"):
+            # What is wrong with a recipe is quoted, and must not show what is no recipe.
+            raise BadInputError(f"extends in {child} is {parent}; expected another recipe's name, or a .yaml file")
 
 
 def _parse_override(override: str) -> DictConfig:

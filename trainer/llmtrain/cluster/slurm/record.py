@@ -1,12 +1,17 @@
-"""Which jobs trained in a run's folder: `RUN_DIR/slurm/` has their script, their logs and a list of their numbers."""
+"""Which jobs trained in a run's folder: `RUN_DIR/slurm/` has their script, recipes and logs, a list of their numbers,
+and the digests of the files that the recipe was made of when it was submitted."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from llmtrain_data.untrusted import UnreadableError, read_bytes
+import xxhash
+from llmtrain_data.untrusted import UnreadableError, read_bytes, read_text
 
+_SOURCES = "sources"
 # A job, or one of an array.
 _NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
+# Bytes of a list of jobs or of files, and of a recipe or a description, which are smaller.
 _LARGEST = 2**20
 
 
@@ -19,6 +24,29 @@ def note_job(run_dir: Path, number: str) -> None:
     """Add a job to the run's list. number: `12`, or `12_3` for one of an array."""
     with (slurm_folder(run_dir) / "jobs").open("a", encoding="utf-8") as file:
         file.write(f"{number}\n")
+
+
+def note_sources(run_dir: Path, files: Iterable[Path]) -> None:
+    """Write down what the files hold that the submitted recipe was made of."""
+    lines = [f"{_digest(file.absolute())}  {file.absolute()}\n" for file in files]
+    (slurm_folder(run_dir) / _SOURCES).write_text("".join(lines), encoding="utf-8")
+
+
+def changed_sources(run_dir: Path) -> list[Path]:
+    """Return those of the files that the submitted recipe was made of that hold something else now, or are gone."""
+    try:
+        lines = read_text(slurm_folder(run_dir) / _SOURCES, _LARGEST).splitlines()
+    except UnreadableError:
+        return []
+    noted = [line.partition("  ") for line in lines]
+    return [Path(file) for digest, _, file in noted if file and _digest(Path(file)) != digest]
+
+
+def _digest(file: Path) -> str:
+    try:
+        return str(xxhash.xxh3_64_hexdigest(read_bytes(file, _LARGEST)))
+    except UnreadableError:
+        return "unreadable"
 
 
 def jobs_of(run_dir: Path) -> list[str]:

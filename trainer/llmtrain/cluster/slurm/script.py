@@ -10,14 +10,18 @@ from llmtrain.cluster.slurm.config import Site
 from llmtrain.errors import BadInputError
 
 INDEX = "$SLURM_ARRAY_TASK_ID"
+# No line of a recipe in YAML.
+_END = "END OF RECIPE"
 
 
 @dataclass(frozen=True)
 class Job:
     """A run as Slurm sees it.
 
-    name: of the run. folder: of the run, absolute. command: what every rank runs. array: seeds, as sbatch's --array
-    takes them, each of a run of its own; None for one run. chained: whether another job goes on where this one stops.
+    name: of the run. folder: of the run, absolute. command: what every rank runs, with the recipe's file after it.
+    recipe: the file's content, which the job's script has in it. sources: the files that it was made of. array: seeds,
+    as sbatch's --array takes them, each of a run of its own; None for one run. chained: whether another job goes on
+    where this one stops.
     """
 
     name: str
@@ -25,6 +29,8 @@ class Job:
     nodes: int
     ranks_per_node: int
     command: tuple[str, ...]
+    recipe: str
+    sources: tuple[Path, ...] = ()
     array: str | None = None
     chained: bool = False
 
@@ -46,6 +52,14 @@ class Job:
         if self.array is None:
             return self.folder / "slurm" / "%j.log"
         return self.folder.with_name(seed_name(self.folder.name, "%a")) / "slurm" / "%A_%a.log"
+
+    @property
+    def recipe_file(self) -> str:
+        """Where the job writes its recipe, as the shell takes it."""
+        if self.array is None:
+            return f"{shlex.quote(str(self.folder))}/slurm/$SLURM_JOB_ID.yaml"
+        folder = shlex.quote(seed_name(str(self.folder), ""))
+        return f"{folder}{INDEX}/slurm/${{SLURM_ARRAY_JOB_ID}}_{INDEX}.yaml"
 
 
 def seed_name(name: str, seed: str) -> str:
@@ -83,6 +97,10 @@ def render(job: Job, site: Site) -> str:
         *(f"module load {shlex.quote(module)} || exit 1" for module in site.modules),
         *(f"export {name}={shlex.quote(str(value))}" for name, value in site.environment.items()),
         *(["requeue=no"] if job.chained else []),
+        "# The recipe as it was submitted; what is edited later does not change this job.",
+        f"recipe={job.recipe_file}",
+        f"cat > \"$recipe\" <<'{_END}' || exit 1",
+        f"{job.recipe}{_END}",
         f"srun_options=({' '.join(map(shlex.quote, _srun_options(site)))})",
         f"set -- {' '.join(_command(job, site))}",
         "",
@@ -140,6 +158,7 @@ def _command(job: Job, site: Site) -> Iterator[str]:
         yield from (f"--bind {shlex.quote(mount)}" for mount in site.container.mounts)
         yield shlex.quote(site.container.image)
     yield from map(shlex.quote, job.command)
+    yield '"$recipe"'
     if job.array is not None:
         name = shlex.quote(seed_name(f"name={job.name}", ""))
         yield f'{name}"{INDEX}" seed="{INDEX}"'
