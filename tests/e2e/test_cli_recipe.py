@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from llmtrain.cli.main import main
+from llmtrain_data.indexed import IndexedWriter
 
 GOOD = "model: {preset: gpt2-1m}\ndata: {path: prepared, sequence_length: 64}\n"
 
@@ -170,6 +172,30 @@ def test_a_dry_run_says_what_a_run_would(workplace: Path, capsys: pytest.Capture
         "# parallel.pipeline is 4, but train.global_batch and train.microbatch give a pipeline 2 microbatches" in said
     )
     assert yaml.safe_load(said)["parallel"]["pipeline"] == 4
+
+
+def test_a_dry_run_begins_with_a_table(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = IndexedWriter(workplace / "prepared", np.dtype("uint16"))
+    writer.add(np.zeros(64_000), np.full(100, 640))
+    writer.commit()
+    Path("recipe.yaml").write_text(GOOD + "train: {steps: 980, global_batch: 4}\nprecision: {compute: fp32}")
+    assert main(["run", "recipe.yaml", "--nproc", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    table = [" ".join(line.removeprefix("# ").split()) for line in said.partition("name: recipe")[0].splitlines()]
+    # 4 layers of 12 x 128^2 + 13 x 128, embeddings of 2048 tokens and 256 positions, and a norm.
+    parameters = 4 * (12 * 128**2 + 13 * 128) + (2048 + 256) * 128 + 2 * 128
+    flops = 980 * 4 * 64 * (6 * (4 * 12 * 128**2 + 2048 * 128) + 12 * 4 * 128 * 64)
+    assert table[:7] == [
+        f"parameters {parameters / 1e6:.2f}M",
+        "steps 980",
+        "tokens 251k, 256 per step",
+        "epochs 4 of the 62.7k tokens of the training split",
+        f"FLOPs {flops:.2e}",
+        "ranks 4 x CPU",
+        f"states per rank {16 * parameters / 2**20:.1f} MiB of weights, gradients and optimizer states",
+    ]
+    assert "train.microbatch: auto -> 1" in table
+    assert yaml.safe_load(said)["train"]["steps"] == 980
 
 
 def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

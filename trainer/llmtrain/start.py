@@ -33,6 +33,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
+from llmtrain.summary import summarize
 from llmtrain.telemetry.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
         said += [unled] if unled else []
         # As comments: what is printed stays a recipe.
-        say("".join((to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
+        table = summarize(recipe, resolved, world, "GPU" if gpus else "CPU").comments()
+        say("".join((table, to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
         return
     check_gpus(gpus, place, world)
     if unled:
