@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmtrain_data.bounds import MOST_WEIGHT, SequenceLength, Weight
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -17,17 +19,18 @@ class DataConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    path: str | list[str | float]
+    path: str | list[str | Weight]
     tokenizer: str | None = None
-    sequence_length: int = 1024
-    split: tuple[float, float, float] = (98.0, 1.0, 1.0)
+    sequence_length: SequenceLength = 1024
+    split: tuple[Weight, Weight, Weight] = (98.0, 1.0, 1.0)
     accept_changed: bool = False
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise ValueError(f"sequence_length is {self.sequence_length}; it must be at least 1")
-        if min(self.split) < 0 or self.split[0] <= 0:
-            raise ValueError(f"split is {list(self.split)}; shares must not be negative and training needs one")
+        if not (0 <= min(self.split) <= max(self.split) <= MOST_WEIGHT and self.split[0] > 0):
+            raise ValueError(
+                f"split is {list(self.split)}; shares must not be negative, nor above {MOST_WEIGHT:,}, and training "
+                "needs one"
+            )
         self.blend()
 
     def blend(self) -> list[tuple[float, str]]:
@@ -38,12 +41,14 @@ class DataConfig:
         well_formed = (
             len(self.path) >= 2
             and len(weights) == len(prefixes)
-            and all(isinstance(w, int | float) and w > 0 for w in weights)
+            and all(isinstance(w, int | float) and 0 < w <= MOST_WEIGHT for w in weights)
             and all(isinstance(p, str) for p in prefixes)
         )
         if not well_formed:
+            shown = str(self.path) if len(str(self.path)) <= 100 else f"a list of {len(self.path)}"
             raise ValueError(
-                f"path is {self.path}; a blend is written [weight, prefix, weight, prefix, ...] with positive weights"
+                f"path is {shown}; a blend is written [weight, prefix, weight, prefix, ...] with positive weights up "
+                f"to {MOST_WEIGHT:,}"
             )
         total = sum(float(w) for w in weights)
         return [(float(w) / total, str(p)) for w, p in zip(weights, prefixes, strict=True)]

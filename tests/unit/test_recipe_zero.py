@@ -177,7 +177,7 @@ REFUSED = {
     "zero.preset=zero++ zero.secondary=0 quantize.secondary=int8": r"quantize\.secondary is int8, but there is no",
     "zero.stage=3 quantize.gradients=int4 quantize.block=33": r"quantize.*block is 33; .* must be even",
     "zero.preset=zero++ quantize.block=33": r"quantize\.block is 33; .* must be even",
-    "quantize.block=0": r"quantize.*block is 0; it must be at least 1",
+    "quantize.block=0": "quantize.block is 0; expected a whole number from 1 to 16,777,216",
     "quantize.weights=int4": r"quantize\.weights is int4",
     "quantize.gradients=int8": r"quantize\.gradients is int8",
     # Presets and stages.

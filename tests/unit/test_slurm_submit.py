@@ -93,7 +93,7 @@ def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said
         ("container: {imge: x}", "did you mean container.image"),
         ("time: 10\nmargin: 600", "lower margin or raise time"),
         ("time: 1:xx", "expected minutes, hours:minutes:seconds"),
-        ("margin: 0", "margin is 0; it must be at least 1"),
+        ("margin: 0", "margin is 0; expected a number greater than or equal to 1"),
         ("ranks_per_node: four", "ranks_per_node is four; expected a valid integer"),
         ("environment: {WANDB_API_KEY: abc}", "environment.WANDB_API_KEY seems to hold a secret"),
         ("environment: {HF_TOKEN: abc}", "seems to hold a secret"),

@@ -177,3 +177,20 @@ def test_a_header_of_weights_that_is_too_large(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(BadInputError, match="has a header of 17825819 bytes; expected at most"):
         weights(path)
+
+
+HF_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+HF_NUMBERS = ("rms_norm_eps", "rope_theta", "attention_dropout")
+
+
+@pytest.mark.parametrize("key", [*HF_SIZES, "intermediate_size", "max_position_embeddings", *HF_NUMBERS])
+@pytest.mark.parametrize(
+    "value", ["1e9", "1000000000000", "9" * 400, "-1", "NaN", "Infinity", "1e999", "true", '"x"', "[]"]
+)
+def test_a_number_of_a_hugging_face_model_that_none_has(key: str, value: str, tmp_path: Path) -> None:
+    sizes = dict.fromkeys((*HF_SIZES, "intermediate_size", "max_position_embeddings"), 8) | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert read_hf_config(tmp_path).layers == 8
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {key: "VALUE"}).replace('"VALUE"', value))
+    with pytest.raises(BadInputError, match=f"{key} in .*config.json is .*; our model computes only with a"):
+        read_hf_config(tmp_path)

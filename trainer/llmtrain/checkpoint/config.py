@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from llmtrain_data.bounds import Steps, StepsOrNever
 from pydantic import Field
 
 
@@ -18,13 +19,7 @@ class CheckpointConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    every: int = 500
-    keep: int = 3
+    every: StepsOrNever = 500
+    keep: Steps = 3
     asynchronous: Annotated[bool, Field(alias="async")] = True
     resume: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"every is {self.every}; it must not be negative (0 saves only at the end)")
-        if self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; it must be at least 1")

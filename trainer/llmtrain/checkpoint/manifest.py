@@ -110,11 +110,11 @@ def digest(data: bytes | memoryview) -> str:
 def model_of(manifest: Manifest) -> GPTConfig:
     """Return the model whose states the checkpoint holds. Raises DamagedError if they do not fit together."""
     try:
-        config = GPTConfig(**manifest.model)  # type: ignore[arg-type]
+        config = GPTConfig.of(manifest.model)
         if config.layers > len(manifest.tensors):
             raise ValueError(f"{config.layers} layers but {len(manifest.tensors)} tensors")
         wanted = {t.name: list(t.shape) for unit in model_units(config) for t in unit.tensors}
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise DamagedError(f"{MANIFEST} describes no model: {error}") from error
     if wanted != {name: entry.shape for name, entry in manifest.tensors.items()}:
         raise DamagedError(f"{MANIFEST} lists tensors that are not those of the model it describes")

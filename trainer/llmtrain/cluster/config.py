@@ -5,10 +5,15 @@ Quantities stay as they were written, with their units; `llmtrain.cluster.quanti
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from llmtrain_data.bounds import Factor, NodeRanks, Ranks
+from pydantic import Field
 
 from llmtrain.cluster.quantity import Unit, quantity
+
+Cores = Annotated[int, Field(ge=1, le=2**16)]
+Socket = Annotated[int, Field(ge=0, le=2**16)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +28,11 @@ class ParallelConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    tensor: int = 1
-    pipeline: int = 1
-    data: int | Literal["auto"] = "auto"
+    tensor: Ranks = 1
+    pipeline: Ranks = 1
+    data: Ranks | Literal["auto"] = "auto"
     sequence: bool = False
     order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"
-
-    def __post_init__(self) -> None:
-        if self.data != "auto" and self.data < 1:
-            raise ValueError(f"data is {self.data}; it must be at least 1, or auto")
-        for key in ("tensor", "pipeline"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +67,13 @@ class NodeTier:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: str
-    ranks: int
+    ranks: NodeRanks
     bandwidth: str | None = None
     latency: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("cluster", "all", "auto"):
             raise ValueError(f"name is {self.name!r}; expected a word other than cluster, all and auto")
-        _check_counts(self, "ranks")
         _check_quantities(self, bandwidth="byte/s", latency="s")
 
 
@@ -88,11 +85,10 @@ class Host:
 
     memory: str | None = None
     bandwidth: str | None = None
-    cores: int | None = None
-    sockets: int | None = None
+    cores: Cores | None = None
+    sockets: Cores | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "cores", "sockets")
         _check_quantities(self, memory="byte", bandwidth="byte/s")
 
 
@@ -104,7 +100,7 @@ class Nvme:
 
     path: str
     bandwidth: str | None = None
-    socket: int | None = None
+    socket: Socket | None = None
 
     def __post_init__(self) -> None:
         _check_quantities(self, bandwidth="byte/s")
@@ -119,13 +115,12 @@ class Node:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    ranks: int
+    ranks: NodeRanks
     tiers: tuple[NodeTier, ...] = ()
     host: Host | None = None
     nvme: tuple[Nvme, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_counts(self, "ranks")
         smaller = 1
         for tier in self.tiers:
             key = f"tiers.{tier.name}.ranks is {tier.ranks}"
@@ -166,15 +161,12 @@ class NodeGroup:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: str
-    nodes: int | None = None
+    nodes: Ranks | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()
-    speed: float | None = None
+    speed: Factor | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "nodes")
-        if self.speed is not None and not (self.speed > 0 and isfinite(self.speed)):
-            raise ValueError(f"speed is {self.speed}; expected a number above 0, such as 1.5")
         if self.nic is not None and self.nics:
             raise ValueError("nics is given beside nic; expected one of them, so put all cards into nics")
         kinds = sorted({card.kind for card in self.cards})
@@ -233,10 +225,3 @@ def _check_quantity(key: str, value: str, unit: Unit) -> None:
         quantity(value, unit)
     except ValueError as error:
         raise ValueError(f"{key} is {value!r}; {error}") from None
-
-
-def _check_counts(section: Any, *keys: str) -> None:
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and value < 1:
-            raise ValueError(f"{key} is {value}; it must be at least 1")

@@ -1,10 +1,18 @@
 """The recipe's `model` section, and the concrete shape of a model that it resolves to."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
+from pydantic import Field, TypeAdapter, ValidationError
 
 Family = Literal["gpt2", "llama", "neox"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+NormEps = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +29,19 @@ class ModelConfig:
     preset: str | None = None
     hf: str | None = None
     family: Family | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    ffn: int | None = None
-    positions: int | None = None
-    vocab: int | Literal["auto"] | None = None
+    layers: Layers | None = None
+    hidden: Hidden | None = None
+    heads: Hidden | None = None
+    kv_heads: Hidden | None = None
+    ffn: Width | None = None
+    positions: SequenceLength | None = None
+    vocab: Vocab | Literal["auto"] | None = None
     tie_embeddings: bool | None = None
-    norm_eps: float | None = None
-    rope_theta: float | None = None
-    rotary_fraction: float | None = None
+    norm_eps: NormEps | None = None
+    rope_theta: Factor | None = None
+    rotary_fraction: Fraction | None = None
     activation: Literal["gelu", "gelu_tanh"] | None = None
-    dropout: float | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +55,35 @@ class GPTConfig:
     """
 
     family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    positions: int
-    vocab: int
+    layers: Layers
+    hidden: Hidden
+    heads: Hidden
+    kv_heads: Hidden
+    ffn: Width
+    positions: SequenceLength
+    vocab: Vocab
     tie_embeddings: bool
-    norm_eps: float
-    rope_theta: float
-    rotary_fraction: float
+    norm_eps: NormEps
+    rope_theta: Factor
+    rotary_fraction: Fraction
     activation: Activation
-    dropout: float
+    dropout: Dropout
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, Any]) -> Self:
+        """Return the shape of these sizes, which may be a stranger's. Raises ValueError with one sentence."""
+        try:
+            # As JSON, which is where such sizes come from: strictly read, Python's own data would have to be a shape.
+            return TypeAdapter(cls).validate_json(json.dumps(dict(sizes)), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if first["type"] == "value_error":
+                raise ValueError(str(first["ctx"]["error"])) from None
+            key = ".".join(("model", *map(str, first["loc"])))
+            message = first["msg"].removeprefix("Input should be ")
+            raise ValueError(f"{key} is {str(first['input'])[:40]}; expected {message}") from None
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"model.{key} is {getattr(self, key)}; it must be at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"model.hidden is {self.hidden}; it must be a multiple of model.heads ({self.heads})")
         if self.heads % self.kv_heads:
@@ -78,8 +97,6 @@ class GPTConfig:
             )
         if (self.family == "llama") != (self.activation == "swiglu"):
             raise ValueError(f"model.activation is {self.activation}; family llama, and no other, has swiglu")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout is {self.dropout}; it must be at least 0 and below 1")
 
     @property
     def head_dim(self) -> int:

@@ -1,7 +1,16 @@
 """The recipe's `optimizer` and `precision` sections."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from llmtrain_data.bounds import Rate, Share, Steps, StepsOrNever
+from pydantic import Field
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+# Of fp16; fp32 holds numbers up to 3e38.
+Scale = Annotated[float, Field(ge=1, le=1e30)]
+# Losses that every checkpoint holds.
+Window = Annotated[int, Field(ge=1, le=100_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,26 +25,16 @@ class OptimizerConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: Literal["adamw"] = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    lr: Rate = 3e-4
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.1
+    clip: Rate = 1.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup: int = 100
-    min_lr: float = 0.1
-    decay: float = 0.2
+    warmup: StepsOrNever = 100
+    min_lr: Share = 0.1
+    decay: Share = 0.2
     backend: Literal["auto", "torch", "apex", "reference"] = "auto"
-
-    def __post_init__(self) -> None:
-        for key, low in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0), ("clip", 0.0), ("warmup", 0)):
-            if getattr(self, key) < low:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must not be negative")
-        for key in ("min_lr", "decay"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must lie between 0 and 1")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas is {list(self.betas)}; both must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +48,8 @@ class PrecisionConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    loss_scale: float = 65536.0
-    loss_scale_window: int = 1000
-
-    def __post_init__(self) -> None:
-        if self.loss_scale < 1:
-            raise ValueError(f"loss_scale is {self.loss_scale}; it must be at least 1")
-        if self.loss_scale_window < 1:
-            raise ValueError(f"loss_scale_window is {self.loss_scale_window}; it must be at least 1")
+    loss_scale: Scale = 65536.0
+    loss_scale_window: Steps = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +63,10 @@ class SpikeConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    threshold: float = 0.0
-    window: int = 50
+    threshold: Rate = 0.0
+    window: Window = 50
     action: Literal["skip", "rewind"] = "skip"
 
     def __post_init__(self) -> None:
         if self.threshold != 0 and self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it must be above 1, or 0 for no spikes")
-        if self.window < 1:
-            raise ValueError(f"window is {self.window}; it must be at least 1")

@@ -169,11 +169,6 @@ def _check_model(config: GPTConfig, facts: Facts) -> None:
         raise BadInputError(
             f"model.vocab is {config.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
         )
-    for key in ("norm_eps", "rope_theta"):
-        if getattr(config, key) <= 0:
-            raise BadInputError(f"model.{key} is {getattr(config, key)}; expected a number above 0")
-    if config.rotary_fraction > 1:
-        raise BadInputError(f"model.rotary_fraction is {config.rotary_fraction}; expected at most 1")
 
 
 def _check_same_model(config: GPTConfig, hf: GPTConfig) -> None:

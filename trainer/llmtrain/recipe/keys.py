@@ -1,7 +1,7 @@
 """The recipe's keys as dotted names, and what each of them takes, in words."""
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
@@ -27,8 +27,7 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
     for entry in fields(section):
         key, hint = prefix + entry.name, hints[entry.name]
         if get_origin(hint) is Annotated:
-            hint, *extras = get_args(hint)
-            aliases = [extra.alias for extra in extras if isinstance(extra, FieldInfo) and extra.alias]
+            aliases = [extra.alias for extra in get_args(hint) if isinstance(extra, FieldInfo) and extra.alias]
             key = prefix + (aliases[0] if aliases else entry.name)
         found.append((key, hint))
         for option in _options(hint):
@@ -43,6 +42,8 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def expected(hint: Any) -> str:
     """Say what a key of this type takes."""
+    if get_origin(hint) is Annotated:
+        return f"{expected(get_args(hint)[0])}{_bounds(get_args(hint)[1:])}"
     if get_origin(hint) in (Union, UnionType):
         words = [expected(option) for option in _options(hint) if option is not NoneType]
         return " or ".join(words)
@@ -59,8 +60,22 @@ def expected(hint: Any) -> str:
     return _WORDS.get(hint, str(hint))
 
 
+def _bounds(extras: Iterable[Any]) -> str:
+    """Return how small and how large a number may be, as the words that follow `a number`."""
+    rules = [asdict(rule) for extra in extras for rule in getattr(extra, "metadata", ())]
+    limits = {name: f"{value:,}" for rule in rules for name, value in rule.items()}
+    if not limits:
+        return ""
+    low = f"from {limits['ge']}" if "ge" in limits else f"above {limits['gt']}"
+    if "lt" in limits:
+        return f" {low} and below {limits['lt']}"
+    return f" {low}{' to' if 'ge' in limits else ' and up to'} {limits['le']}"
+
+
 def _plural(hint: Any) -> str:
-    return " and ".join(_PLURALS.get(option, str(option)) for option in _options(hint))
+    """Return the plural of what a list holds."""
+    options = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in _options(hint)]
+    return " and ".join(_PLURALS.get(kind, str(kind)) + _bounds(extras) for kind, *extras in options)
 
 
 def nearest_key(key: str) -> str | None:

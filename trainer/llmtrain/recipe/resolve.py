@@ -260,7 +260,7 @@ def _ffn(family: Family, hidden: int) -> int:
 
 def _gpt_config(sizes: dict[str, Any]) -> GPTConfig:
     try:
-        return GPTConfig(**sizes)
+        return GPTConfig.of(sizes)
     except ValueError as error:
         raise BadInputError(str(error)) from error
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from llmtrain_data.bounds import Batch, Layers, Seconds, Seed, Steps, StepsOrNever
 from llmtrain_data.config import DataConfig
 
 from llmtrain.checkpoint.config import CheckpointConfig
@@ -31,31 +32,16 @@ class TrainConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    steps: int = 1000
-    global_batch: int = 8
-    microbatch: int | Literal["auto"] = "auto"
-    eval_every: int = 100
-    eval_batches: int = 8
+    steps: Steps = 1000
+    global_batch: Batch = 8
+    microbatch: Batch | Literal["auto"] = "auto"
+    eval_every: StepsOrNever = 100
+    eval_batches: Steps = 8
     compile: bool = False
-    max_skipped: int = 10
-    compare_every: int = 1000
-    timeout: float = 600.0
-    max_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        for key in ("steps", "global_batch", "eval_batches", "max_skipped"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}; it must be at least 1")
-        if self.timeout < 1:
-            raise ValueError(f"timeout is {self.timeout}; it must be at least 1 second")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}; it must not be negative")
-        if self.compare_every < 0:
-            raise ValueError(f"compare_every is {self.compare_every}; it must not be negative (0 never compares)")
-        if self.eval_every < 0:
-            raise ValueError(f"eval_every is {self.eval_every}; it must not be negative (0 turns evaluation off)")
-        if self.microbatch != "auto" and self.microbatch < 1:
-            raise ValueError(f"microbatch is {self.microbatch}; it must be at least 1, or auto")
+    max_skipped: Steps = 10
+    compare_every: StepsOrNever = 1000
+    timeout: Seconds = 600.0
+    max_restarts: StepsOrNever = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +50,7 @@ class EveryK:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    every: int
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}; it must be at least 1")
+    every: Layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +66,7 @@ class Recipe:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: str
-    seed: int = 1234
+    seed: Seed = 1234
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -103,5 +85,3 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
             raise ValueError(f"name is {self.name!r}; it names the run's folder, so it needs a plain file name")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must not be negative")

@@ -70,7 +70,9 @@ class StrictFile(Generic[T]):
                 f"{key} is {shown(details['input'])}; expected a text: in quotes if it is a name, with its unit if it "
                 "is a quantity, such as 100Gbit/s or 5us"
             )
-        return f"{key} is {shown(details['input'])}; expected {details['msg'].removeprefix('Input should be ')}"
+        wanted = details["msg"].removeprefix("Input should be ")
+        wanted = f"a number {wanted}" if wanted.startswith(("greater than", "less than")) else wanted
+        return f"{key} is {shown(details['input'])}; expected {wanted}"
 
     def _nearest(self, parts: list[str]) -> str | None:
         """Return the key that `parts` was most likely meant to be: misspelt, or put into the wrong section."""

@@ -1,10 +1,14 @@
 """The recipe's `zero` and `quantize` sections."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from llmtrain_data.bounds import RanksOrNone
+from pydantic import Field
 
 # A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
-Degree = int | str
+Degree = RanksOrNone | str
+Block = Annotated[int, Field(ge=1, le=2**24)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,8 @@ class QuantizeConfig:
     weights: Literal["none", "int8"] | None = None
     secondary: Literal["none", "int8"] | None = None
     gradients: Literal["none", "int4"] | None = None
-    block: int = 256
+    block: Block = 256
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block is {self.block}; it must be at least 1")
         if self.gradients == "int4" and self.block % 2:
             raise ValueError(f"block is {self.block}; int4 packs two elements into a byte, so it must be even")

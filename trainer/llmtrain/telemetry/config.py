@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from llmtrain_data.bounds import Steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
@@ -14,11 +16,7 @@ class LoggingConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    every: int = 10
+    every: Steps = 10
     dir: str = "runs"
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "llmtrain"
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}; it must be at least 1")

@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
 from llmtrain_data.untrusted import UnreadableError, read_json
+from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import Activation, GPTConfig
+from llmtrain.model.config import Activation, Dropout, Fraction, GPTConfig, NormEps
+from llmtrain.recipe.explain import shown
+from llmtrain.recipe.keys import expected
 
 CONFIG = "config.json"
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt_neox": "neox"}
@@ -62,22 +66,16 @@ class _Config:
 
     def refuse(self, key: str, value: object, expected: str) -> BadInputError:
         """Return the error for a value that our models do not have."""
-        return BadInputError(f"{key} in {self._path} is {value!r}; our model computes {expected}")
+        return BadInputError(f"{key} in {self._path} is {shown(value)}; our model computes {expected}")
 
-    def size(self, key: str, default: int | None) -> int:
-        """Return a whole number of at least 1."""
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(key, value, "only with a whole number of at least 1")
-        return value
-
-    def number(self, key: str, default: float, source: Mapping[str, Any] | None = None) -> float:
-        """Return a number, from a section of the file if one is given."""
+    def number(self, key: str, default: float | None, kind: Any, source: Mapping[str, Any] | None = None) -> Any:
+        """Return a number, from a section of the file if one is given. kind: its type in `GPTConfig`."""
         value = (self.content if source is None else source).get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.refuse(key, value, "only with a number")
-        return float(value)
+        try:
+            return TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            raise self.refuse(key, value, f"only with {expected(kind)}") from None
 
     def get(self, key: str, default: object) -> object:
         """Return the value of a key, where null means the default."""
@@ -105,22 +103,22 @@ def read_hf_config(folder: Path) -> GPTConfig:
         raise config.refuse("quantization_config", "set", "only with weights that are not quantized")
     sizes = {"gpt2": _gpt2, "llama": _llama, "neox": _neox}[family](config)
     try:
-        return GPTConfig(family=family, vocab=config.size("vocab_size", None), **sizes)  # type: ignore[arg-type]
+        return GPTConfig.of({"family": family, "vocab": config.number("vocab_size", None, Vocab), **sizes})
     except ValueError as error:
         raise BadInputError(f"{folder / CONFIG} describes no model of ours: {error}") from error
 
 
 def _gpt2(config: _Config) -> dict[str, Any]:
-    hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)
+    hidden, heads = config.number("n_embd", 768, Hidden), config.number("n_head", 12, Hidden)
     return {
-        "layers": config.size("n_layer", 12),
+        "layers": config.number("n_layer", 12, Layers),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": heads,
-        "ffn": config.size("n_inner", 4 * hidden),
-        "positions": config.size("n_positions", 1024),
+        "ffn": config.number("n_inner", 4 * hidden, Width),
+        "positions": config.number("n_positions", 1024, SequenceLength),
         "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5, NormEps),
         "rope_theta": 10000.0,
         "rotary_fraction": 1.0,
         "activation": _gelu(config, "activation_function", "gelu_new"),
@@ -129,7 +127,7 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 
 def _llama(config: _Config) -> dict[str, Any]:
-    heads = config.size("num_attention_heads", 32)
+    heads = config.number("num_attention_heads", 32, Hidden)
     theta, fraction = _rope(config, theta_key="rope_theta", fraction_key="partial_rotary_factor", fraction=1.0)
     if fraction != 1.0:
         raise config.refuse("partial_rotary_factor", fraction, "only with 1.0 in this family")
@@ -137,8 +135,8 @@ def _llama(config: _Config) -> dict[str, Any]:
     if (head_dim := config.get("head_dim", shape["hidden"] // heads)) != shape["hidden"] // heads:
         raise config.refuse("head_dim", head_dim, f"only with hidden_size / heads, {shape['hidden'] // heads}")
     return shape | {
-        "kv_heads": config.size("num_key_value_heads", heads),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "kv_heads": config.number("num_key_value_heads", heads, Hidden),
+        "norm_eps": config.number("rms_norm_eps", 1e-6, NormEps),
         "rope_theta": theta,
         "rotary_fraction": fraction,
         "activation": "swiglu",
@@ -147,11 +145,11 @@ def _llama(config: _Config) -> dict[str, Any]:
 
 
 def _neox(config: _Config) -> dict[str, Any]:
-    heads = config.size("num_attention_heads", 64)
+    heads = config.number("num_attention_heads", 64, Hidden)
     theta, fraction = _rope(config, theta_key="rotary_emb_base", fraction_key="rotary_pct", fraction=0.25)
     return _common(config, heads) | {
         "kv_heads": heads,
-        "norm_eps": config.number("layer_norm_eps", 1e-5),
+        "norm_eps": config.number("layer_norm_eps", 1e-5, NormEps),
         "rope_theta": theta,
         "rotary_fraction": fraction,
         "activation": _gelu(config, "hidden_act", "gelu"),
@@ -161,11 +159,11 @@ def _neox(config: _Config) -> dict[str, Any]:
 
 def _common(config: _Config, heads: int) -> dict[str, Any]:
     return {
-        "layers": config.size("num_hidden_layers", None),
-        "hidden": config.size("hidden_size", None),
+        "layers": config.number("num_hidden_layers", None, Layers),
+        "hidden": config.number("hidden_size", None, Hidden),
         "heads": heads,
-        "ffn": config.size("intermediate_size", None),
-        "positions": config.size("max_position_embeddings", 2048),
+        "ffn": config.number("intermediate_size", None, Width),
+        "positions": config.number("max_position_embeddings", 2048, SequenceLength),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
 
@@ -180,11 +178,11 @@ def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -
         if (kind := value.get("rope_type", value.get("type", "default"))) != "default":
             raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default'")
         section |= value
-    theta = config.number(theta_key, 10000.0)
-    fraction = config.number(fraction_key, fraction)
+    theta = config.number(theta_key, 10000.0, Factor)
+    fraction = config.number(fraction_key, fraction, Fraction)
     return (
-        config.number("rope_theta", theta, section),
-        config.number("partial_rotary_factor", fraction, section),
+        config.number("rope_theta", theta, Factor, section),
+        config.number("partial_rotary_factor", fraction, Fraction, section),
     )
 
 
@@ -197,7 +195,7 @@ def _gelu(config: _Config, key: str, default: str) -> Activation:
 
 
 def _dropout(config: _Config, keys: tuple[str, ...], default: float) -> float:
-    rates = {key: config.number(key, default) for key in keys}
+    rates = {key: config.number(key, default, Dropout) for key in keys}
     if len(set(rates.values())) > 1:
         raise config.refuse(" and ".join(rates), list(rates.values()), "one dropout; make them equal")
     return rates[keys[0]]

@@ -3,14 +3,22 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from llmtrain_data.bounds import NodeRanks, RanksOrNone
+from pydantic import Field
 
 _SECRET = re.compile(
     r"(^|_)((API|ACCESS|PRIVATE|SECRET)?KEY|\w*TOKEN|\w*SECRET|PASS|PASSWD|\w*PASSWORD|PASSPHRASE|CREDENTIALS?)(_|$)"
 )
 _LOGIN_IN_ADDRESS = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TIME = re.compile(r"(?:(?P<days>\d+)-(?P<after>\d+(?::\d+){0,2})|(?P<plain>\d+(?::\d+){0,2}))")
+_NUMBER = "[0-9]{1,9}"
+_TIME = re.compile(
+    rf"(?:(?P<days>{_NUMBER})-(?P<after>{_NUMBER}(?::{_NUMBER}){{0,2}})|(?P<plain>{_NUMBER}(?::{_NUMBER}){{0,2}}))"
+)
+# Seconds: a month.
+Margin = Annotated[int, Field(ge=1, le=31 * 86400)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +60,11 @@ class Site:
     constraint: str | None = None
     reservation: str | None = None
     time: str | int | None = None
-    ranks_per_node: int | None = None
-    cpus_per_rank: int | None = None
-    gpus_per_node: int | str | None = None
+    ranks_per_node: NodeRanks | None = None
+    cpus_per_rank: NodeRanks | None = None
+    gpus_per_node: RanksOrNone | str | None = None
     exclusive: bool = False
-    margin: int = 300
+    margin: Margin = 300
     modules: tuple[str, ...] = ()
     python: str | None = None
     container: Container | None = None
@@ -65,10 +73,6 @@ class Site:
     srun: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in ("ranks_per_node", "cpus_per_rank", "margin"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key} is {value}; it must be at least 1")
         for key, text in self._texts():
             _check_text(key, text)
         if self.time is not None and seconds(str(self.time)) <= self.margin:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from llmtrain_data.bounds import Batch, Factor, Layers
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "message-driven"]
 
 
@@ -24,18 +26,12 @@ class PipelineConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     schedule: ScheduleName = "1f1b"
-    chunks: int | Literal["auto"] = "auto"
-    split: Literal["uniform", "balanced", "auto"] | tuple[int, ...] = "auto"
-    alpha: float = 1.0
+    chunks: Layers | Literal["auto"] = "auto"
+    split: Literal["uniform", "balanced", "auto"] | tuple[Layers, ...] = "auto"
+    alpha: Factor = 1.0
     transport: Literal["torch", "mpi"] = "torch"
-    limit: int | Literal["auto"] = "auto"
+    limit: Batch | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.chunks != "auto" and self.chunks < 1:
-            raise ValueError(f"chunks is {self.chunks}; it must be at least 1, or auto")
-        if self.alpha <= 0:
-            raise ValueError(f"alpha is {self.alpha}; it must be above 0")
-        if self.limit != "auto" and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be at least 1, or auto")
-        if not isinstance(self.split, str) and (not self.split or min(self.split) < 1):
-            raise ValueError(f"split is {list(self.split)}; every stage needs at least 1 layer")
+        if not self.split:
+            raise ValueError("split is []; expected the layers of each stage")
