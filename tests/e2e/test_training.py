@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,21 +212,42 @@ def catches(process: subprocess.Popen[str], number: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
+def imports_torch(process: subprocess.Popen[str]) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def listens(process: subprocess.Popen[str]) -> bool:
+    """Whether a process has begun to launch ranks."""
+    return any(each.status == psutil.CONN_LISTEN for each in psutil.Process(process.pid).net_connections())
+
+
+TOLD = "told to stop before anything was done; the same command starts again"
+
+
 @pytest.mark.parametrize(
     ("number", "code", "sentence"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 75, "told to stop before anything was done; the same command starts again"),
-        (signal.SIGUSR1, 75, "told to stop before anything was done; the same command starts again"),
-    ],
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, TOLD), (signal.SIGUSR1, 75, TOLD)],
 )
-def test_a_signal_before_there_are_ranks_ends_the_run(number: int, code: int, sentence: str, recipe: Path) -> None:
-    """As soon as the launcher takes it, which starts its ranks some tenths of a second later."""
+@pytest.mark.parametrize(
+    ("ranks", "when"),
+    [
+        (1, lambda process: catches(process, signal.SIGUSR1)),
+        (1, imports_torch),
+        (2, imports_torch),
+        (2, listens),
+    ],
+    ids=["parses", "imports", "imports for ranks", "launches"],
+)
+def test_a_signal_before_there_are_ranks_ends_the_run(
+    ranks: int, when: Callable[[subprocess.Popen[str]], bool], number: int, code: int, sentence: str, recipe: Path
+) -> None:
+    """From when the command line is read to when the launcher, which starts its ranks some tenths of a second later, is
+    about to do so."""
     process = subprocess.Popen(
-        command(recipe, "--nproc", "2", "train.steps=100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command(recipe, "--nproc", str(ranks), "train.steps=100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment(),
     )  # fmt: skip
-    wait_for(lambda: catches(process, signal.SIGUSR1), process)
+    wait_for(lambda: when(process), process)
     assert not psutil.Process(process.pid).children()
     process.send_signal(number)
     assert process.communicate(timeout=60) == ("", f"llmtrain: {sentence}\n")

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import say
@@ -135,6 +135,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     with Waiting(lambda: "loading the trainer", enabled=_speaks(place)):
         from llmtrain.cluster.launch import die_with_launcher
         from llmtrain.cluster.ranks import connect, disconnect, watched
+        from llmtrain.cluster.stop import heed_defaults
         from llmtrain.train import train
 
     said = []
@@ -145,6 +146,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
     timeout = timedelta(seconds=resolved.train.timeout)
+    heed_defaults()
     with Waiting(lambda: f"waiting for all {facts.world} ranks to start", enabled=_speaks(place)):
         ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
     ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
@@ -162,6 +164,10 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
     try:
         yield
     except (CommandError, DataError) as error:
+        if ranks.watch.over and not isinstance(error, PreemptedError):
+            # It is of a rank that was lost, whom our launcher names.
+            _skip_finalization(EXIT_FAILED)
+            _end_lost(error, ranks)
         ranks.watch.ended(Ending.TOLD)
         _skip_finalization(error.exit_code)
         if _has_spoken(ranks):
@@ -188,11 +194,17 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
         ranks.vigil.end()
         return
     # What gloo and NCCL raise when a peer is gone.
+    _end_lost(error, ranks)
+
+
+def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
+    """End after having lost contact."""
     ranks.watch.ended(Ending.LOST)
     if LAUNCHER_PID in os.environ:
         # Our launcher sees which rank is gone, and says so for all.
         raise SystemExit(EXIT_FAILED) from error
-    ranks.vigil.find_lost()
+    if ranks.vigil is not None:
+        ranks.vigil.find_lost()
     raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.watch.last}") from error
 
 

@@ -4,15 +4,17 @@ A background thread must not take part in collectives, and must not hold the mai
 while it waits; so it gets a connection of its own.
 """
 
+import time
 import zlib
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from llmtrain.cluster.ranks import Ranks
 
-# A rank may be this much slower than another one at writing its part.
-_PATIENCE = timedelta(hours=1)
+# A rank may be this much slower than another one at writing its part, in seconds.
+_PATIENCE = 3600.0
+# Longest time between two looks for a message, in seconds.
+_LOOK = 0.5
 
 
 class Exchange:
@@ -23,6 +25,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self._store = dist.HashStore() if ranks.store is None else ranks.store.clone()  # type: ignore[attr-defined]
+        self._watch = ranks.watch
         self._name = f"{name}/{self._store.add(f'{name}/{ranks.rank}', 1)}"
         self._turn = 0
 
@@ -36,8 +39,14 @@ class Exchange:
 
     def hear(self, topic: str) -> str:
         """Return what was published under `topic`, waiting for it. Raises RuntimeError if it never comes."""
-        self._store.wait([self._key(topic)], _PATIENCE)
-        return zlib.decompress(self._store.get(self._key(topic))).decode()
+        key, begin = self._key(topic), time.monotonic()
+        # A wait of the store's own would go on when the other rank has died.
+        while not self._store.check([key]):
+            waited = time.monotonic() - begin
+            if self._watch.over or waited > _PATIENCE:
+                raise RuntimeError("contact with another rank was lost")
+            time.sleep(min(_LOOK, 0.001 + waited / 10))
+        return zlib.decompress(self._store.get(key)).decode()
 
     def forget(self, topic: str) -> None:
         """Free the store's memory of a message that everyone has heard."""

@@ -12,6 +12,7 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.output import say
 
 from llmtrain.cluster.environment import LAUNCHER_PID
+from llmtrain.cluster.stop import end_early
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 
 VERBS = {
@@ -37,6 +38,8 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input), 75 (preempted, saved) or 130."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None and arguments[0] == "run":
+        end_early()
     if isinstance(sys.stdout, TextIOWrapper):
         # A file's name, or generated text, may have what the terminal's encoding lacks: it is escaped there.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -13,10 +13,12 @@ from types import FrameType
 import psutil
 import torch
 from llmtrain_data.output import say
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.cluster.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
+from llmtrain.cluster.monitor import Monitor
 from llmtrain.cluster.note import NOTES, Ending, Notes
 from llmtrain.cluster.stop import STOP_SIGNALS, TOLD_EARLY
 from llmtrain.errors import (
@@ -28,8 +30,8 @@ from llmtrain.errors import (
     RunFailedError,
 )
 
-# How long the agent waits for the other ranks once one has ended, in seconds.
-GRACE = 60
+# How long torch's agent waits for the other ranks once one has ended, in seconds.
+GRACE = 30
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ class _End:
         if self.code == EXIT_PREEMPTED:
             return PreemptedError(self.why)
         return RunFailedError(f"{self.why}, so the run stopped; the same command goes on from the last checkpoint")
+
+
+class _NoLogs(LogsSpecs):
+    """Has the ranks write where this process does; torch's own specification makes a folder for each run."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return files for the ranks with these variables: none."""
+        here, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=here, stderrs=here, error_files=none)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the files."""
+        return os.devnull
 
 
 class _Signals:
@@ -137,21 +153,33 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=GRACE,
+        logs_specs=_NoLogs(),
         # The agent's own handlers would end the ranks before they could save.
         signals_to_handle="SIGQUIT",
     )
+    monitor = Monitor(ranks, notes)
     try:
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
-        failures = list(error.failures.values())
-        return _stopped(failures, signals.asked) or _ending(failures, notes)
+        monitor.close()
+        # What others died of tells nothing of those that were ended here.
+        failures = [failure for failure in error.failures.values() if failure.pid not in monitor.killed]
+        first = _first(failures, monitor)
+        return _stopped(failures, first, signals.asked) or _ending(failures, first, notes, monitor)
     finally:
+        monitor.close()
         notes.close()
     return None
 
 
-def _stopped(failures: list[ProcessFailure], asked: bool) -> _End | None:
+def _first(failures: list[ProcessFailure], monitor: Monitor) -> ProcessFailure:
+    """Return the failure that led to the others."""
+    # Ranks that lost one which was killed end in the same second, and may be seen before it.
+    died = [failure for failure in failures if failure.pid in monitor.died] or failures
+    return min(died, key=lambda failure: (not _killed(failure), failure.timestamp))
+
+
+def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool) -> _End | None:
     """Return how a run ended that was told to stop; None where it did not end of that. asked: whether this process was
     told as well, and not its ranks alone."""
     codes = {failure.exitcode for failure in failures}
@@ -160,23 +188,22 @@ def _stopped(failures: list[ProcessFailure], asked: bool) -> _End | None:
     if codes & {EXIT_INTERRUPTED, -signal.SIGINT}:
         return _End(None, code=EXIT_INTERRUPTED)
     # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
-    if -signal.SIGUSR1 in codes or (asked and codes == {-signal.SIGTERM}):
+    if -signal.SIGUSR1 in codes or (asked and first.exitcode == -signal.SIGTERM):
         return _End(None, TOLD_EARLY, EXIT_PREEMPTED)
     return None
 
 
-def _ending(failures: list[ProcessFailure], notes: Notes) -> _End:
+def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: Notes, monitor: Monitor) -> _End:
     """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
-    # Ranks that lost one which was killed end without a word in the same second, and may be seen before it. The agent
-    # ends others by SIGTERM at once, by SIGKILL after its grace.
-    together = [failure for failure in failures if failure.timestamp < min(each.timestamp for each in failures) + GRACE]
-    first = min(together, key=lambda failure: (not _killed(failure), failure.timestamp))
-    rank, last, verdict = first.local_rank, notes.last(first.local_rank), notes.verdict
-    if verdict:
+    rank, last = first.local_rank, notes.last(first.local_rank)
+    # What ranks find after one has died is of its death.
+    if verdict := monitor.verdict if monitor.died else notes.verdict:
         return _End(rank, verdict)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
+    # The agent ends others by SIGTERM at once, by SIGKILL after its grace.
+    together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
     for failure in together:
         if endings[failure.local_rank] == Ending.TOLD or failure.exitcode == EXIT_BAD_INPUT:

@@ -13,9 +13,10 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 
 class Ending(Enum):
     """How a rank ended by itself. told: it said why in a sentence. crashed: it printed a traceback. lost: it lost
-    contact with another one, which has the reason."""
+    contact with another one, which has the reason. well: it had nothing more to do."""
 
     NONE = ""
+    WELL = "well"
     TOLD = "told"
     CRASHED = "crashed"
     LOST = "lost"
@@ -42,12 +43,18 @@ class Note:
         if path is not None:
             with suppress(OSError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), _PAGE, offset=(rank + 1) * _PAGE)
+                self._verdict = mmap.mmap(file.fileno(), _PAGE, access=mmap.ACCESS_READ)
 
     def write(self, last: Last) -> None:
         """Replace what was noted."""
         if self._page is not None:
             text = f"{last.step}\n{last.ending.value}\n{last.doing}".encode()[: _PAGE - 1]
             self._page[: len(text) + 1] = text + b"\0"
+
+    @property
+    def over(self) -> bool:
+        """Whether a reason for the run's end is there."""
+        return self._page is not None and self._verdict[0] != 0
 
 
 class Notes:

@@ -12,7 +12,7 @@ from llmtrain.cluster.cards import card_of
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.groups import gloo_over, group_options
 from llmtrain.cluster.layout import Layout
-from llmtrain.cluster.note import NOTES
+from llmtrain.cluster.note import NOTES, Ending
 from llmtrain.cluster.rounds import sum_over
 from llmtrain.cluster.tiers import Tier
 from llmtrain.cluster.vigil import Vigil
@@ -169,7 +169,8 @@ def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
 
 
 def disconnect(ranks: Ranks) -> None:
-    """Leave the run's process groups."""
+    """Leave the run's process groups, with nothing more to do."""
+    ranks.watch.ended(Ending.WELL)
     if ranks.vigil is not None:
         ranks.vigil.end()
     if ranks.layout.world > 1:

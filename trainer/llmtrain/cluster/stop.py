@@ -1,11 +1,19 @@
 """Being asked to stop: remembered until the step at hand is done."""
 
+import os
 import signal
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
+
+from llmtrain_data.output import say
+
+from llmtrain.cluster.environment import LAUNCHER_PID
+from llmtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 # What asks a run to stop: Ctrl-C, schedulers and people, and Slurm some time before a job's end.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Where launchers tell a process its rank.
+_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 # What is said of it where a run has not begun to train.
 TOLD_EARLY = "told to stop before anything was done; the same command starts again"
 
@@ -36,3 +44,26 @@ class StopRequest:
         self.asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_early() -> None:
+    """Have this process end at once when it is told to stop, until `heed_defaults`: it has nothing to save yet, and an
+    exception may not get through what it imports. Ranks that `llmtrain run` started leave that to their launcher."""
+    if LAUNCHER_PID not in os.environ:
+        for number in STOP_SIGNALS:
+            signal.signal(number, _end)
+
+
+def heed_defaults() -> None:
+    """Give signals back what Python does with them: from here on this process may wait for others outside of Python."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) == _end:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    interrupted = number == signal.SIGINT
+    # One rank says it for all.
+    if {os.environ.get(name, "0") for name in _RANK} == {"0"}:
+        say(f"llmtrain: {'interrupted' if interrupted else TOLD_EARLY}", err=True)
+    os._exit(EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED)

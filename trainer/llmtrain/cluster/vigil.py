@@ -203,8 +203,9 @@ class Vigil:
         text = json.dumps({"sentence": sentence, "gone": beats})
         held = self._store.compare_set(VERDICT, "", text).decode()
         if held == text:
-            self._kill(beats)
+            # In this order: what dies without a word is taken for the reason unless there is one.
             self._say(sentence)
+            self._kill(beats)
             # The others have yet to read it, and the store may be this process's.
             time.sleep(2 * self._pause)
             os._exit(EXIT_FAILED)
@@ -212,8 +213,10 @@ class Vigil:
 
     def _carry_out(self, verdict: dict[str, object]) -> None:
         """Do what another rank's verdict says, which has been said."""
-        gone = verdict["gone"]
+        gone, path = verdict["gone"], os.environ.get(NOTES)
         assert isinstance(gone, list)
+        if gone and path is not None:
+            leave_verdict(path, str(verdict["sentence"]))
         self._kill(gone)
         self._told += 1
         # Where a rank ended by itself, the others may be about to do the same.

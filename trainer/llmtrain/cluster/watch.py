@@ -58,6 +58,11 @@ class Watch:
         self.lost = how == Ending.LOST
         self._note.write(replace(self.last, ending=how))
 
+    @property
+    def over(self) -> bool:
+        """Whether another rank, or the launcher, has found that the run cannot go on."""
+        return self._note.over
+
     def start_timing(self) -> None:
         """Tell work from waiting until `own_seconds` is asked for."""
         self._timing, self._began, self._waited = True, time.perf_counter(), 0.0
