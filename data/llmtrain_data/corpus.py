@@ -3,11 +3,12 @@
 import hashlib
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.left_out import LeftOut
 
 if TYPE_CHECKING:
     from llmtrain_data.readers import Chunk
@@ -46,13 +47,15 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files, in the order they are read. total: their bytes on disk; `Chunk.done` counts in the same unit."""
+    """Files, in the order they are read. total: their bytes on disk; `Chunk.done` counts in the same unit. left_out:
+    files that are not read, as far as they have been looked at."""
 
     files: list[Path]
     options: CorpusOptions
     whole_files: bool
     description: str
     unit: Literal["bytes", "rows"] = "bytes"
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def total(self) -> int | None:
@@ -63,7 +66,7 @@ class FileCorpus:
         """Read the documents. Raises DataError naming the file, and the line where there is one."""
         from llmtrain_data import readers
 
-        yield from readers.read_files(self.files, self._kind, self.options, self.whole_files)
+        yield from readers.read_files(self.files, self._kind, self.options, self.whole_files, self.left_out)
 
     def _kind(self, path: Path) -> str:
         if self.options.input_format != "auto":
@@ -78,6 +81,7 @@ class HuggingFaceCorpus:
     name: str
     options: CorpusOptions
     unit: Literal["bytes", "rows"] = "rows"
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def description(self) -> str:
@@ -138,15 +142,22 @@ def _standard_library(options: CorpusOptions) -> FileCorpus:
 
 
 def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
-    files = []
+    files, left_out = [], LeftOut()
     for path in root.rglob(options.glob):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if not hidden and path.is_file() and path.stat().st_size:
+        if path.is_dir():
+            continue
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            left_out.add(path, "hidden")
+        elif not path.is_file():
+            left_out.add(path, "not regular")
+        elif not path.stat().st_size:
+            left_out.add(path, "empty")
+        else:
             files.append(path)
     if not files:
         raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}")
     order = "in a fixed shuffled order" if options.shuffle else "by name"
-    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files {order}")
+    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files {order}", left_out=left_out)
 
 
 def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:

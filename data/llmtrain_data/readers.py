@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.left_out import LeftOut
 from llmtrain_data.streams import (
     CHUNK,
     LONGEST,
@@ -129,14 +130,15 @@ class ColumnChunk:
 
 
 def read_files(
-    files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool
+    files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool, left_out: LeftOut
 ) -> Iterator[Chunk]:
-    """Read files one after another. whole_files: a small text file is one document."""
+    """Read files one after another. whole_files: a small text file is one document. left_out: told of files that are
+    not read."""
     texts = _TextChunks()
     for path in files:
         try:
             if kind(path) == "text":
-                pieces = read_text(path, options.separator, whole_files)
+                pieces = read_text(path, options.separator, whole_files, left_out)
                 yield from texts.add(pieces)
             else:
                 yield from texts.flush()
@@ -150,7 +152,7 @@ def read_files(
     yield from texts.flush()
 
 
-def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]:
+def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut) -> Iterator[Piece]:
     """Read a text file.
 
     With a separator, documents are what lies between. Without, the file is one text: in a folder one
@@ -161,6 +163,7 @@ def read_text(path: Path, separator: str | None, whole: bool) -> Iterator[Piece]
     size = path.stat().st_size
     if (problem := not_text(path)) is not None:
         if whole:
+            left_out.add(path, "binary")
             return
         raise DataError(
             f"{path} is no text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"

@@ -152,6 +152,9 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+    from llmtrain_data.output import Terminal
+    from llmtrain_data.waiting import Waiting
+
     check_new_tokenizer(vocab_size, output, overwrite)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -163,7 +166,18 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # The library reads the texts and counts their words at once; when it has them all, it merges, and does not say how
+    # far it is.
+    merging = Waiting(lambda: f"merging words into {vocab_size} ids", Terminal(stderr=True))
+
+    def texts_then_merging() -> Iterator[list[str]]:
+        yield from texts
+        merging.start()
+
+    try:
+        tokenizer.train_from_iterator(texts_then_merging(), trainer)
+    finally:
+        merging.stop()
     config = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     aside = output.with_name(output.name + ".partial")
@@ -183,7 +197,7 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
 
     total = corpus.total
     taken = 0
-    with progress("read", total, corpus.unit) as report:
+    with progress("read, count words", total, corpus.unit) as report:
         for chunk in corpus.chunks():
             texts = chunk.texts()
             yield texts

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmtrain.cli.main import main
 from llmtrain_data import encode
 from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError
@@ -269,3 +271,35 @@ def test_a_tokenizer_without_end_of_text(folder: Path, tokenizer: Path, tmp_path
         run(folder, bare, tmp_path / "set")
     (bare / "tokenizer_config.json").write_text('{"eos_token":{"content":"<other>"}}')
     assert run(folder, bare, tmp_path / "set").documents == 40
+
+
+def test_files_that_are_left_out_are_told_with_the_reason(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    (texts / ".git").mkdir(parents=True)
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"text {number}")
+    for number in range(5):
+        (texts / f"{number}.png").write_bytes(b"\x89PNG\0\0\0\r" * 9)
+    (texts / ".git" / "HEAD").write_text("ref")
+    (texts / "nothing.txt").touch()
+    os.mkfifo(texts / "pipe")
+    assert main(["data", "prepare", str(texts), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "set")]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert re.fullmatch(r"left out   5 binary files: \d.png, \d.png, \d.png and 2 more", said[0])
+    assert sorted(said[1:]) == [
+        "left out   1 empty file: nothing.txt",
+        "left out   1 hidden file: HEAD",
+        "left out   1 not regular file: pipe",
+    ]
+
+
+def test_training_a_tokenizer_says_that_it_merges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmtrain_data.waiting.PATIENCE", 0.02)
+    random = np.random.default_rng(0)
+    texts = [" ".join("".join(map(chr, random.integers(97, 123, 7))) for _ in range(20_000)) for _ in range(4)]
+    train_tokenizer(iter([texts]), 4000, tmp_path / "made")
+    assert "merging words into 4000 ids  (" in capsys.readouterr().err

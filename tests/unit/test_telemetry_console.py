@@ -5,11 +5,11 @@ import time
 from io import StringIO
 
 import pytest
-from llmtrain.telemetry import waiting
 from llmtrain.telemetry.console import RunConsole, step_text
 from llmtrain.telemetry.metrics import Row
-from llmtrain.telemetry.waiting import Waiting
+from llmtrain_data import waiting
 from llmtrain_data.output import Terminal
+from llmtrain_data.waiting import Waiting
 
 
 def console(terminal: bool) -> tuple[RunConsole, StringIO]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import say
+from llmtrain_data.waiting import Waiting
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
@@ -34,7 +35,6 @@ from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 from llmtrain.summary import summarize
-from llmtrain.telemetry.waiting import Waiting
 
 if TYPE_CHECKING:
     from llmtrain.cluster.launch import Restarts

@@ -7,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from llmtrain_data.domain import validation_warnings
+from llmtrain_data.waiting import Waiting
 
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis, even_share
@@ -22,7 +23,6 @@ from llmtrain.optim.step import clip_divisor, step_range
 from llmtrain.recipe.resolve import replica_share
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry.logger import StepRecord, is_logged
-from llmtrain.telemetry.waiting import Waiting
 
 
 def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:

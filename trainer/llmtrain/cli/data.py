@@ -72,7 +72,7 @@ def prepare(
         done = prepare_corpus(corpus, tokenizer, output, options)
     except PreparationStoppedError as error:
         raise RunFailedError(str(error)) from None
-    say("\n".join(done.lines(output)))
+    say("\n".join([*done.lines(output), *corpus.left_out.lines()]))
 
 
 @app.command()
@@ -98,7 +98,7 @@ def tokenizer(
     say(f"input      {corpus.description}")
     size = train_tokenizer(sampled_texts(corpus, sample_mb * 10**6), vocab_size, output, overwrite)
     short = "" if size == vocab_size else f" (the input has no more than that; {vocab_size} were asked for)"
-    say(f"wrote      {output}, {size} ids{short}")
+    say("\n".join([f"wrote      {output}, {size} ids{short}", *corpus.left_out.lines()]))
 
 
 @app.command()

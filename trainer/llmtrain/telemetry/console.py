@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from llmtrain_data import units
 from llmtrain_data.output import Terminal
+from llmtrain_data.waiting import Waiting, is_live
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -12,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.telemetry.metrics import Row
-from llmtrain.telemetry.waiting import Waiting, is_live
 
 
 class RunConsole:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from llmtrain_data import units
-from llmtrain_data.output import Terminal
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
+
+from llmtrain_data import units
+from llmtrain_data.output import Terminal
 
 # Seconds that one thing takes before a line says so, where there is no terminal.
 PATIENCE = 5.0
