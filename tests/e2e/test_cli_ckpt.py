@@ -97,7 +97,8 @@ def test_convert_there_and_back(run: Path, tmp_path: Path) -> None:
     assert exported.exit_code == 0
     assert "step-00000020" in exported.stdout
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
-    assert ckpt("convert", tmp_path / "hf", tmp_path / "new").exit_code == 0
+    made = json.loads(ckpt("convert", tmp_path / "hf", tmp_path / "new", "--json").stdout)
+    assert (made["kind"], made["folder"]) == ("checkpoint", str(tmp_path / "new"))
     (row,) = json.loads(ckpt("list", tmp_path / "new", "--json").stdout)
     assert (row["step"], row["tokens"], row["states"]) == (0, None, ["master"])
     assert ckpt("verify", tmp_path / "new").exit_code == 0

@@ -115,7 +115,10 @@ def test_tokenizer_refuses_to_replace(work: Path, capsys: pytest.CaptureFixture[
         (["prepare", "a.txt", "--tokenizer", "bpe", "--output", "a"], "a.bin and a.idx"),
         (["prepare", "a.txt", "--tokenizer", "bpe", "--output", "a.bin"], "is not a prefix"),
         (["prepare", "a.txt", "--tokenizer", "bpe", "--output", "a.txt/new"], "cannot be written"),
-        (["prepare", "a.txt", "--tokenizer", "bpe", "--output", "new", "--encoder", "x"], "--encoder is 'x'"),
+        (
+            ["prepare", "a.txt", "--tokenizer", "bpe", "--output", "new", "--encoder", "x"],
+            "'x' is not one of",
+        ),
         (["prepare", "a.txt", "--tokenizer", "bpe", "--output", "new", "--workers", "-1"], "--workers"),
         (["prepare", "a.txt", "--tokenizer", "bpe"], "--output"),
         (["prepare", "b.jsonl", "--tokenizer", "bpe", "--output", "new"], "only body"),

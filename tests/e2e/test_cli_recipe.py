@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from llmtrain.cli.main import main
+from llmtrain.recipe.shipped import shipped_names
 from llmtrain_data.indexed import IndexedWriter
 
 GOOD = "model: {preset: gpt2-1m}\ndata: {path: prepared, sequence_length: 64}\n"
@@ -172,6 +173,12 @@ def test_a_dry_run_says_what_a_run_would(workplace: Path, capsys: pytest.Capture
         "# parallel.pipeline is 4, but train.global_batch and train.microbatch give a pipeline 2 microbatches" in said
     )
     assert yaml.safe_load(said)["parallel"]["pipeline"] == 4
+    assert main(["run", "recipe.yaml", *keys, "--nproc", "4", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == yaml.safe_load(said)
+    assert f"# {found['advice'][0]}\n" in said
+    assert (found["summary"]["ranks"], found["summary"]["steps"]) == (4, found["recipe"]["train"]["steps"])
+    expect_one_sentence(["run", "recipe.yaml", "--json"], "--json is given without --dry-run", capsys)
 
 
 def test_a_dry_run_begins_with_a_table(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,6 +240,11 @@ def test_recipes_verbs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["properties"]["model"]
     assert main(["recipes", "show", "presets"]) == 0
     assert "124,439,808" in capsys.readouterr().out
+    assert main(["recipes", "list", "--json"]) == 0
+    assert [row["recipe"] for row in json.loads(capsys.readouterr().out)] == shipped_names()
+    assert main(["recipes", "presets", "--json"]) == 0
+    models = {row["preset"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (models["gpt2-124m"]["parameters"], models["gpt2-124m"]["layers"]) == (124439808, 12)
 
 
 def test_doctor(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

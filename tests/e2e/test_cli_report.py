@@ -9,7 +9,7 @@ from llmtrain.cli.main import main
 
 def test_report_writes_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": 5 / s}) + "\n" for s in (1, 2, 3)))
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out"), "--open", "no"]) == 0
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "index.html",
         "loss.png",

@@ -150,6 +150,9 @@ def test_a_dry_run_prints_a_script_without_secrets(
     assert f"recipe={recipe.parent}/runs/tiny/slurm/$SLURM_JOB_ID.yaml\n" in script
     assert "\nparallel:\n  data: 4\n" in script
     assert "f00dfeed" not in script
+    assert main(["submit", str(recipe), "parallel.data=4", "--site", site, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["script"], found["nodes"], found["ranks_per_node"]) == (script, 2, 2)
     assert not (recipe.parent / "runs").exists()
 
 

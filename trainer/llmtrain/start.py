@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.output import say
+from llmtrain_data.output import say, say_json
 from llmtrain_data.waiting import Waiting
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
@@ -32,7 +32,7 @@ from llmtrain.errors import (
 from llmtrain.recipe.check import advice
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import folders_above, settle
-from llmtrain.recipe.resolve import Facts, decisions, shape, to_yaml
+from llmtrain.recipe.resolve import Facts, as_data, decisions, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 from llmtrain.summary import summarize
 
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from llmtrain.cluster.ranks import Ranks
 
 
-def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> None:
+def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_json: bool = False) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where torchrun or
     srun started this process, as one of theirs. dry_run: print the resolved recipe instead, and what is likely wrong
-    with it."""
+    with it; as_json: as JSON."""
+    if as_json and not dry_run:
+        raise BadInputError("--json is given without --dry-run; add it, or leave --json out and read metrics.jsonl")
     heed_launcher()
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
@@ -66,9 +68,12 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool) -> 
         cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
         said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
         said += [unled] if unled else []
+        summary = summarize(recipe, resolved, world, "GPU" if gpus else "CPU")
+        if as_json:
+            say_json({"recipe": as_data(resolved), "summary": summary.as_data(), "advice": said})
+            return
         # As comments: what is printed stays a recipe.
-        table = summarize(recipe, resolved, world, "GPU" if gpus else "CPU").comments()
-        say("".join((table, to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
+        say("".join((summary.comments(), to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
         return
     check_gpus(gpus, place, world)
     if unled:

@@ -16,13 +16,19 @@ def _group() -> None:
 @app.command()
 def comm(
     cluster: Annotated[
-        str | None, typer.Option(help="A description to start from: its file or name. [default: what is found]")
+        str | None,
+        typer.Option(
+            help="A description to start from: its file or name.", metavar="FILE", show_default="what is found"
+        ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=2, help="Ranks to start on this machine; default: one for each GPU.")
+        int | None,
+        typer.Option(min=2, help="Ranks to start on this machine.", metavar="N", show_default="one for each GPU"),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the cluster, as measured, for `cluster:`.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw times and rates into this PNG file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the cluster, as measured, for `cluster:`.", metavar="FILE")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw times and rates into this PNG file.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every size.")] = False,
 ) -> None:
     """Measure latency and bandwidth between ranks: inside a node, over each network card, and between clusters.

@@ -1,8 +1,9 @@
 """`llmtrain ckpt`: look at checkpoints, verify them, convert them."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from llmtrain_data import units
@@ -77,17 +78,22 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A run, a checkpoint or a Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
     dtype: Annotated[
-        str, typer.Option(help="fp32, bf16 or fp16, of exported weights; imported ones are fp32.")
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="Of exported weights; imported ones are fp32.")
     ] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of an exported file.", metavar="SIZE")] = "5GB",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer to export [default: the run's].", metavar="DIR")
+        Path | None, typer.Option(help="Tokenizer to export.", metavar="DIR", show_default="the run's")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, or import one as a checkpoint; SRC decides which."""
     from llmtrain.checkpoint.convert.convert import convert as convert_folder
 
-    say(convert_folder(source, target, dtype, max_shard_size, tokenizer))
+    made = convert_folder(source, target, dtype, max_shard_size, tokenizer)
+    if as_json:
+        say_json(asdict(made))
+    else:
+        say(made.sentence)
 
 
 def _damage(row: dict[str, object]) -> str:

@@ -22,7 +22,9 @@ def show(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=2.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: all that are described.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the run.", metavar="N", show_default="all that are described")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
 ) -> None:
     """Show tiers of links, clusters and cards, and which ranks form which groups, where, and through which card."""

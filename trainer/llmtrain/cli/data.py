@@ -1,7 +1,7 @@
 """`llmtrain data`: prepare a corpus for training, train a tokenizer, look at what was prepared."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from llmtrain_data.output import say, say_table
@@ -22,8 +22,7 @@ Input = Annotated[
     ),
 ]
 InputFormat = Annotated[
-    str,
-    typer.Option(help="auto, text, jsonl, parquet or hf; auto goes by the file's name.", metavar="FORMAT"),
+    Literal["auto", "text", "jsonl", "parquet", "hf"], typer.Option(help="What INPUT is; auto goes by the file's name.")
 ]
 TextKey = Annotated[str, typer.Option(help="Field or column that holds the text.", metavar="NAME")]
 Glob = Annotated[str, typer.Option(help="Which files of a folder to read.", metavar="PATTERN")]
@@ -52,8 +51,11 @@ def prepare(
     dataset_split: DatasetSplit = "train",
     shuffle: Shuffle = True,
     eod: Annotated[bool, typer.Option(help="Append the end-of-text id to each document.")] = True,
-    encoder: Annotated[str, typer.Option(help="auto, gigatoken or tokenizers.", metavar="NAME")] = "auto",
-    workers: Annotated[int | None, typer.Option(min=1, help="Cores to use [default: all].", metavar="N")] = None,
+    encoder: Annotated[
+        Literal["auto", "gigatoken", "tokenizers"],
+        typer.Option(help="What encodes; auto takes gigatoken where it gives the same ids as tokenizers."),
+    ] = "auto",
+    workers: Annotated[int | None, typer.Option(min=1, help="Cores to use.", metavar="N", show_default="all")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx), with checksums of it.
@@ -153,9 +155,11 @@ def blend(
         list[str],
         typer.Argument(metavar="[WEIGHT] PREFIX ...", help="Weights may be left out: by size then."),
     ],
-    tokens: Annotated[str | None, typer.Option(help="Length of the training, such as 10B [default: one pass].")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the training, such as 10B.", metavar="N", show_default="one pass")
+    ] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
-    split: Annotated[str, typer.Option(help="Shares of training, validation and test.")] = "98,1,1",
+    split: Annotated[str, typer.Option(help="Shares of training, validation and test.", metavar="A,B,C")] = "98,1,1",
     json: Json = False,
 ) -> None:
     """Show how a blend will be sampled, and the data section of the recipe for it."""

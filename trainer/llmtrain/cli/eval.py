@@ -1,7 +1,7 @@
 """`llmtrain eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from llmtrain_data.output import say, say_json
@@ -9,9 +9,10 @@ from llmtrain_data.output import say, say_json
 
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
-    split: Annotated[str, typer.Option(help="train, valid or test.")] = "valid",
+    split: Annotated[Literal["train", "valid", "test"], typer.Option(help="Part of the data.")] = "valid",
     data: Annotated[
-        str | None, typer.Option(help="Prefix of another prepared set; default: the recipe's data.")
+        str | None,
+        typer.Option(help="Another prepared set.", metavar="PREFIX", show_default="the recipe's data"),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to evaluate (0: the whole split).")] = 0,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,

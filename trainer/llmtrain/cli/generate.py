@@ -15,7 +15,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many of the likeliest tokens (0: all).")] = 50,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest that sum up to this.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer folder; default: the recipe's.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the tokenizer.", metavar="DIR", show_default="the recipe's")
+    ] = None,
 ) -> None:
     """Let a trained model go on from a prompt."""
     from llmtrain.generate import Sampling

@@ -9,7 +9,9 @@ from llmtrain_data.output import say
 
 def logs(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or its name in the folder runs.")],
-    job: Annotated[str | None, typer.Option(help="Number of the job. [default: the newest that has begun]")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="Number of the job.", metavar="JOB", show_default="the newest that has begun")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
 ) -> None:
     """Print what a run's newest job wrote, with control characters escaped; the log itself is RUN/slurm/JOB.log."""

@@ -65,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _app(arguments: Sequence[str]) -> typer.Typer:
     """Build the app; only the module of the verb that is called is imported, as some of them need torch."""
     app = typer.Typer(
-        add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Train GPT-style models: one recipe, one run, on whatever there is.",
     )
     app.callback()(_options)
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    called = called or _completed()
     for name, summary in VERBS.items():
         verb = getattr(import_module(f"llmtrain.cli.{name}"), name) if name == called else _not_called
         app.command(name, help=None if name == called else summary)(verb)
@@ -78,6 +79,15 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
         group = import_module(f"llmtrain.cli.{name}").app if name == called else typer.Typer(callback=_not_called)
         app.add_typer(group, name=name, help=summary)
     return app
+
+
+def _completed() -> str | None:
+    """Return the verb of the line that a shell asks to complete; None where it asks nothing of the kind."""
+    if "_LLMTRAIN_COMPLETE" not in os.environ:
+        return None
+    # What bash and the other shells hand over; the first word is the program.
+    words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    return next((word for word in words.split()[1:] if not word.startswith("-")), None)
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,7 +21,10 @@ def show(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=4.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the run; default: all that are described, or one replica.")
+        int | None,
+        typer.Option(
+            min=1, help="Ranks of the run.", metavar="N", show_default="all that are described, or one replica"
+        ),
     ] = None,
     flops: Annotated[
         str | None,
@@ -31,7 +34,7 @@ def show(
             "stages take theirs by the description of the cluster.",
         ),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Draw the timeline of a step, with its split, waiting and memory. Stages take as long as their FLOPs say."""

@@ -1,21 +1,26 @@
 """`llmtrain recipes`: the recipes and models that come with llmtrain."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from llmtrain_data.output import say, say_json, say_table
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the models known by name.")
 
 
 @app.command("list")
-def list_recipes() -> None:
+def list_recipes(as_json: Json = False) -> None:
     """List the recipes that come with llmtrain."""
     from llmtrain.recipe.shipped import shipped_folder, shipped_names, summary
 
-    say_table(
-        ("recipe", "what it is"), [(name, summary(shipped_folder() / f"{name}.yaml")) for name in shipped_names()]
-    )
+    found = {name: summary(shipped_folder() / f"{name}.yaml") for name in shipped_names()}
+    if as_json:
+        say_json([{"recipe": name, "summary": text} for name, text in found.items()])
+    else:
+        say_table(("recipe", "what it is"), found.items())
 
 
 @app.command()
@@ -34,12 +39,16 @@ def show(
 
 
 @app.command()
-def presets() -> None:
+def presets(as_json: Json = False) -> None:
     """List the models that model.preset takes, with their sizes."""
     from llmtrain.model.presets import PRESETS
     from llmtrain.model.tensors import parameter_count
 
     sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "positions", "vocab")
+    if as_json:
+        models = PRESETS.items()
+        say_json([{"preset": name, "parameters": parameter_count(each), **asdict(each)} for name, each in models])
+        return
     rows = [
         (name, config.family, f"{parameter_count(config):,}", *(getattr(config, key) for key in sizes))
         for name, config in PRESETS.items()

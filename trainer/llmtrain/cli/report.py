@@ -1,6 +1,5 @@
 """`llmtrain report`: what a run did, as pictures and one page."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -8,22 +7,17 @@ import typer
 from llmtrain_data.output import say
 
 
-class Answer(StrEnum):
-    """Yes or no."""
-
-    YES = "yes"
-    NO = "no"
-
-
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")],
-    output: Annotated[Path | None, typer.Option(help="Folder to write to. [default: RUN_DIR/report]")] = None,
-    open_page: Annotated[Answer, typer.Option("--open", help="Show the page in the browser.")] = Answer.NO,
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, finished or not.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write to.", metavar="DIR", show_default="RUN_DIR/report")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Draw a run's loss, rate and memory as PNG files and one HTML page."""
     from llmtrain.telemetry.report import write_report
 
     page = write_report(run_dir, output)
     say(page)
-    if open_page is Answer.YES:
+    if open_page:
         typer.launch(str(page))

@@ -11,11 +11,15 @@ def run(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start on this machine; default: one for each GPU, else one.")
+        int | None,
+        typer.Option(
+            min=1, help="Ranks to start on this machine.", metavar="N", show_default="one for each GPU, else one"
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Check and print the resolved recipe, then stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved recipe, then stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, print JSON.")] = False,
 ) -> None:
     """Train: start the run that a recipe describes, or go on with it where it stopped."""
     from llmtrain.start import start
 
-    start(recipe, overrides or [], nproc, dry_run)
+    start(recipe, overrides or [], nproc, dry_run, as_json)

@@ -11,7 +11,7 @@ from llmtrain_data.output import say_json, say_table
 def status(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or that hold runs. [default: runs]"),
+        typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or that hold runs.", show_default="runs"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

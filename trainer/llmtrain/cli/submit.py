@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from llmtrain_data.output import say
+from llmtrain_data.output import say, say_json
 
 
 def submit(
@@ -13,14 +13,18 @@ def submit(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
     ] = None,
     site: Annotated[
-        Path | None, typer.Option(help="The site's profile. [default: ~/.config/llmtrain/site.yaml]", metavar="FILE")
+        Path | None,
+        typer.Option(help="The site's profile.", metavar="FILE", show_default="~/.config/llmtrain/site.yaml"),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes to ask for; default: what the recipe says.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes to ask for.", metavar="N", show_default="what the recipe says")
+    ] = None,
     chain: Annotated[int, typer.Option(min=1, help="Jobs after each other, until the run is done.")] = 1,
     array: Annotated[
         str | None, typer.Option(metavar="SEEDS", help="A run for each seed, such as 0-3 or 0-9%2.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Check, print the batch script, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the batch script, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is."""
     from llmtrain.cluster.slurm.script import render
@@ -30,8 +34,26 @@ def submit(
     profile = load_site(site)
     job = plan(recipe, overrides or [], profile, nodes, array, chain)
     if dry_run:
-        say(render(job, profile), end="")
+        script = render(job, profile)
+        if as_json:
+            say_json(
+                {
+                    "name": job.name,
+                    "folder": str(job.folder),
+                    "nodes": job.nodes,
+                    "ranks_per_node": job.ranks_per_node,
+                    "recipe": job.recipe,
+                    "script": script,
+                }
+            )
+        else:
+            say(script, end="")
         return
-    for number in hand_in(job, profile, chain):
-        log = str(job.log).replace("%j", number).replace("%A", number)
+    jobs = [
+        (number, str(job.log).replace("%j", number).replace("%A", number)) for number in hand_in(job, profile, chain)
+    ]
+    if as_json:
+        say_json([{"job": number, "log": log} for number, log in jobs])
+        return
+    for number, log in jobs:
         say(f"job {number} on {job.nodes} x {job.ranks_per_node} ranks, log {log}")

@@ -1,6 +1,8 @@
 """Converting between checkpoints and Hugging Face folders, whichever way round the source asks for."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from llmtrain.checkpoint.convert.export import export_hf
 from llmtrain.checkpoint.convert.hf_config import CONFIG
@@ -12,8 +14,18 @@ from llmtrain.errors import BadInputError
 SHARD = "5GB"
 
 
-def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokenizer: Path | None) -> str:
-    """Convert, and return a sentence on what was made.
+@dataclass(frozen=True)
+class Converted:
+    """What was made. kind: of the folder. source: the checkpoint or Hugging Face folder that it was made of."""
+
+    kind: Literal["checkpoint", "hugging face"]
+    folder: str
+    source: str
+    sentence: str
+
+
+def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokenizer: Path | None) -> Converted:
+    """Convert, and return what was made.
 
     source: a Hugging Face folder, or the folder of a run (its newest checkpoint) or of a checkpoint. dtype,
     max_shard_size (such as 5GB), tokenizer: of an exported model. Raises BadInputError and RunFailedError.
@@ -32,18 +44,20 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
                     "with its own tokenizer; leave it out"
                 )
         import_hf(source, target)
-        return f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
+        sentence = f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
+        return Converted("checkpoint", str(target), str(source), sentence)
     checkpoints = find_checkpoints(source)
     if not checkpoints:
         raise BadInputError(f"{source} holds neither a checkpoint nor a Hugging Face model ({CONFIG})")
     if tokenizer is not None and not tokenizer.is_dir():
         raise BadInputError(f"--tokenizer is {tokenizer}, which is no folder; expected one of a Hugging Face tokenizer")
     export_hf(checkpoints[0], target, dtype, shard_bytes, tokenizer)
-    return f"{target} holds {checkpoints[0].name} as a Hugging Face model in {dtype}"
+    sentence = f"{target} holds {checkpoints[0].name} as a Hugging Face model in {dtype}"
+    return Converted("hugging face", str(target), str(checkpoints[0]), sentence)
 
 
 def _bytes(size: str) -> int:
     try:
-        return int(quantity(f"{size}B" if size.isdecimal() else size.upper(), "byte"))
+        return max(int(quantity(f"{size}B" if size.isdecimal() else size.upper(), "byte")), 1)
     except ValueError as error:
         raise BadInputError(f"--max-shard-size is {size!r}; {error}") from None

@@ -23,7 +23,7 @@ from llmtrain.checkpoint.safetensors_file import (
 )
 from llmtrain.errors import BadInputError, RunFailedError
 
-_DTYPES = {
+DTYPES = {
     "fp32": ("F32", torch.float32, "float32"),
     "bf16": ("BF16", torch.bfloat16, "bfloat16"),
     "fp16": ("F16", torch.float16, "float16"),
@@ -37,14 +37,14 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
     folder to copy the tokenizer from; None takes the run's. Raises BadInputError, and RunFailedError if the
     checkpoint is damaged or the target cannot be written.
     """
-    if dtype not in _DTYPES:
-        raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
     try:
         with CheckpointReader(checkpoint) as reader:
             config = model_of(reader.manifest)
             tokenizer = tokenizer_of(checkpoint, reader.manifest.recipe) if tokenizer is None else tokenizer
             special = special_tokens(tokenizer)
-            contents = to_hf_config(config, _DTYPES[dtype][2], special)
+            contents = to_hf_config(config, DTYPES[dtype][2], special)
             with new_folder(target) as folder:
                 _write_weights(reader, hf_layout(config), folder, dtype, shard_bytes)
                 _write_json(folder / CONFIG, contents)
@@ -59,7 +59,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
 def _write_weights(
     reader: CheckpointReader, layout: Sequence[HFTensor], folder: Path, dtype: str, shard_bytes: int
 ) -> None:
-    name, _, _ = _DTYPES[dtype]
+    name, _, _ = DTYPES[dtype]
     shards = _shards(layout, ITEM_BYTES[name], shard_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
@@ -89,7 +89,7 @@ def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[lis
 
 def _converted(reader: CheckpointReader, tensor: HFTensor, dtype: str) -> torch.Tensor:
     joined = tensor.join([reader.whole(part.name, "master") for part in tensor.parts])
-    result = joined.to(_DTYPES[dtype][1])
+    result = joined.to(DTYPES[dtype][1])
     if dtype == "fp16" and bool((result.isinf() & joined.isfinite()).any()):
         raise BadInputError(f"--dtype is fp16, which cannot hold the values of {tensor.name}; use bf16")
     return result
