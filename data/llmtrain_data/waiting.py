@@ -82,6 +82,11 @@ class Waiting:
         return text, time.monotonic() - self._since
 
 
+def loading(what: str) -> Waiting:
+    """Return what says on stderr that something is being loaded."""
+    return Waiting(lambda: f"loading {what}", Terminal(stderr=True))
+
+
 def is_live(console: Terminal) -> bool:
     """Whether lines can be drawn anew on a console."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
@@ -319,3 +321,23 @@ def test_values_too_large_for_fp16(tmp_path: Path) -> None:
     convert(source, tmp_path / "run", "fp32", "5GB", None)
     with pytest.raises(BadInputError, match=r"fp16, which cannot hold the values of model\.norm\.weight"):
         convert(tmp_path / "run", tmp_path / "new", "fp16", "5GB", None)
+
+
+def test_progress_comes_to_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[int]] = {}
+
+    @contextmanager
+    def recorded(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        seen[title] = [total]
+        yield seen[title].append
+
+    for module in ("verify", "convert.export", "convert.import_hf"):
+        monkeypatch.setattr(f"llmtrain.checkpoint.{module}.progress", recorded)
+    source = hf_folder("llama", tmp_path / "hf")
+    convert(source, tmp_path / "run", "fp32", "5GB", None)
+    assert verify(tmp_path / "run" / "checkpoints" / "step-00000000") == []
+    convert(tmp_path / "run", tmp_path / "back", "bf16", "9KB", None)
+    assert list(seen) == ["import", "verify step-00000000", "export"]
+    for total, *done in seen.values():
+        assert len(done) > 3
+        assert sum(done) == total

@@ -36,6 +36,7 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     total, was_training = 0.0, model.training
     model.eval()
     for at in range(0, len(sizes), TOGETHER):
+        ranks.watch.moving(at / len(sizes))
         some = sizes[at : at + TOGETHER]
         rows = [
             torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))).to(ranks.device)

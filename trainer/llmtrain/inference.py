@@ -10,6 +10,7 @@ from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
 from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import hf_tokenizer
+from llmtrain_data.waiting import Waiting
 
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
@@ -46,21 +47,25 @@ class TrainedModel:
     ranks: Ranks
 
 
-def open_model(source: Path, warn: Callable[[str], None]) -> TrainedModel:
-    """Load a checkpoint, or a run's newest sound one; `warn` is told of those that are not.
+def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
+    """Load a checkpoint, or a run's newest sound one; `warn` is told of those that are not, and `waiting` shows how far
+    it is, and what is done with the model later.
 
     Raises BadInputError when there is none.
     """
     for folder in find_checkpoints(source):
         try:
-            return _open(folder)
+            return _open(folder, waiting)
         except (DamagedError, RunFailedError) as error:
             warn(f"skipped the checkpoint {folder}: {error}")
     raise BadInputError(f"{source} holds no sound checkpoint; expected the folder of a run or of a checkpoint")
 
 
-def _open(folder: Path) -> TrainedModel:
+def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     ranks = connect(Layout({Axis.DATA: 1}))
+    ranks.watch.begin(f"loading the checkpoint {folder.name}")
+    if waiting is not None:
+        waiting.doing = ranks.watch.doing
     manifest = read_manifest(folder)
     config = model_of(manifest)
     model = GPT(config, ranks.device)
@@ -90,6 +95,7 @@ def evaluate_on(
     samples = open_split(data, split, trained.model.config.vocab)
     samples.check_ids()
     count = min(count or len(samples), len(samples))
+    trained.ranks.watch.begin(f"evaluating {count} samples")
 
     def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [trained.model(rows[:, :-1], rows[:, 1:]) for rows in batches]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from llmtrain_data.progress import Report, progress
+
 from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Piece
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
@@ -28,17 +30,23 @@ def verify(folder: Path) -> list[str]:
             except DamagedError as error:
                 problems.append(str(error))
                 unreadable.add(name)
-        for name, tensor in reader.manifest.tensors.items():
-            for state, pieces in tensor.states.items():
-                for piece in pieces:
-                    if piece.file not in unreadable:
-                        problems += _problems(reader, f"{name} ({state})", piece)
+        found = [
+            (f"{name} ({state})", piece)
+            for name, tensor in reader.manifest.tensors.items()
+            for state, pieces in tensor.states.items()
+            for piece in pieces
+            if piece.file not in unreadable
+        ]
+        with progress(f"verify {folder.name}", sum(piece.nbytes for _, piece in found), "bytes") as report:
+            for what, piece in found:
+                problems += _problems(reader, what, piece, report)
     return problems
 
 
-def _problems(reader: CheckpointReader, what: str, piece: Piece) -> list[str]:
+def _problems(reader: CheckpointReader, what: str, piece: Piece, report: Report) -> list[str]:
     problems = []
     for index in range(len(piece.xxh3)):
+        report(min(reader.manifest.block, piece.nbytes - index * reader.manifest.block))
         try:
             reader.block(what, piece, index)
         except DamagedError as error:

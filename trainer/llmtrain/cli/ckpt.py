@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 from llmtrain_data import units
 from llmtrain_data.output import say, say_json, say_table
+from llmtrain_data.waiting import loading
 
 from llmtrain.errors import RunFailedError
 
@@ -59,8 +60,9 @@ def inspect(source: Source, as_json: Json = False) -> None:
 @app.command()
 def verify(source: Source, as_json: Json = False) -> None:
     """Read every byte of every checkpoint against its checksum; exit with 1 if anything is damaged."""
-    from llmtrain.checkpoint.describe import existing
-    from llmtrain.checkpoint.verify import verify as problems_of
+    with loading("PyTorch"):
+        from llmtrain.checkpoint.describe import existing
+        from llmtrain.checkpoint.verify import verify as problems_of
 
     results = {str(folder): problems_of(folder) for folder in existing(source)}
     if as_json:
@@ -87,7 +89,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, or import one as a checkpoint; SRC decides which."""
-    from llmtrain.checkpoint.convert.convert import convert as convert_folder
+    with loading("PyTorch"):
+        from llmtrain.checkpoint.convert.convert import convert as convert_folder
 
     made = convert_folder(source, target, dtype, max_shard_size, tokenizer)
     if as_json:

@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 from llmtrain_data.output import say, say_json, say_table
+from llmtrain_data.waiting import loading
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what this machine has, what is missing and how to install it; exit code 1 if training cannot work."""
     from llmtrain.doctor import can_train, examine
 
-    findings = examine()
+    with loading("PyTorch"):
+        findings = examine()
     fit = can_train(findings)
     if as_json:
         say_json({"can_train": fit, "findings": [asdict(finding) for finding in findings]}, indent=2)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 from llmtrain_data.output import say, say_json
+from llmtrain_data.waiting import loading
 
 
 def eval(
@@ -19,9 +20,11 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of other data."""
-    from llmtrain.inference import evaluate_on, open_model
+    with loading("PyTorch") as waiting:
+        from llmtrain.inference import evaluate_on, open_model
 
-    result = evaluate_on(open_model(source, lambda sentence: say(sentence, err=True)), split, data, samples, microbatch)
+        model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
+        result = evaluate_on(model, split, data, samples, microbatch)
     if as_json:
         say_json(result)
         return

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from llmtrain_data.output import say
+from llmtrain_data.waiting import loading
 
 
 def generate(
@@ -20,10 +21,11 @@ def generate(
     ] = None,
 ) -> None:
     """Let a trained model go on from a prompt."""
-    from llmtrain.generate import Sampling
-    from llmtrain.inference import complete, open_model
+    with loading("PyTorch") as waiting:
+        from llmtrain.generate import Sampling
+        from llmtrain.inference import complete, open_model
 
-    model = open_model(source, lambda sentence: say(sentence, err=True))
+        model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
     for text in complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer):
         say(text, end="")
     say()

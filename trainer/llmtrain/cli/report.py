@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from llmtrain_data.output import say
+from llmtrain_data.waiting import loading
 
 
 def report(
@@ -15,7 +16,8 @@ def report(
     open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Draw a run's loss, rate and memory as PNG files and one HTML page."""
-    from llmtrain.telemetry.report import write_report
+    with loading("matplotlib"):
+        from llmtrain.telemetry.report import write_report
 
     page = write_report(run_dir, output)
     say(page)

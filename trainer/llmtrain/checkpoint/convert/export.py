@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from llmtrain_data.progress import progress
 
 from llmtrain.checkpoint.convert.hf_config import CONFIG, to_hf_config
 from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
@@ -63,16 +64,18 @@ def _write_weights(
     shards = _shards(layout, ITEM_BYTES[name], shard_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
-    for file, shard in zip(files, shards, strict=True):
-        with DurableFile(folder / file) as out:
-            tensors = [FileTensor(tensor.name, name, tensor.shape) for tensor in shard]
-            out.write(safetensors_header(tensors, {"format": "pt"}))
-            for tensor in shard:
-                out.write(bytes_of(_converted(reader, tensor, dtype)))
+    whole = sum(tensor.numel for tensor in layout) * ITEM_BYTES[name]
+    with progress("export", whole, "bytes") as report:
+        for file, shard in zip(files, shards, strict=True):
+            with DurableFile(folder / file) as out:
+                tensors = [FileTensor(tensor.name, name, tensor.shape) for tensor in shard]
+                out.write(safetensors_header(tensors, {"format": "pt"}))
+                for tensor in shard:
+                    out.write(bytes_of(_converted(reader, tensor, dtype)))
+                    report(tensor.numel * ITEM_BYTES[name])
     if len(shards) > 1:
-        total = sum(tensor.numel for tensor in layout) * ITEM_BYTES[name]
         placed = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
+        _write_json(folder / INDEX, {"metadata": {"total_size": whole}, "weight_map": placed})
 
 
 def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[list[HFTensor]]:

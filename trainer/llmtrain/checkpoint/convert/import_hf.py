@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from llmtrain_data.progress import progress
+
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.convert.mapping import hf_layout
 from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.checkpoint.convert.target import new_folder
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.folder import commit, step_name
-from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.manifest import ITEM, Manifest
 from llmtrain.checkpoint.part import Range, merge_parts, write_part
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
@@ -28,8 +30,10 @@ def import_hf(source: Path, target: Path) -> None:
     tensors = hf_tensors(source, config)
 
     def contents() -> Iterator[memoryview]:
-        for _, tensor in tensors:
-            yield bytes_of(tensor)
+        with progress("import", sum(spec.numel for spec in specs) * ITEM, "bytes") as report:
+            for _, tensor in tensors:
+                yield bytes_of(tensor)
+                report(tensor.numel() * ITEM)
 
     with new_folder(target) as folder:
         partial = folder / "checkpoints" / f"{step_name(0)}.partial"
