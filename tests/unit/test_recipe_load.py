@@ -1,5 +1,6 @@
 """Reading recipes: what wins over what, and that nothing but their own text enters them."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -116,6 +117,11 @@ def test_what_is_like_no_key_gets_the_list() -> None:
 def test_every_key_of_the_schema_is_known() -> None:
     schema = recipe_schema()
     assert set(schema["properties"]) == {key for key in recipe_keys() if "." not in key} | {"extends"}
+    for section in (schema, *schema["$defs"].values()):
+        for key, about in section["properties"].items():
+            assert len(about.get("description", "").split()) > 1, f"{section['title']}.{key} has no description"
+        # All of what is said of keys is with the keys.
+        assert not re.search(rf"(^|\s)({'|'.join(section['properties'])}):\s", section["description"])
     checkpoint = schema["$defs"]["CheckpointConfig"]["properties"]
     assert checkpoint["async"]["description"].startswith("write in the background")
 

@@ -38,8 +38,8 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """What one rank computes on. memory: bytes it holds, which `auto` of `zero.partition` goes by. peak: datasheet
-    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards that are not known by name. name,
-    and bandwidth, of its memory, are for people alone.
+    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards that are not known by name. name:
+    name of the card, for people alone. bandwidth: bandwidth of its memory, for people alone.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -59,9 +59,10 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTier:
-    """Ranks of one node that lie nearer to each other, as the two dies of a card. ranks: how many; consecutive ones.
+    """Ranks of one node that lie nearer to each other, as the two dies of a card. name: what `zero.partition` may call
+    their number, such as die. ranks: how many; consecutive ones.
 
-    bandwidth: what one rank sends to the others, in one direction. latency: of one message.
+    bandwidth: what one rank sends to the others, in one direction. latency: latency of one message.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -79,7 +80,9 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the accelerators of a node, for people alone. bandwidth: of its memory."""
+    """The machine around the accelerators of a node, for people alone. memory: such as 512GiB. bandwidth: bandwidth of
+    the memory. cores: cores of all processors. sockets: how many processors.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -94,7 +97,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """A solid-state drive of every node, for people alone. path: a folder on it. socket: the processor it hangs off."""
+    """A solid-state drive of every node, for people alone. path: a folder on it. bandwidth: bandwidth in one direction.
+    socket: the number of the processor that it is attached to.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -110,7 +115,8 @@ class Nvme:
 class Node:
     """A node, of which all are alike. ranks: processes on it, one for each accelerator.
 
-    tiers: groups of its ranks with faster links, from the smallest; the one of all its ranks is called node.
+    tiers: groups of its ranks with faster links, from the smallest; the one of all its ranks is called node. host: the
+    machine around the accelerators. nvme: its solid-state drives.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -134,8 +140,8 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """A network card of every node. kind: cards of unlike kinds cannot speak to each other. interface: its name in
-    the operating system. bandwidth: in one direction. latency: of one message.
+    """A network card of every node. kind: kind of network; cards of unlike kinds cannot speak to each other. interface:
+    its name in the operating system. bandwidth: bandwidth in one direction. latency: latency of one message.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -153,9 +159,9 @@ class Nic:
 class NodeGroup:
     """Nodes on one network: one of the `clusters`. Its ranks are consecutive.
 
-    nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the card of each node; nics:
-    the cards, where there are several. speed: of its ranks beside those of other clusters, such as 1.5 beside 1, for
-    the split of layers into stages; null: 1 where another cluster has one, else unknown.
+    name: name of the cluster. nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the
+    card of each node; nics: the cards, where there are several. speed: of its ranks beside those of other clusters,
+    such as 1.5 beside 1, for the split of layers into stages; null: 1 where another cluster has one, else unknown.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -181,9 +187,10 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the ranks run on. between: the network that joins clusters, also those whose own cards are of unlike kinds.
+    """What the ranks run on. name: name of the whole. accelerator: what one rank computes on. node: a node, of which
+    all are alike. between: the network that joins clusters, also those whose own cards are of unlike kinds.
 
-    clusters: none for one network about which nothing is known.
+    clusters: the groups of nodes on one network; none for one network about which nothing is known.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -17,9 +17,12 @@ Window = Annotated[int, Field(ge=1, le=100_000)]
 class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
-    clip: largest global gradient norm (0 turns clipping off). warmup: steps of linear warm-up.
-    min_lr: share of `lr` that cosine, linear and wsd end on. decay: share of the run's steps over which
-    wsd decays. backend: what computes the step (auto: apex on CUDA when there, else torch's fused kernel).
+    name: the optimizer. lr: learning rate after the warm-up. betas: decay of the first and second moments. eps: added
+    to the root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: how the learning rate
+    goes on after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns
+    clipping off). warmup: steps of linear warm-up. min_lr: share of `lr` that cosine, linear and wsd end on. decay:
+    share of the run's steps over which wsd decays. backend: what computes the step (auto: apex on CUDA when there, else
+    torch's fused kernel).
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -41,8 +44,9 @@ class OptimizerConfig:
 class PrecisionConfig:
     """What the matrix products compute in; masters, gradients sums and optimizer states stay fp32.
 
-    compute: auto is bf16 on CUDA and fp32 on CPU. loss_scale: first loss scale of fp16, which halves on
-    overflow and doubles after loss_scale_window steps without one.
+    compute: auto is bf16 on CUDA and fp32 on CPU. loss_scale: first loss scale of fp16, which halves on overflow and
+    doubles after loss_scale_window steps without one. loss_scale_window: steps without an overflow after which the loss
+    scale doubles.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

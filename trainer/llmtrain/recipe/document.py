@@ -11,10 +11,12 @@ def recipe_schema() -> dict[str, Any]:
     schema: dict[str, Any] = recipe_adapter().json_schema(by_alias=True)
     schema["required"].remove("name")
     schema["properties"]["extends"] = {"type": "string"}
-    schema["description"] += "\n\nname: of the run and its folder; the file's name by default.\n"
+    schema["description"] += "\n\nname: name of the run and of its folder; the file's name by default.\n"
     schema["description"] += "extends: another recipe, by file or name, whose keys this one takes and changes."
     for definition in (schema, *schema["$defs"].values()):
         _describe_keys(definition)
+    for definition in (schema, *schema["$defs"].values()):
+        _describe_sections(definition, schema["$defs"])
     return schema
 
 
@@ -22,11 +24,19 @@ def _describe_keys(definition: dict[str, Any]) -> None:
     """Move the `key: text` parts of a section's description to its keys."""
     properties, text = definition["properties"], definition["description"]
     names = "|".join(map(re.escape, properties))
-    starts = list(re.finditer(rf"(?:^|(?<=\s))((?:{names})(?:, (?:{names}))*): ", text))
+    starts = list(re.finditer(rf"(?:^|(?<=\s))((?:{names})(?:,\s(?:{names}))*):\s", text))
     if not starts:
         return
     ends = [start.start() for start in starts[1:]] + [len(text)]
     for start, end in zip(starts, ends, strict=True):
-        for key in start[1].split(", "):
-            properties[key]["description"] = " ".join(text[start.end() : end].split())
+        for key in re.split(r",\s", start[1]):
+            properties[key]["description"] = " ".join(text[start.end() : end].split()).rstrip(";")
     definition["description"] = text[: starts[0].start()].strip()
+
+
+def _describe_sections(definition: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Describe keys of which nothing is said by the section that they hold."""
+    for key in definition["properties"].values():
+        named = re.search(r"#/\$defs/(\w+)", str(key))
+        if "description" not in key and named:
+            key["description"] = " ".join(sections[named[1]]["description"].split())

@@ -19,15 +19,15 @@ from llmtrain.telemetry.config import LoggingConfig
 class TrainConfig:
     """How long and in which batches.
 
-    global_batch: sequences per optimizer step, over all ranks. microbatch: sequences that one rank computes at
-    once (auto: the largest divisor of its share, up to 8; with a pipeline, that leaves four of them for each stage).
-    eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation, fewer if the
-    validation split is smaller.
-    compile: run the blocks through torch.compile. max_skipped: skipped steps in a row that stop the run.
-    compare_every: steps between comparisons of what ranks hold alike, by checksum, which then also come before each
-    checkpoint (0: never). timeout: seconds within which a rank that is gone, or that all wait for, has ended the run.
-    max_restarts: times in a row without a new checkpoint that `llmtrain run` starts its ranks again after one was
-    lost; on fewer ranks when the same one was lost twice, if parallel.data is auto.
+    steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
+    sequences that one rank computes at once (auto: the largest divisor of its share, up to 8; with a pipeline, that
+    leaves four of them for each stage). eval_every: steps between evaluations (0: never). eval_batches: global batches
+    per evaluation, fewer if the validation split is smaller. compile: run the blocks through torch.compile.
+    max_skipped: skipped steps in a row that stop the run. compare_every: steps between comparisons of what ranks hold
+    alike, by checksum, which then also come before each checkpoint (0: never). timeout: seconds within which a rank
+    that is gone, or that all wait for, has ended the run. max_restarts: times in a row without a new checkpoint that
+    `llmtrain run` starts its ranks again after one was lost; on fewer ranks when the same one was lost twice, if
+    parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -46,7 +46,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
-    """Activation checkpointing in groups of `every` blocks: activations stay at group borders only."""
+    """Activation checkpointing in groups of blocks: activations stay at group borders only. every: blocks of one."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -57,10 +57,10 @@ class EveryK:
 class Recipe:
     """One training run. See each section's class for its keys.
 
-    activation_checkpointing: none; full (every block recomputed on its own); {every: k} (k blocks at a time);
-    auto (k is the factor of the number of layers nearest its square root; AxoNN, section V). cluster: what the ranks
-    run on: a file or a shipped description's name, or the description itself; auto: nodes of as many ranks as were
-    started on each machine.
+    seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (every block
+    recomputed on its own); {every: k} (k blocks at a time); auto (k is the factor of the number of layers nearest its
+    square root; AxoNN, section V). cluster: what the ranks run on: a file or a shipped description's name, or the
+    description itself; auto: nodes of as many ranks as were started on each machine.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

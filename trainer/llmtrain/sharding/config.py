@@ -15,8 +15,10 @@ Block = Annotated[int, Field(ge=1, le=2**24)]
 class PartitionConfig:
     """Over how many data-parallel ranks each model state is cut; null follows the stage.
 
-    weights divides gradients, which divides optimizer, which divides the data-parallel ranks. auto: the smallest
-    degree whose model states fit the memory that the cluster states.
+    Each is a number of ranks, the name of a link tier such as node, all, or auto: the smallest degree whose model
+    states fit the memory that the cluster states. The first divides the second, and so on to the data-parallel ranks.
+    weights: degree of the weights that passes compute with. gradients: degree of their gradients. optimizer: degree of
+    the fp32 weights and both moments.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

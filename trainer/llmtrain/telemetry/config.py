@@ -10,8 +10,8 @@ from llmtrain_data.bounds import Steps
 class LoggingConfig:
     """Where the run's folder lies and what is written to it.
 
-    every: steps between logged lines. dir: folder that holds the run's folder `dir/name`.
-    wandb: off, offline (written under the run's folder, for `wandb sync`) or online.
+    every: steps between logged lines. dir: folder that holds the run's folder `dir/name`. wandb: off, offline (written
+    under the run's folder, for `wandb sync`) or online. wandb_project: project at Weights & Biases.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
