@@ -34,7 +34,7 @@ BROKEN_RECIPES = [
     ("empty section", GOOD + "train:", [], "train is null; expected a section"),
     ("short list", GOOD + "optimizer: {betas: [0.9]}", [], "optimizer.betas is [0.9]; expected a list of 2 numbers"),
     ("negative size", GOOD + "train: {steps: -5}", [], "train.steps is -5; expected a whole number from 1 to 1,000,000,000"),
-    ("negative layers", GOOD, ["model.layers=-2"], "model.layers is -2; expected a whole number from 1 to 10,000"),
+    ("negative layers", GOOD, ["model.layers=-2"], "model.layers is -2; expected a whole number from 1 to 2,048"),
     ("negative rate", GOOD, ["optimizer.lr=-1e-3"], "optimizer.lr is -0.001; expected a number from 0 to 1,000,000,000"),
     ("beta of 1", GOOD, ["optimizer.betas=[0.9,1]"], "optimizer.betas is 1; expected a list of 2 numbers from 0 and below 1"),
     ("nan", GOOD, ["optimizer.lr=.nan"], "optimizer.lr is nan; expected a finite number"),

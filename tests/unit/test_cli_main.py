@@ -1,6 +1,7 @@
 """Errors become a sentence on stderr and an exit code."""
 
 import pytest
+import torch
 from llmtrain.cli import main as module
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain_data.errors import DataError
@@ -14,7 +15,7 @@ from llmtrain_data.errors import DataError
         (RunFailedError("rank 1 is gone"), 1, "rank 1 is gone"),
         (PreemptedError("saved\nand stopped"), 75, "saved and stopped"),
         (OSError(28, "No space left on device", "runs/a"), 1, "runs/a: No space left on device"),
-        (MemoryError(), 1, "out of memory; a smaller train.microbatch or model needs less"),
+        (MemoryError(), 1, "doctor ran out of memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (BadInputError("a \x1b[31mred\u202e path"), 2, "a \\x1b[31mred\\u202e path"),
     ],
@@ -34,6 +35,23 @@ def test_errors_become_codes(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"llmtrain: {sentence}\n"
+
+
+def test_a_run_that_needs_too_much_memory_says_what_needs_less(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of torch's errors, those about memory: the others are bugs."""
+
+    def start(*given: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    monkeypatch.setattr("llmtrain.start.start", start)
+    assert module.main(["run", "x"]) == 1
+    needed = "llmtrain: run ran out of memory; a smaller train.microbatch or model needs less\n"
+    assert capsys.readouterr().err == needed
+    monkeypatch.setattr("llmtrain.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        module.main(["run", "x"])
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

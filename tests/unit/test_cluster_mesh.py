@@ -142,6 +142,12 @@ def test_speeds_of_stages() -> None:
     assert stage_speeds(sites(1, 1, 1, speeds=(1.5, 1.0, 3)), mesh(6, pipeline=3)) == [1.5, 1.0, 3.0]
 
 
+@pytest.mark.parametrize("world", [2**17 + 1, 10**18, 10**300])
+def test_more_ranks_than_anybody_has(world: int) -> None:
+    with pytest.raises(BadInputError, match="expected at most 131,072"):
+        layout_degrees(ParallelConfig(), world)
+
+
 @pytest.mark.parametrize("speed", [0.0, -1.0, "fast"])
 def test_speeds_that_are_none(speed: Any) -> None:
     with pytest.raises(BadInputError, match=rf"^clusters\[0\]\.speed is {speed}; expected .* number"):

@@ -93,7 +93,8 @@ def test_seeds_are_runs_of_their_own() -> None:
 def test_seeds() -> None:
     assert array_indices("0-3") == [0, 1, 2, 3]
     assert array_indices("7,1-9:4%1") == [7, 1, 5, 9]
-    for wrong in ("", "a", "1-", "-3", "1,1", "3-1", "0-3%", "0-4:0"):
+    wrong_numbers = ("\N{SUPERSCRIPT TWO}", "0-\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000, "0-99999999999", "0-10000")
+    for wrong in ("", "a", "1-", "-3", "1,1", "3-1", "0-3%", "0-4:0", "4000001", "1,,2", "1-2-3", *wrong_numbers):
         with pytest.raises(BadInputError, match="--array is"):
             array_indices(wrong)
 

@@ -1,6 +1,7 @@
 """From a recipe and a site's profile to jobs in Slurm's queue. No torch in here."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.description import find_cluster, load_cluster
 from llmtrain.cluster.lock import holder_of
 from llmtrain.cluster.measure.result import as_data
+from llmtrain.cluster.mesh import check_world
 from llmtrain.cluster.slurm import queue
 from llmtrain.cluster.slurm.config import Site
 from llmtrain.cluster.slurm.record import jobs_of, note_job, note_sources, slurm_folder
@@ -58,6 +60,7 @@ def plan(
             "leave checkpoint.resume out"
         )
     nodes, ranks_per_node = _size(recipe, site, nodes)
+    check_world(nodes * ranks_per_node)
     if site.container is None:
         # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
         facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
@@ -159,7 +162,7 @@ def _cluster(source: str | Cluster) -> Cluster | None:
 def _gpus(site: Site) -> int | None:
     """Return the GPUs of a node, as `4` or `a100:4` says it."""
     number = str(site.gpus_per_node).rpartition(":")[2]
-    return int(number) or None if number.isdigit() else None
+    return int(number) or None if re.fullmatch("[0-9]{1,4}", number) else None
 
 
 def _refuse_second(folder: Path) -> None:

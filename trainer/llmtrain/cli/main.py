@@ -58,8 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:
         return _say(f"{error.filename or 'a file'}: {error.strerror or error}", EXIT_FAILED)
-    except MemoryError:
-        return _say("out of memory; a smaller train.microbatch or model needs less", EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or _is_out_of_memory(error)):
+            raise
+        advice = "; a smaller train.microbatch or model needs less" if arguments[0] == "run" else ""
+        return _say(f"{arguments[0]} ran out of memory{advice}", EXIT_FAILED)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not get memory, on a GPU or in the host."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:

@@ -105,7 +105,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
 
 
 def _launched(by: str, rank: str, world: str, per_node: str | None, variables: Mapping[str, str]) -> Launched:
-    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise BadInputError(
             f"the environment has rank {rank!r} of {world!r}; expected a number below another. Start the run through "
             "torchrun, srun or llmtrain run --nproc N, or unset RANK and WORLD_SIZE"

@@ -8,9 +8,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 
+from llmtrain_data.bounds import MOST_RANKS
+
 from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import BadInputError
+from llmtrain.recipe.explain import shown
 
 # From the axis whose neighbours are furthest apart to the one whose neighbours are next to each other.
 HOLMES = "pipeline-data-tensor"
@@ -19,8 +22,9 @@ HOLMES = "pipeline-data-tensor"
 def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
     """Return how many of `world` ranks are along each axis, the slowest axis first, as `parallel.order` names them.
 
-    Raises BadInputError when world is not tensor x pipeline x data.
+    Raises BadInputError when world is not tensor x pipeline x data, and when there are too many ranks.
     """
+    check_world(world)
     model = parallel.tensor * parallel.pipeline
     data = world // model if parallel.data == "auto" else parallel.data
     if data < 1 or model * data != world:
@@ -35,6 +39,12 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
         raise BadInputError(f"{said}, but the run has {world} rank{'s' if world > 1 else ''}; {needed}")
     degree = {Axis.TENSOR: parallel.tensor, Axis.PIPELINE: parallel.pipeline, Axis.DATA: data}
     return {Axis(name): degree[Axis(name)] for name in parallel.order.split("-")}
+
+
+def check_world(world: int) -> None:
+    """Raise BadInputError for more ranks than a run is laid out for, before anything is made for each of them."""
+    if world > MOST_RANKS:
+        raise BadInputError(f"the run has {shown(world)} ranks; expected at most {MOST_RANKS:,}")
 
 
 def node_of(cluster: Cluster, rank: int) -> int:

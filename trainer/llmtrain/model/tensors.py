@@ -9,7 +9,7 @@ each other, so the module sees them as one parameter while files know each by it
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -103,8 +103,15 @@ class UnitSpec:
 
 def model_units(config: GPTConfig) -> list[UnitSpec]:
     """Return the model's units in the order of the forward pass: embedding, blocks, head."""
-    blocks = [_unit(f"blocks.{index}", _block(config)) for index in range(config.layers)]
-    return [_unit("embedding", _embedding(config)), *blocks, _unit("head", _head(config))]
+    return list(_model_units(config))
+
+
+@lru_cache(maxsize=8)
+def _model_units(config: GPTConfig) -> tuple[UnitSpec, ...]:
+    """Return the units, which every stage of a pipeline asks for anew."""
+    block = _block(config)
+    blocks = [_unit(f"blocks.{index}", block) for index in range(config.layers)]
+    return (_unit("embedding", _embedding(config)), *blocks, _unit("head", _head(config)))
 
 
 def parameter_count(config: GPTConfig) -> int:

@@ -1,5 +1,6 @@
 """The batch script of a run. Pure: from what is known of the run and the site to text."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +9,15 @@ from pathlib import Path
 import llmtrain
 from llmtrain.cluster.slurm.config import Site
 from llmtrain.errors import BadInputError
+from llmtrain.recipe.explain import shown
 
 INDEX = "$SLURM_ARRAY_TASK_ID"
+# The largest index that Slurm can be set up for, and more runs than anybody trains of one recipe.
+LARGEST_SEED, MOST_SEEDS = 4_000_000, 10_000
+_NUMBER, _STEP = "[0-9]{1,9}", "0*[1-9][0-9]{0,8}"
+_RANGE = f"{_NUMBER}(?:-{_NUMBER})?(?::{_STEP})?"
+_ARRAY = re.compile(f"{_RANGE}(?:,{_RANGE})*(?:%{_NUMBER})?")
+_PART = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?(?::({_STEP}))?")
 # No line of a recipe in YAML.
 _END = "END OF RECIPE"
 
@@ -69,20 +77,18 @@ def seed_name(name: str, seed: str) -> str:
 
 def array_indices(array: str) -> list[int]:
     """Return the indices that `0-3`, `1,5,9` or `0-8:2%3` stands for. Raises BadInputError."""
-    found: list[int] = []
-    for part in array.partition("%")[0].split(","):
-        ends, _, step = part.partition(":")
-        first, dash, last = ends.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (step and not (step.isdigit() and int(step))):
-            raise BadInputError(
-                f"--array is {array!r}; expected seeds such as 0-3, or 1,5,9, or 0-9%2 for two at a time"
-            )
-        found += range(int(first), int(last or first) + 1, int(step or 1))
-    at_once = array.partition("%")[2]
-    if not found or len(set(found)) < len(found) or ("%" in array and not at_once.isdigit()):
-        raise BadInputError(
-            f"--array is {array!r}; expected seeds that differ, such as 0-3, or 0-9%2 for two at a time"
-        )
+    given = f"--array is {shown(array)!r}; expected"
+    if not _ARRAY.fullmatch(array):
+        raise BadInputError(f"{given} seeds such as 0-3, or 1,5,9, or 0-9%2 for two at a time")
+    ranges = [
+        range(int(first), int(last or first) + 1, int(step or 1))
+        for first, last, step in _PART.findall(array.partition("%")[0])
+    ]
+    if max(part.stop for part in ranges) > LARGEST_SEED + 1 or sum(map(len, ranges)) > MOST_SEEDS:
+        raise BadInputError(f"{given} at most {MOST_SEEDS:,} seeds, of up to {LARGEST_SEED:,}")
+    found = [seed for part in ranges for seed in part]
+    if not found or len(set(found)) < len(found):
+        raise BadInputError(f"{given} seeds that differ, such as 0-3, or 0-9%2 for two at a time")
     return found
 
 
