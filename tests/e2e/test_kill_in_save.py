@@ -1,5 +1,6 @@
 """A rank that is killed while a checkpoint is written ends the run as soon as one that is killed at any other time."""
 
+import getpass
 import json
 import os
 import random
@@ -43,13 +44,14 @@ def kill_in_save(folder: Path, ranks: int, victim: int, delay: float, *overrides
     """Start a run and kill a rank some seconds after it has begun to write its part of the first checkpoint."""
     write_corpus(folder / "set", 100)
     (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder))
-    (folder / "custom").mkdir()
+    for name in ("custom", "tmp"):
+        (folder / name).mkdir()
     (folder / "custom" / "sitecustomize.py").write_text(CUSTOM)
     paths = os.pathsep.join([str(folder / "custom"), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-m", "llmtrain", "run", str(folder / "tiny.yaml"), "--nproc", str(ranks), *overrides],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "TMPDIR": str(folder / "tmp")},
     )  # fmt: skip
     part = folder / "runs" / "tiny" / "checkpoints" / "step-00000005.partial" / f"rank-{victim:05d}.safetensors"
     while not part.exists():
@@ -70,6 +72,8 @@ def kill_in_save(folder: Path, ranks: int, victim: int, delay: float, *overrides
     assert "Traceback" not in errors
     assert took < LIMIT
     assert not [child for child in children if child.is_running()]
+    # torch keeps one for all runs of a user.
+    assert set(os.listdir(folder / "tmp")) <= {f"torchinductor_{getpass.getuser()}"}
     if victim != 0:
         end = json.loads((folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1])
         assert (end["event"], end["outcome"]) == ("end", "failed")

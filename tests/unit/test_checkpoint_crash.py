@@ -21,6 +21,7 @@ from llmtrain.checkpoint.shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import Ranks
+from llmtrain.errors import RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from tiny import small_disk
@@ -143,6 +144,21 @@ def test_sigkill_at_50_random_moments(tmp_path: Path) -> None:
         recover(tmp_path)
     assert halves > 0
     assert finished > 0
+
+
+@pytest.mark.parametrize("look", [1, 2], ids=["before it is written", "before it gets its name"])
+def test_a_folder_that_another_run_has_taken(tmp_path: Path, look: int) -> None:
+    looks = []
+
+    def confirm() -> None:
+        looks.append(1)
+        if len(looks) == look:
+            raise RunFailedError("another run trains here")
+
+    assert save(tmp_path, 1) is None
+    failure = Checkpointer(tmp_path, RANKS, 1, False, confirm).save(2, shards(2), {}, ABOUT)
+    assert failure == "the checkpoint of step 2 was not saved: another run trains here; the one of step 1 stays"
+    assert os.listdir(tmp_path) == ["step-00000001"]
 
 
 def test_two_processes_over_gloo(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from llmtrain import evaluate
 from llmtrain import train as loop
 from llmtrain.checkpoint import save
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
+from llmtrain.cluster import lock
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import connect
 from llmtrain.compose import Run
@@ -116,6 +118,22 @@ def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -
         return passes._replace(norm=float("nan")) if broken(step) else passes
 
     monkeypatch.setattr(loop, "forward_backward", spoilt)
+
+
+def test_a_run_whose_folder_was_taken_ends(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "RENEWAL", 0.01)
+
+    def take(step: int) -> bool:
+        if step == 7:
+            (folder / "runs" / "tiny" / lock.LOCK).write_text("{}")
+            time.sleep(1)
+        return False
+
+    break_step(monkeypatch, take)
+    with pytest.raises(RunFailedError, match="is now being trained in by another process, which took it while this"):
+        train()
+    assert len(losses(folder / "runs" / "tiny")) == 7
+    assert [path.name for path in (folder / "runs" / "tiny" / "checkpoints").iterdir()] == ["step-00000006"]
 
 
 def test_non_finite_step_is_skipped_whole(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
