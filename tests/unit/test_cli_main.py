@@ -17,6 +17,7 @@ from llmtrain_data.errors import DataError
         (OSError(28, "No space left on device", "runs/a"), 1, "runs/a: No space left on device"),
         (MemoryError(), 1, "doctor ran out of memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (BadInputError(f"key is {'x' * 10_000}; expected y"), 2, f"key is {'x' * 743} ... {'x' * 738}; expected y"),
         (BadInputError("a \x1b[31mred\u202e path"), 2, "a \\x1b[31mred\\u202e path"),
     ],
 )

@@ -15,6 +15,9 @@ from llmtrain.cluster.environment import LAUNCHER_PID
 from llmtrain.cluster.stop import end_early
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 
+# Characters of an error.
+_LONGEST = 1500
+
 VERBS = {
     "run": "Train: start the run that a recipe describes, or go on with it where it stopped.",
     "submit": "Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is.",
@@ -119,5 +122,9 @@ def _not_called() -> None:
 
 
 def _say(sentence: object, code: int) -> int:
-    say(f"llmtrain: {' '.join(str(sentence).split())}", err=True)
+    line = " ".join(str(sentence).split())
+    if len(line) > _LONGEST:
+        # Some value in it is long; what to do about it stands at the end.
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    say(f"llmtrain: {line}", err=True)
     return code

@@ -42,8 +42,8 @@ def shown(value: Any) -> str:
         return f"{value:.3g}" if value.bit_length() < 1024 else f"a number of {value.bit_length()} bits"
     try:
         text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
-    except ValueError:
-        return "a list or section with a number of thousands of digits"
+    except (ValueError, RecursionError):
+        return "a list or section that is too deep, or has a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 

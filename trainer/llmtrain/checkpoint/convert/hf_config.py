@@ -93,7 +93,8 @@ def read_hf_config(folder: Path) -> GPTConfig:
     family = _FAMILIES.get(str(config.get("model_type", None)))
     if family is None:
         raise config.refuse("model_type", config.get("model_type", None), f"only {', '.join(_FAMILIES)}")
-    for name in config.content.get("architectures") or []:
+    names = config.get("architectures", [])
+    for name in names if isinstance(names, list) else [names]:
         if name not in _ARCHITECTURES[family]:
             raise config.refuse("architectures", name, f"only {_ARCHITECTURES[family][0]}")
     for key, (default, allowed) in _REQUIRED[family].items():
