@@ -77,7 +77,7 @@ def assert_said(process: subprocess.Popen[str], sentence: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "damage", "times"),
-    [(1, flip, 1), (2, turn_round, 1), pytest.param(1, flip, 20, marks=pytest.mark.soak)],
+    [(1, flip, 1), (2, turn_round, 1), pytest.param(1, flip, 20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
     ids=["one", "two", "many"],
 )
 def test_damage_under_a_run_ends_it_and_stops_the_next(
