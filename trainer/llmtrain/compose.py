@@ -10,6 +10,7 @@ from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint, difference, fingerprint
 from llmtrain_data.output import say
+from llmtrain_kernels.native import native_reason
 from omegaconf import OmegaConf
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -44,6 +45,9 @@ from llmtrain.telemetry.meters import CommMeter
 
 # The recipe as it is resolved, in a run's folder.
 RECORD = "recipe.resolved.yaml"
+
+# The C++ kernels that a model calls; they are built at the first run on a machine.
+MODEL_KERNELS = ("activation", "attention", "cross_entropy", "norm")
 
 # The fingerprints of the data, beside a checkpoint's progress.
 DATA = "data"
@@ -113,6 +117,9 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         if calls:
             ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
 
+    if ranks.device.type == "cpu":
+        ranks.watch.begin("building the C++ kernels for this processor, once")
+        native_reason(MODEL_KERNELS)
     ranks.watch.begin("building the model")
     parts = build(recipe, config, ranks, count)
     about = RunInfo(

@@ -152,7 +152,10 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     layout = Layout(layout_degrees(resolved.parallel, facts.world))
     timeout = timedelta(seconds=resolved.train.timeout)
     heed_defaults()
-    with Waiting(lambda: f"waiting for all {facts.world} ranks to start", enabled=_speaks(place)):
+    with Waiting(
+        lambda: f"waiting for all {facts.world} ranks to start" if facts.world > 1 else "starting",
+        enabled=_speaks(place),
+    ):
         ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
     ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
     with ending_as_one(ranks), Waiting(ranks.watch.doing, enabled=ranks.is_main) as waiting:

@@ -164,7 +164,7 @@ class _Session:
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", step)
         self._take_up(self._metrics.rows_kept)
         self._first = self._last = step
-        self._started = time.monotonic()
+        self._started = self._warm = time.monotonic()
 
     def _take_up(self, kept: list[Row]) -> None:
         """Go on from the rows of an earlier start: time spent then counts, time lost between does not."""
@@ -325,10 +325,12 @@ class _Session:
         return self._elapsed_before + time.monotonic() - self._started
 
     def _left(self) -> float | None:
-        done = self._last - self._first
+        """Return the seconds until the last step, as the steps after this start's first go, which is slow."""
+        done = self._last - self._first - 1
         if done < 1:
+            self._warm = time.monotonic()
             return None
-        return (time.monotonic() - self._started) / done * (self._recipe.train.steps - self._last)
+        return (time.monotonic() - self._warm) / done * (self._recipe.train.steps - self._last)
 
 
 def is_logged(recipe: Recipe, step: int) -> bool:
