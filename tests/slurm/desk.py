@@ -14,15 +14,16 @@ from tiny import Curve, curve
 from tools.slurmlab.lab import Lab
 
 # Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, as measured speeds may differ from run to run.
+# Paths are relative to where the user sits when submitting.
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
-data: {{path: {folder}/set, sequence_length: 16}}
+data: {{path: set, sequence_length: 16}}
 train: {{steps: {steps}, global_batch: 8, microbatch: 2, eval_every: 30}}
 parallel: {{tensor: 2, pipeline: 2, data: 1}}
 pipeline: {{split: [1, 1]}}
 optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 25}}
-logging: {{every: 1, dir: {folder}/runs}}
+logging: {{every: 1, dir: runs}}
 """
 # In the environment of whoever submits, and nowhere else.
 SECRET = "1f00dfeed1f00dfeed1f00dfeed1f00dfeed1f00"
@@ -52,7 +53,7 @@ class Desk:
 
     def write(self, name: str, steps: int, site: str = "ranks_per_node: 2\n") -> None:
         """Write a recipe and the site's profile."""
-        (self.folder / f"{name}.yaml").write_text(RECIPE.format(folder=self.folder, steps=steps))
+        (self.folder / f"{name}.yaml").write_text(RECIPE.format(steps=steps))
         (self.folder / "site.yaml").write_text(site)
 
     def submit(self, name: str, *arguments: str) -> list[str]:

@@ -60,10 +60,10 @@ def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
     assert (shown[0]["state"], shown[0]["detail"]) == ("pending", "JobHeldUser; requeued.yaml changed since submission")
     desk.succeed("scontrol", "release", number)
     desk.wait_for_step("requeued", 10)
+    desk.succeed("scontrol", "requeue", number)
     second = desk.llmtrain("submit", "requeued.yaml", "--site", "site.yaml")
     assert second.returncode == 2
-    assert f"job {number} (RUNNING) is there for" in second.stderr
-    desk.succeed("scontrol", "requeue", number)
+    assert re.search(rf"job {number} \([A-Z]+\) is there for", second.stderr)
     desk.wait_for_state(number, "COMPLETED")
     (went_on,) = check(desk, "requeued", [number], STEPS)
     assert 10 <= went_on < STEPS
