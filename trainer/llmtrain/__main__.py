@@ -5,7 +5,7 @@ import sys
 try:
     from llmtrain.cli.main import main
 except KeyboardInterrupt:
-    print("llmtrain: interrupted", file=sys.stderr)
+    # What prints is not imported yet; the shell or the launcher shows the interrupt.
     sys.exit(130)
 
 if __name__ == "__main__":
