@@ -1,6 +1,7 @@
 """A run is the same whoever starts its ranks, and whoever asks it to stop; one run at a time has a folder."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,3 +95,26 @@ def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
     saved = sorted((folder / "runs" / "one" / "checkpoints").iterdir())
     assert saved[-1].name == f"step-{steps[-1]:08d}"
     assert (folder / "runs" / "one" / "lock").read_text() == ""
+
+
+CONTAINER = ("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", "hostname $0; exec $*")
+
+
+@pytest.mark.skipif(
+    which("unshare") is None or subprocess.run([*CONTAINER, "here", "true"], capture_output=True).returncode != 0,
+    reason="needs namespaces of its own",
+)
+def test_a_run_that_is_killed_in_one_container_goes_on_in_another(folder: Path) -> None:
+    """Neither sees the other's processes, and each has a name of its own."""
+    alone = (sys.executable, *TRAIN)
+    first = start(folder, "moved", *CONTAINER, "one", *alone, steps=100_000, override="parallel.tensor=1")
+    wait_for_step(folder, "moved", 3, first)
+    code, _, errors = end(start(folder, "moved", *CONTAINER, "two", *alone, override="parallel.tensor=1"))
+    assert code == 1
+    assert "moved is being trained in by process 1 of " in errors
+    first.kill()
+    first.communicate()
+    code, _, errors = end(start(folder, "moved", *CONTAINER, "three", *alone, override="parallel.tensor=1"))
+    assert code == 0, errors
+    (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+    assert re.search(r"was last trained in by process 1 of .* on one, .*; waiting up to (5|6|7|8|9|10) s to see", said)

@@ -254,6 +254,33 @@ def test_a_signal_before_there_are_ranks_ends_the_run(
     assert process.returncode == code
 
 
+DEAF = """
+import os, signal, time
+if os.environ.get("RANK") == "0":
+    signal.signal(signal.SIGTERM, lambda *signal: None)
+    open(os.environ["DEAF"], "w").close()
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_rank_that_waits_for_one_that_was_told_to_stop_ends_too(recipe: Path, tmp_path: Path) -> None:
+    """One heeds the signal, as a run does from the first step on, and waits for another, which dies of it."""
+    (tmp_path / "sitecustomize.py").write_text(DEAF)
+    deaf = tmp_path / "deaf"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        command(recipe, "--nproc", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**environment(), "PYTHONPATH": paths, "DEAF": str(deaf)},
+    )  # fmt: skip
+    wait_for(deaf.exists, process)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", f"llmtrain: {TOLD}\n")
+    assert process.returncode == 75
+    assert time.monotonic() - begin < 15
+
+
 def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
     check_kills(recipe, corpus, 4, 400)
 

@@ -181,7 +181,7 @@ class RunLock:
             os.close(self._files.pop())
             self._files.clear()
             return False
-        self._content = encode(this_process(os.environ)).ljust(_LENGTH)
+        self._content = encode(this_process(os.environ)).ljust(_LENGTH - 1) + b"\n"
         os.pwrite(again, self._content, 0)
         os.ftruncate(again, len(self._content))
         # A network file system shows it to others once it is written out.
