@@ -252,7 +252,13 @@ def test_a_resolver_whose_name_is_put_together(text: str, tmp_path: Path) -> Non
             load_recipe(recipe, overrides)
 
 
-@pytest.mark.parametrize("parent", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/environ", ".", "evil.yaml", "[1]"])
+# What they refer to must not be looked up.
+REFERENCES = ["${name}", "${oc.env:HOME}", "${extends}", "???", "'${a'"]
+
+
+@pytest.mark.parametrize(
+    "parent", ["/dev/zero", "pipe", "/etc/shadow", "/proc/self/environ", ".", "evil.yaml", "[1]", *REFERENCES]
+)
 def test_a_recipe_that_extends_what_is_no_recipe(parent: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "evil.yaml"
@@ -262,6 +268,20 @@ def test_a_recipe_that_extends_what_is_no_recipe(parent: str, tmp_path: Path) ->
     # What it says of a file that is no recipe must not show the file.
     assert "root:" not in str(refused.value)
     assert "PATH=" not in str(refused.value)
+    assert os.environ["HOME"] not in str(refused.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_recipe_that_extends_one_with_a_strange_name(name: str, tmp_path: Path) -> None:
+    """The name is not inherited, so it does not matter."""
+    (tmp_path / "base.yaml").write_text(f"name: {name}\nmodel: {{preset: gpt2-124m}}\ndata: {{path: x}}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\n")
+    if name == "'${a'":
+        # No YAML of OmegaConf's: refused when it is read.
+        with pytest.raises(BadInputError):
+            load_recipe(str(tmp_path / "mine.yaml"))
+    else:
+        assert load_recipe(str(tmp_path / "mine.yaml")).name == "mine"
 
 
 def test_a_recipe_that_grows_when_it_is_read(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def read_recipe_file(path: Path) -> DictConfig:
     """Return a file's keys merged over those of the recipes that it extends; `name` is not inherited."""
     (path, merged), *children = reversed(_chain(path))
     for path, content in children:
-        merged.pop("name", None)
+        _take(merged, "name")
         merged = _merge(merged, content, str(path))
     return merged
 
@@ -87,7 +87,7 @@ def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
             circle = " -> ".join(link.name for link in seen)
             raise BadInputError(f"{path} extends itself: {circle}; cut the circle")
         content = read_yaml(path, "is not a recipe")
-        parent = content.pop("extends", None)
+        parent = _take(content, "extends")
         found.append((path, content))
         if parent is None:
             return found
@@ -97,6 +97,15 @@ def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
         if path.suffix not in (".yaml", ".yml"):
             # What is wrong with a recipe is quoted, and must not show what is no recipe.
             raise BadInputError(f"extends in {child} is {parent}; expected another recipe's name, or a .yaml file")
+
+
+def _take(content: DictConfig, key: str) -> Any:
+    """Remove a key and return its value as it is written: what `pop` returns of a reference is what it refers to."""
+    values = OmegaConf.to_container(content, resolve=False)
+    assert isinstance(values, dict)
+    if key in values:
+        del content[key]
+    return values.get(key)
 
 
 def _parse_override(override: str) -> DictConfig:

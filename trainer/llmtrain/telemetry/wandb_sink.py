@@ -6,18 +6,23 @@ the queue; when wandb fails or falls behind, the run prints one warning and goes
 
 import os
 import queue
+import re
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from llmtrain_data.untrusted import UnreadableError, read_text
 
 # Seconds given to wandb for starting, for sending the rest when the run ends, and that the run waits for it.
 _START_TIMEOUT = 30.0
 _FINISH_TIMEOUT = 20.0
 _WAIT_AT_END = 25.0
 _QUEUE_LENGTH = 10_000
+_RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,10 @@ def _open(run_dir: Path, arguments: dict[str, Any]) -> Any:
 def _run_id(folder: Path) -> str:
     """Return the wandb run id kept in the folder, made at the first call."""
     path = folder / "run-id"
-    if path.exists() and (kept := path.read_text(encoding="ascii").strip()):
-        return kept
+    # One that is damaged is made anew.
+    with suppress(UnreadableError):
+        if _RUN_ID.fullmatch(kept := read_text(path, 100).strip()):
+            return kept
     folder.mkdir(parents=True, exist_ok=True)
     made = secrets.token_hex(4)
     path.write_text(made + "\n", encoding="ascii")
