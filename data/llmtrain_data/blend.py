@@ -9,6 +9,9 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.output import json_text
 
 COLUMNS = ("source", "share", "documents", "tokens", "drawn", "epochs")
+MOST_TOKENS = 1e18
+"""In the unit that they are given in."""
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -109,7 +112,7 @@ def _split(text: str) -> tuple[float, float, float]:
 
 def _amount(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < MOST_TOKENS:
         raise DataError(f"--tokens is {text!r}; expected a positive number of tokens, such as 300M or 10B")
     return round(float(match[1]) * UNITS[match[2].upper()])
 

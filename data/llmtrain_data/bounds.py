@@ -15,7 +15,8 @@ SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=2048)]
 Hidden = Annotated[int, Field(ge=1, le=2**18)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
-Vocab = Annotated[int, Field(ge=1, le=2**24)]
+MOST_IDS = 2**24
+Vocab = Annotated[int, Field(ge=1, le=MOST_IDS)]
 NodeRanks = Annotated[int, Field(ge=1, le=2**12)]
 MOST_RANKS = 2**17
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from llmtrain_data.bounds import MOST_IDS
 from llmtrain_data.errors import DataError
 from llmtrain_data.untrusted import UnreadableError, read_bytes, read_json, reason
 
@@ -216,6 +217,8 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
             f"--vocab-size is {vocab_size}; a byte-level BPE needs at least {SMALLEST_VOCAB}, "
             "the 256 bytes and the end of text"
         )
+    if vocab_size > MOST_IDS:
+        raise DataError(f"--vocab-size is {vocab_size}; expected at most {MOST_IDS:,}")
     # The folder that one is in cannot be replaced under one's feet.
     here = output.exists() and output.samefile(Path.cwd())
     if output.is_dir() and not any(output.iterdir()) and not here:

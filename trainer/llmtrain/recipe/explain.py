@@ -49,7 +49,9 @@ def shown(value: Any) -> str:
 
 
 def _rank(kind: str) -> int:
-    return {_UNKNOWN: 0, _VALUE: 1}.get(kind, 3 if kind.startswith(_MISSING) else 2)
+    # A number beside its bounds is of the right type, so that it says more than what another type finds wrong.
+    said_more = kind == _VALUE or kind.startswith(("greater_than", "less_than"))
+    return 0 if kind == _UNKNOWN else 1 if said_more else 3 if kind.startswith(_MISSING) else 2
 
 
 def _key(location: tuple[int | str, ...]) -> str:

@@ -17,6 +17,8 @@ _NUMBER = "[0-9]{1,9}"
 _TIME = re.compile(
     rf"(?:(?P<days>{_NUMBER})-(?P<after>{_NUMBER}(?::{_NUMBER}){{0,2}})|(?P<plain>{_NUMBER}(?::{_NUMBER}){{0,2}}))"
 )
+Minutes = Annotated[int, Field(ge=0, le=10**9)]
+Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
 # Seconds: a month.
 Margin = Annotated[int, Field(ge=1, le=31 * 86400)]
 
@@ -59,7 +61,7 @@ class Site:
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
-    time: str | int | None = None
+    time: str | Minutes | None = None
     ranks_per_node: NodeRanks | None = None
     cpus_per_rank: NodeRanks | None = None
     gpus_per_node: RanksOrNone | str | None = None
@@ -68,7 +70,7 @@ class Site:
     modules: tuple[str, ...] = ()
     python: str | None = None
     container: Container | None = None
-    environment: Mapping[str, str | int] = field(default_factory=dict)
+    environment: Mapping[str, str | Value] = field(default_factory=dict)
     sbatch: tuple[str, ...] = ()
     srun: tuple[str, ...] = ()
 

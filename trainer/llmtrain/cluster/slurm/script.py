@@ -14,7 +14,7 @@ from llmtrain.recipe.explain import shown
 INDEX = "$SLURM_ARRAY_TASK_ID"
 # The largest index that Slurm can be set up for, and more runs than anybody trains of one recipe.
 LARGEST_SEED, MOST_SEEDS = 4_000_000, 10_000
-_NUMBER, _STEP = "[0-9]{1,9}", "0*[1-9][0-9]{0,8}"
+_NUMBER, _STEP = "[0-9]{1,18}", "0*[1-9][0-9]{0,17}"
 _RANGE = f"{_NUMBER}(?:-{_NUMBER})?(?::{_STEP})?"
 _ARRAY = re.compile(f"{_RANGE}(?:,{_RANGE})*(?:%{_NUMBER})?")
 _PART = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?(?::({_STEP}))?")
