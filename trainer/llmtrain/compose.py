@@ -118,7 +118,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
 
     if ranks.device.type == "cpu":
-        ranks.watch.begin("building the C++ kernels for this processor, once")
+        ranks.watch.begin("building C++ kernels for this processor")
         native_reason(MODEL_KERNELS)
     ranks.watch.begin("building the model")
     parts = build(recipe, config, ranks, count)

@@ -1,5 +1,6 @@
 """`llmtrain generate`."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,10 @@ def generate(
         from llmtrain.inference import complete, open_model
 
         model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
-    for text in complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer):
+        waiting.doing = lambda: "loading the tokenizer"
+        texts = complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer)
+        # The prompt, once the tokenizer is there.
+        first = next(texts)
+    for text in chain([first], texts):
         say(text, end="")
     say()
