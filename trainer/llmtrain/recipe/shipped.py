@@ -3,6 +3,8 @@
 from difflib import get_close_matches
 from pathlib import Path
 
+from llmtrain_data.untrusted import reason
+
 import llmtrain
 from llmtrain.errors import BadInputError
 
@@ -33,7 +35,7 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
         if path.is_file():
             return path
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{name_or_path!r} cannot be read as a recipe's path: {error}") from error
+        raise BadInputError(f"{name_or_path[:100]!r} cannot be read as a recipe's path: {reason(error)}") from error
     near = get_close_matches(path.stem, shipped_names(), n=1)
     advice = f"did you mean {near[0]}?" if near else f"expected a YAML file, or one of {_names()}"
     raise BadInputError(f"there is no recipe {path}; {advice}")
