@@ -66,6 +66,8 @@ def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
 
 def reason(error: BaseException) -> str:
     """Return why the operating system or a library refuses a file, in one short line without the file's name."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
     line = text.splitlines()[0]
     return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 3]}..."

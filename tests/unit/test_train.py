@@ -106,6 +106,12 @@ def test_fp16_takes_its_own_scale_where_there_was_none(train: Train, folder: Pat
     assert [row["loss_scale"] for row in rows(folder / "runs" / "half") if "event" not in row] == [65536.0] * 2
 
 
+def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(train: Train) -> None:
+    """Every size is within its bounds."""
+    with pytest.raises(BadInputError, match=r"the model's states take [0-9,]+ GB on rank 0, but the machine has"):
+        train("model.hidden=200000", "model.ffn=800000", "model.heads=1", "model.kv_heads=1")
+
+
 def test_any_seed_will_do(train: Train) -> None:
     assert len(train("seed=9000000000000000000", "model.dropout=0.1", "train.steps=5")) == 5
 
