@@ -22,7 +22,7 @@ from llmtrain.cluster.slurm.script import Job, render
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.meant import as_meant
-from llmtrain.recipe.prepare import settle
+from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.strict import StrictFile
@@ -64,7 +64,7 @@ def plan(
     if site.container is None:
         # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
         facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
-        settle(recipe, facts, read_hf_config)
+        settle(recipe, facts, read_hf_config, folders_above(name))
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
