@@ -1,5 +1,7 @@
 """The entry of the command line: finds the verb, runs it, and turns errors into a sentence and an exit code."""
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input), 75 (preempted, saved) or 130."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    # Python looks for garbage among all that was imported before it ends: with torch, for two seconds.
+    atexit.register(gc.freeze)
     if argv is None and arguments[0] == "run":
         end_early()
     if isinstance(sys.stdout, TextIOWrapper):
