@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import connect
-from llmtrain.compose import DATA
 from llmtrain.errors import BadInputError
 from llmtrain.inference import evaluate_on, open_model
 from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts
+from llmtrain.recipe.resolve import Facts, shape
+from llmtrain.run_data import DATA, check_data, open_data
 from llmtrain_data.errors import DataError
 from tiny import write_corpus
 
@@ -143,3 +144,23 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
     tokens[1234] = 0
     with pytest.raises(DataError, match=r"set\.bin does not match its checksums"):
         evaluate_on(model, "train", str(folder / "set"), 10, 4)
+
+
+def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> None:
+    """Nodes may each have a copy of their own."""
+    recipe = prepared(str(folder / "tiny.yaml"), [], Facts(world=1, device="cpu"), read_hf_config)
+    data, _ = open_data(recipe, shape(recipe))
+    said: list[str] = []
+    main = SimpleNamespace(
+        local_rank=0, is_main=True, from_main=lambda name, text: said.append(text) or text, host_of=lambda rank: "one"
+    )
+    other = SimpleNamespace(
+        local_rank=0, is_main=False, from_main=lambda name, text: said[-1], host_of=lambda rank: "one"
+    )
+    found = check_data(data, None, False, main, said.append)  # type: ignore[arg-type]
+    assert check_data(data, None, False, other, said.append) == found  # type: ignore[arg-type]
+    (folder / "set.checksums").unlink()
+    turn_round(folder)
+    data, _ = open_data(recipe, shape(recipe))
+    with pytest.raises(BadInputError, match=r"set on .* holds other data than on one; copy the same files to both"):
+        check_data(data, None, False, other, said.append)  # type: ignore[arg-type]

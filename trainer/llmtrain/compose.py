@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from llmtrain_data.dataset import Samples, open_split
-from llmtrain_data.errors import DataError
-from llmtrain_data.fingerprint import Fingerprint, difference, fingerprint
+from llmtrain_data.dataset import Samples
+from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_data.output import say
 from llmtrain_kernels.native import native_reason
 from omegaconf import OmegaConf
@@ -35,6 +34,7 @@ from llmtrain.recipe.resolve import as_data, changes, shape, to_yaml
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.yaml_file import read_yaml
 from llmtrain.recipe.zero import degrees_of
+from llmtrain.run_data import DATA, check_data, open_data
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
@@ -48,9 +48,6 @@ RECORD = "recipe.resolved.yaml"
 
 # The C++ kernels that a model calls; they are built at the first run on a machine.
 MODEL_KERNELS = ("activation", "attention", "cross_entropy", "norm")
-
-# The fingerprints of the data, beside a checkpoint's progress.
-DATA = "data"
 
 
 @dataclass
@@ -108,7 +105,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
     ranks.watch.begin("opening the data")
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
-    train_data, valid_data = _open_data(recipe, config)
+    train_data, valid_data = open_data(recipe, config)
     lock = _claim(folder, ranks, stop)
     comm = CommMeter()
 
@@ -169,13 +166,6 @@ def _claim(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
     return lock
 
 
-def _open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:
-    training = open_split(recipe.data, "train", config.vocab)
-    training.check_ids()
-    evaluated = recipe.train.eval_every and recipe.data.split[1]
-    return training, open_split(recipe.data, "valid", config.vocab) if evaluated else None
-
-
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     try:
@@ -210,7 +200,8 @@ def resume(run: Run) -> bool:
         progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.config)
         if progress is None:
             raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
-    _check_data(run, progress if goes_on else None)
+    accepted, before = run.recipe.data.accept_changed, progress if goes_on else None
+    run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
         _take_up(run, progress)
     if progress is None and run.recipe.model.hf is not None:
@@ -251,36 +242,6 @@ def go_back(run: Run) -> None:
         # Later ones are of steps that have not been.
         with _writing(own):
             drop_later(own, run.progress.step)
-
-
-def _check_data(run: Run, saved: dict[str, JsonValue] | None) -> None:
-    """Take the fingerprints of the data, and refuse to go on with other data. saved: progress of one of the run's own
-    checkpoints, None where there is none. Raises BadInputError. Collective."""
-    refusal = ""
-    if run.ranks.is_main:
-        try:
-            run.fingerprints = [fingerprint(source.data) for source in run.train_data.sources]
-            refusal = _other_data(run, saved)
-        except DataError as error:
-            refusal = str(error)
-    if refusal := run.ranks.from_main("data refusal", refusal):
-        raise BadInputError(refusal)
-
-
-def _other_data(run: Run, saved: dict[str, JsonValue] | None) -> str:
-    """Return why the run must not go on with its data, empty where it may."""
-    if saved is None or DATA not in saved:
-        # There is nothing to go on from, or it is of a time when there were no fingerprints.
-        return ""
-    try:
-        before = TypeAdapter(list[Fingerprint]).validate_python(saved[DATA])
-    except ValidationError as error:
-        return f"the checkpoint's fingerprints of the data cannot be read: {error.errors()[0]['msg']}"
-    found = difference(before, run.fingerprints)
-    if found and run.recipe.data.accept_changed:
-        run.log.warn(f"{found}; data.accept_changed accepts that")
-        return ""
-    return found and f"{found}; bring that data back, or set data.accept_changed=true to go on with this"
 
 
 def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
