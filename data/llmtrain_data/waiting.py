@@ -82,9 +82,10 @@ class Waiting:
         return text, time.monotonic() - self._since
 
 
-def loading(what: str) -> Waiting:
-    """Return what says on stderr that something is being loaded."""
-    return Waiting(lambda: f"loading {what}", Terminal(stderr=True))
+def loading(what: str, enabled: bool = True) -> Waiting:
+    """Return what says on a terminal that something is being loaded; a log has no use for that."""
+    console = Terminal(stderr=True)
+    return Waiting(lambda: f"loading {what}", console, enabled and is_live(console))
 
 
 def is_live(console: Terminal) -> bool:

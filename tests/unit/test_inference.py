@@ -65,6 +65,17 @@ def test_data_of_another_vocabulary(
         assert said in refused(capsys, *words)
 
 
+def test_data_that_was_relative_to_another_folder(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "set.bin").touch()
+    run = {"cwd": str(tmp_path / "there")}
+    monkeypatch.setattr("llmtrain.inference.read_run_file", lambda folder: run if str(folder) == model else {})
+    said = refused(capsys, "eval", model, "--data", "set")
+    assert f"there is no file set.bin; there is one in {tmp_path / 'there'}: run from there, or give" in said
+
+
 def test_tokenizers_that_do_not_go_with_the_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

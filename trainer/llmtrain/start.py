@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import say, say_json
-from llmtrain_data.waiting import Waiting
+from llmtrain_data.waiting import Waiting, loading
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.config import Cluster
@@ -51,8 +51,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
     recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
     # torch comes this late so that a mistake in the recipe's text is told at once.
-    # Where a dry run's recipe goes to a file, nothing else does.
-    with Waiting(lambda: "loading PyTorch", enabled=_speaks(place) and (not dry_run or sys.stdout.isatty())):
+    with loading("PyTorch", _speaks(place)):
         import torch
     gpus = torch.cuda.device_count()
     world = place.world if place else nproc or max(1, gpus)
@@ -137,7 +136,7 @@ def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
 
 
 def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: Facts) -> None:
-    with Waiting(lambda: "loading the trainer", enabled=_speaks(place)):
+    with loading("the trainer", _speaks(place)):
         from llmtrain.cluster.launch import die_with_launcher
         from llmtrain.cluster.ranks import connect, disconnect, watched
         from llmtrain.cluster.stop import heed_defaults
