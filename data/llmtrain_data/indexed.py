@@ -170,7 +170,9 @@ class IndexedData:
         """Sequences must follow each other without a gap, so that a run of documents is one slice."""
         n, last = len(self.lengths), len(self.document_index) - 1
         good = last >= 0 and self.document_index[0] == 0 and self.document_index[last] == n
-        good = good and bool(np.all(np.diff(self.document_index) >= 0)) and (n == 0 or self.pointers[0] == 0)
+        # Compared, as differences of such numbers may overflow.
+        good = good and bool(np.all(self.document_index[:-1] <= self.document_index[1:]))
+        good = good and (n == 0 or self.pointers[0] == 0)
         for start in range(0, n, CHECKED_AT_ONCE):
             pointers = self.pointers[start : start + CHECKED_AT_ONCE + 1]
             lengths = self.lengths[start : start + len(pointers) - 1].astype(np.int64)

@@ -117,8 +117,14 @@ class ColumnChunk:
         import pyarrow as pa
 
         column = self.column
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+        try:
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+                # As bytes, which need not be UTF-8.
+                column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
+        except pa.ArrowException as error:
+            raise DataError(f"{self.where} cannot be read: {reason(error)}") from error
         kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
         if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
             return [(text or b"").decode("utf-8", "replace") for text in column.to_pylist()]
@@ -200,15 +206,15 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
             raise DataError(f"{path} has no column {key!r}, only {few(names)}; name one with --text-key")
         if pa.types.is_nested(kind := file.schema_arrow.field(key).type):
             raise DataError(f"{path}: column {key!r} holds {kind}; expected text")
-        column = file.schema.names.index(key)
+        # The size of all columns together: asking a damaged file for that of one would abort the process.
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        content = sum(group.column(column).total_uncompressed_size for group in groups)
+        content = sum(group.total_byte_size for group in groups)
         rows = max(file.metadata.num_rows, 1)
         step = min(max(int(CHUNK * rows / max(content, 1)), 1), 1 << 16)
         bytes_per_row = path.stat().st_size / rows
         for number, group in enumerate(groups):
-            if group.column(column).total_uncompressed_size > LONGEST * max(group.num_rows, 1):
-                raise too_long(f"{path}: a value of column {key!r} in row group {number}")
+            if group.total_byte_size > LONGEST * max(group.num_rows, 1):
+                raise too_long(f"{path}: a row of row group {number}")
         for batch in file.iter_batches(batch_size=step, columns=[key]):
             yield ColumnChunk(batch.column(0), f"{path}: column {key!r}", int(len(batch) * bytes_per_row))
 

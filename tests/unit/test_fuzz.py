@@ -4,7 +4,12 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from llmtrain_data.errors import DataError
+from llmtrain_data.indexed import IndexedData, IndexedWriter
+from llmtrain_data.readers import ColumnChunk
 
 from tools.fuzz.cases import Case
 from tools.fuzz.pool import case_of, run, summary
@@ -15,6 +20,44 @@ from tools.fuzz.targets import TARGETS, Target
 def test_inputs_of(reader: str, tmp_path: Path) -> None:
     case_of(TARGETS[reader], 2, 0)
     assert summary(list(run(TARGETS[reader], 2, range(100), tmp_path))) == []
+
+
+# Inputs that once were finds, by the seed that makes them.
+PAST = {
+    "data": (21, [4998, 16222]),
+    "parquet": (21, [1017, 5867, 9838, 12088, 12535, 13214, 14021, 14429, 14594]),
+    "hf-weights": (11, [1070]),
+    "recipe": (11, [743]),
+    "cluster": (11, [21, 86, 755, 757]),
+    "site": (11, [420, 508]),
+}
+
+
+@pytest.mark.parametrize("reader", PAST)
+def test_past_finds_of(reader: str, tmp_path: Path) -> None:
+    seed, indices = PAST[reader]
+    assert summary([find for at in indices for find in run(TARGETS[reader], seed, range(at, at + 1), tmp_path)]) == []
+
+
+def test_documents_that_go_beyond_the_end_and_back(tmp_path: Path) -> None:
+    """Their differences overflow."""
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    writer.add(np.arange(40), np.array([20, 20]))
+    writer.commit()
+    content = bytearray((tmp_path / "set.idx").read_bytes())
+    content[-16:-8] = (2**62 + 2**61).to_bytes(8, "little")
+    (tmp_path / "set.idx").write_bytes(content)
+    with pytest.raises(DataError, match="contradicts itself"):
+        IndexedData(tmp_path / "set", verified=False)
+
+
+def test_columns_of_parquet_that_are_damaged(tmp_path: Path) -> None:
+    """Text that is no UTF-8 is read as in other files; a dictionary without an entry is refused."""
+    texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))
+    assert ColumnChunk(texts, "x", 0).texts() == ["a\ufffd"]
+    lost = pa.DictionaryArray.from_arrays(pa.array([7], pa.int8()), pa.array(["a"]), safe=False)
+    with pytest.raises(DataError, match="x cannot be read"):
+        ColumnChunk(lost, "x", 0).texts()
 
 
 @pytest.mark.soak

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from llmtrain.cluster.config import Cluster, ParallelConfig
 from llmtrain.cluster.description import load_cluster, shipped_clusters
@@ -17,7 +15,7 @@ from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.load import load_recipe, merge_overrides, parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.shipped import shipped_names
 from llmtrain.recipe.yaml_file import read_yaml
@@ -50,13 +48,7 @@ def run_on(
 def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
     if source is not None and not _is_description(source):
         return load_recipe(source, overrides, complete=False)
-    for override in overrides:
-        if "=" not in override:
-            raise BadInputError(f"{override!r} is not an override; expected key=value, such as parallel.pipeline=2")
-    try:
-        given = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
-    except (YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise BadInputError(f"the overrides cannot be read: {' '.join(str(error).split())}") from error
+    given = OmegaConf.to_container(merge_overrides(OmegaConf.create(), overrides))
     assert isinstance(given, dict)
     if source is not None and "cluster" in given:
         raise BadInputError(f"the overrides have keys of cluster, which is {source} here; change that, or a copy of it")

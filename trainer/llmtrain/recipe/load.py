@@ -45,11 +45,16 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: b
 def read_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> dict[str, Any]:
     """Return what `load_recipe` checks, as plain data: all that is given and no default, but for the name."""
     path = find_recipe(name_or_path)
-    merged = read_recipe_file(path)
-    for override in overrides:
-        merged = _merge(merged, _parse_override(override), override)
+    merged = merge_overrides(read_recipe_file(path), overrides)
     container = _resolved_container(merged, path, complete)
     return container if container.get("name") is not None else {**container, "name": path.stem}
+
+
+def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a recipe's keys with `key=value` overrides, the later winning. Raises BadInputError."""
+    for override in overrides:
+        content = _merge(content, _parse_override(override), override)
+    return content
 
 
 def parse_recipe(container: dict[str, Any]) -> Recipe:
