@@ -26,7 +26,7 @@ def test_inputs_of(reader: str, tmp_path: Path) -> None:
 PAST = {
     "data": (21, [4998, 16222]),
     "parquet": (21, [1017, 5867, 9838, 12088, 12535, 13214, 14021, 14429, 14594]),
-    "hf-weights": (11, [1070]),
+    "hf-weights": (21, [19169]),
     "recipe": (11, [743]),
     "cluster": (11, [21, 86, 755, 757]),
     "site": (11, [420, 508]),

@@ -1,5 +1,6 @@
 """Which network card a process group speaks through, from where its ranks are (Holmes, section 3.3). Pure data."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from llmtrain.cluster.config import Cluster, Nic
@@ -16,15 +17,39 @@ def card_of(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int)
     the groups that leave a node share out its cards; across clusters it is the network between them, or where they
     have none, being on the same, the rank's own card.
     """
-    own = next((group for group in groups if rank in group), None)
-    if cluster is None or own is None or len(nodes_of(cluster, own)) == 1:
+    index = next((index for index, group in enumerate(groups) if rank in group), None)
+    if cluster is None or index is None:
+        return None
+    return _card(cluster, groups[index], rank, index, _leaving(cluster, groups))
+
+
+def cards_of(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> list[Nic | None]:
+    """Return for each group what `card_of` says of its first rank, in time that grows with the ranks alone."""
+    if cluster is None:
+        return [None] * len(groups)
+    leaving = _leaving(cluster, groups)
+    return [_card(cluster, group, group[0], index, leaving) for index, group in enumerate(groups)]
+
+
+def _leaving(cluster: Cluster, groups: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return, by node, the indices of the groups that have ranks on it and others elsewhere."""
+    found: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        nodes = nodes_of(cluster, group)
+        for node in nodes if len(nodes) > 1 else []:
+            found.setdefault(node, []).append(index)
+    return found
+
+
+def _card(cluster: Cluster, own: Sequence[int], rank: int, index: int, leaving: dict[int, list[int]]) -> Nic | None:
+    if len(nodes_of(cluster, own)) == 1:
         return None
     if len(clusters_of(cluster, own)) > 1 and cluster.between is not None:
         return cluster.between
     cards = cluster.clusters[cluster_of(cluster, rank)].cards if cluster.clusters else ()
     # Seen from the first rank's node, so that all members take the card in the same place.
-    sharing = [group for group in groups if _leaves(cluster, group, node_of(cluster, own[0]))]
-    return cards[sharing.index(own) * len(cards) // len(sharing)] if cards else None
+    sharing = leaving[node_of(cluster, own[0])]
+    return cards[bisect_left(sharing, index) * len(cards) // len(sharing)] if cards else None
 
 
 def nccl_net(cluster: Cluster | None, card: Nic | None) -> str | None:
@@ -33,9 +58,3 @@ def nccl_net(cluster: Cluster | None, card: Nic | None) -> str | None:
         return None
     # Automatic choice would take the fast cards, which are there on both sides and do not reach each other.
     return _NCCL_NETS.get(card.kind, "Socket" if card is cluster.between else None)
-
-
-def _leaves(cluster: Cluster, group: Sequence[int], node: int) -> bool:
-    """Whether a group has ranks on a node, and others elsewhere."""
-    nodes = nodes_of(cluster, group)
-    return node in nodes and len(nodes) > 1

@@ -10,7 +10,7 @@ from llmtrain_data import units
 from llmtrain_data.output import table
 from rich.table import Table
 
-from llmtrain.cluster.cards import card_of
+from llmtrain.cluster.cards import cards_of
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.mesh import clusters_of, nodes_of, placement_advice, stage_speeds
@@ -80,9 +80,9 @@ def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: 
             {
                 "ranks": group,
                 "lies": _lies(cluster, tiers, group),
-                "card": asdict(card) if (card := card_of(cluster, groups, group[0])) else None,
+                "card": asdict(card) if card else None,
             }
-            for group in groups
+            for group, card in zip(groups, cards_of(cluster, groups), strict=True)
         ],
     }
 

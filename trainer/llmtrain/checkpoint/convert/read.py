@@ -88,7 +88,7 @@ def _files(folder: Path) -> list[Path]:
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise BadInputError(f"{wrong}: it has no weight_map with a file for each tensor; save the model anew")
     names = sorted(set(places.values()))
-    if strays := [name for name in names if Path(name).name != name or "\0" in name]:
+    if strays := [name for name in names if Path(name).name != name or not name.isprintable()]:
         raise BadInputError(f"{folder / INDEX} names {shown(strays[0])}; expected files of the same folder")
     return [folder / name for name in names]
 
