@@ -95,7 +95,9 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
     if path.exists():
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_TOKENIZER))
-        except Exception as error:  # tokenizers raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises plain Exception, and its panics are not even that
             raise DataError(f"{path} is not a tokenizer: {reason(error)}") from error
     else:
         tokenizer = tokenizers.Tokenizer.from_str(hf_tokenizer(folder).backend_tokenizer.to_str())
@@ -135,7 +137,10 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
     Raises DataError when there is neither.
     """
     token = _configured_eos(Path(folder)) or END_OF_TEXT
-    number = tokenizer.token_to_id(token)
+    try:
+        number = tokenizer.token_to_id(token)
+    except UnicodeEncodeError:  # JSON may hold halves of characters, which no vocabulary has
+        number = None
     if number is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); "

@@ -144,7 +144,7 @@ def _read(target: Target, case: Case, folder: Path) -> tuple[str, str] | None:
         return None if str(error).strip() else ("no sentence", traceback.format_exc())
     except OSError:
         return None
-    except Exception as error:
+    except BaseException as error:  # panics of Rust are no Exception
         return f"{type(error).__name__}: {str(error)[:300]}", traceback.format_exc()
     return None
 
