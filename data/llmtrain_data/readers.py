@@ -152,7 +152,8 @@ def read_files(
                 yield from reader(path, options.text_key)
         except Exception as error:
             # Arrow is imported by what needs it, so its errors are known by where they are from.
-            if not isinstance(error, OSError | EOFError) and type(error).__module__ != "pyarrow.lib":
+            damaged = isinstance(error, OSError | EOFError | UnicodeDecodeError)
+            if not damaged and type(error).__module__ != "pyarrow.lib":
                 raise
             raise DataError(f"{path} cannot be read: {reason(error)}") from error
     yield from texts.flush()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData, IndexedWriter
 from llmtrain_data.readers import ColumnChunk
@@ -59,6 +61,14 @@ def test_columns_of_parquet_that_are_damaged(tmp_path: Path) -> None:
     lost = pa.DictionaryArray.from_arrays(pa.array([7], pa.int8()), pa.array(["a"]), safe=False)
     with pytest.raises(DataError, match="x cannot be read"):
         ColumnChunk(lost, "x", 0).texts()
+
+
+def test_a_column_of_parquet_whose_name_is_no_text(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"column": ["a"], "text": ["b"]}), tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"column", b"c\xe5\xff\xffmn"))
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read"):
+        list(open_corpus(str(tmp_path / "a.parquet"), CorpusOptions()).chunks())
 
 
 @pytest.mark.soak
