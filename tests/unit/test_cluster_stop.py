@@ -28,3 +28,29 @@ def test_a_run_that_has_ended_does_not_die_of_being_asked_to_stop(number: int) -
     """Not even while the interpreter takes itself down, which gives signals their defaults back."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(number)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+TWICE = """
+import hashlib, os, signal, sys, threading, time
+from llmtrain.cluster.stop import StopRequest
+
+def press():
+    for _ in range(int(sys.argv[1])):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+with StopRequest() as stop:
+    threading.Thread(target=press).start()
+    started = time.monotonic()
+    while time.monotonic() < started + 1:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
+    print(stop.asked, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("presses", "stopped"), [(1, False), (2, True)])
+def test_a_second_ctrl_c_counts_though_the_first_is_still_to_be_heeded(presses: int, stopped: bool) -> None:
+    """Python calls its handler when a call of C returns, once for all signals since."""
+    done = subprocess.run([sys.executable, "-c", TWICE, str(presses)], capture_output=True, text=True, check=False)
+    assert done.stdout == ("" if stopped else "True\n")
+    assert ("KeyboardInterrupt" in done.stderr) is stopped

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -27,9 +28,15 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[int, signal._HANDLER] = {}
+        self._arrived: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
+        # Python calls a handler once for all signals that arrive during one call of C, but writes a byte for each.
+        self._arrived = os.pipe()
+        for end in self._arrived:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._arrived[1], warn_on_full_buffer=False)
         return self
 
     def __exit__(
@@ -37,13 +44,22 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        assert self._arrived is not None
+        for end in self._arrived:
+            os.close(end)
         # What has ended must not die of being asked to: its exit code would tell that it has to be run again.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        assert self._arrived is not None
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            # The byte may come a moment after the handler is called.
+            with suppress(BlockingIOError):
+                if os.read(self._arrived[0], 4096).count(signal.SIGINT) > 1:
+                    raise KeyboardInterrupt
 
 
 def end_early() -> None:
