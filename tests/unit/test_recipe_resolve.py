@@ -177,3 +177,24 @@ def test_a_path_that_was_relative_to_another_folder_is_found(path: str, monkeypa
         prepared("../recipes/recipe.yaml", [path], CPU, refuse_hf)
     assert str(found.value).startswith(f"{key} is {value}, ")
     assert str(found.value).endswith(f"there is one in {here}: run from there, or give {here / value}")
+
+
+@pytest.mark.parametrize(
+    ("stages", "batch", "refusal"),
+    [
+        (1, 100_000, None),
+        (1, 2**19, "has 524,288 microbatches; expected at most 262,144"),
+        (2, 2**16, "has 65,536 microbatches through 2 pieces of the model; expected a product of at most 65,536"),
+    ],
+)
+def test_microbatches_are_counted_before_lists_of_them_are_made(stages: int, batch: int, refusal: str | None) -> None:
+    given = recipe(
+        f"train.global_batch={batch}", "train.microbatch=1", f"parallel.pipeline={stages}", "train.steps=200"
+    )
+    facts = Facts(world=stages, device="cpu")
+    resolved = resolve(given, facts)
+    if refusal is None:
+        check(resolved, facts)
+    else:
+        with pytest.raises(BadInputError, match=refusal):
+            check(resolved, facts)

@@ -158,8 +158,10 @@ def _check_parallel(recipe: Recipe, config: GPTConfig) -> None:
     parallel, pipeline = recipe.parallel, recipe.pipeline
     microbatches = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
     problem = tensor_problems(config, parallel, recipe.data.sequence_length)
-    if problem is None and parallel.pipeline > 1:
-        problem = schedule_problems(pipeline.schedule, parallel.pipeline, int(pipeline.chunks), microbatches)
+    if problem is None:
+        # One stage has no schedule to choose.
+        name, chunks = (pipeline.schedule, int(pipeline.chunks)) if parallel.pipeline > 1 else ("1f1b", 1)
+        problem = schedule_problems(name, parallel.pipeline, chunks, microbatches)
     if problem is not None:
         raise BadInputError(problem)
 

@@ -18,7 +18,10 @@ from llmtrain.parallel.pipeline.timeline import Durations, simulate, simulate_me
 from llmtrain.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
 MOST_PASSES = 2**16
-"""Forward passes of all ranks in a step: a schedule is a list of them."""
+"""Forward passes of all ranks in a step of a pipeline: a schedule is a list of them, and finding it takes longer."""
+
+MOST_MICROBATCHES = 2**18
+"""Microbatches of a step without a pipeline."""
 
 ONE_CHUNK: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero-bubble", "message-driven")
 """Schedules whose ranks hold one piece of the model each."""
@@ -105,9 +108,15 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
         )
     if name == "zero-bubble-v" and chunks != 2:
         return f"pipeline.chunks is {chunks}; expected 2 with pipeline.schedule zero-bubble-v, so set pipeline.chunks=2"
-    if ranks * chunks * microbatches > MOST_PASSES:
+    pieces = ranks * chunks
+    if pieces == 1 and microbatches > MOST_MICROBATCHES:
         return (
-            f"a step of the pipeline has {microbatches} microbatches through {ranks * chunks} pieces of the model; "
+            f"a step has {microbatches:,} microbatches; expected at most {MOST_MICROBATCHES:,}, so lower "
+            "train.global_batch, or raise train.microbatch"
+        )
+    if pieces > 1 and pieces * microbatches > MOST_PASSES:
+        return (
+            f"a step of the pipeline has {microbatches:,} microbatches through {pieces} pieces of the model; "
             f"expected a product of at most {MOST_PASSES:,}, so lower train.global_batch, or raise train.microbatch"
         )
     return None
