@@ -43,10 +43,15 @@ class Monitor:
     def _watch(self) -> None:
         processes: dict[int, psutil.Process] = {}
         while not self.died and not self._over.wait(_LOOK):
+            unseen: list[int] = []
             if len(processes) < self._ranks:
-                processes |= _children()
+                children = psutil.Process().children()
+                processes |= _by_rank(children)
+                seen = {process.pid for process in processes.values()}
+                # One that died before its rank could be read has nothing more to tell.
+                unseen = [child.pid for child in children if child.pid not in seen and _has_ended(child)]
             gone = [rank for rank, process in processes.items() if _has_ended(process)]
-            self.died = [processes[rank].pid for rank in gone if self._notes.last(rank).ending == Ending.NONE]
+            self.died = [processes[rank].pid for rank in gone if self._notes.last(rank).ending == Ending.NONE] + unseen
         if not self.died:
             return
         self.verdict = self._notes.verdict
@@ -55,7 +60,7 @@ class Monitor:
             leave_verdict(self._notes.path, "a rank died")
         if self._over.wait(PATIENCE):
             return
-        for process in (processes | _children()).values():
+        for process in (processes | _by_rank(psutil.Process().children())).values():
             if not _has_ended(process):
                 self.killed.add(process.pid)
                 with suppress(ProcessLookupError):
@@ -63,10 +68,10 @@ class Monitor:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def _children() -> dict[int, psutil.Process]:
+def _by_rank(children: list[psutil.Process]) -> dict[int, psutil.Process]:
     """Return the processes of ranks that run by now."""
     found = {}
-    for child in psutil.Process().children():
+    for child in children:
         # One that has yet to become Python has the variables of its launcher.
         with suppress(psutil.Error, KeyError):
             found[int(child.environ()["LOCAL_RANK"])] = child

@@ -1,0 +1,25 @@
+"""The launcher's eye on the processes of its ranks."""
+
+import subprocess
+import time
+
+import psutil
+from llmtrain.cluster.monitor import Monitor
+from llmtrain.cluster.note import Notes
+
+
+def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:
+    process = subprocess.Popen(["true"])
+    notes = Notes(2)
+    try:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        monitor = Monitor(2, notes)
+        end = time.monotonic() + 2
+        while not monitor.died and time.monotonic() < end:
+            time.sleep(0.01)
+        monitor.close()
+        assert process.pid in monitor.died
+    finally:
+        notes.close()
+        process.wait()
