@@ -31,12 +31,12 @@ class StopRequest:
         self._arrived: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         # Python calls a handler once for all signals that arrive during one call of C, but writes a byte for each.
         self._arrived = os.pipe()
         for end in self._arrived:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._arrived[1], warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         return self
 
     def __exit__(
