@@ -26,8 +26,8 @@ def validation_warnings(training: Samples, validation: Samples) -> list[str]:
         prefix = valid.data.prefix
         if valid.documents < FEWEST:
             found.append(
-                f"the validation split of {prefix} has {valid.documents} documents, so that its loss depends on which "
-                f"they are; give it {FEWEST} or more by a larger second share in data.split"
+                f"the validation split of {prefix} has fewer than {FEWEST} documents ({valid.documents}), so that its "
+                "loss depends on which they are; give it more by a larger second share in data.split"
             )
         elif (times := distance_ratio(train, valid)) is not None and times > FARTHER:
             found.append(
