@@ -5,6 +5,7 @@ writes them (`\\x1b`, `\\u202e`). Line ends and tabs stay.
 """
 
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -33,6 +34,18 @@ def printable(value: object) -> str:
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
     """Print a value as a line, with what would steer a terminal escaped. err: on stderr."""
     print(printable(value), end=end, file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def say_long(text: str) -> None:
+    """Print lines; through the user's pager, as git does, where a terminal has too few for all of them."""
+    terminal = Terminal()
+    if not terminal.is_terminal or text.count("\n") < terminal.height:
+        say(text, end="")
+        return
+    import pydoc  # 0.04 s that no other verb needs
+
+    os.environ.setdefault("LESS", "FRX")
+    pydoc.pager(printable(text))
 
 
 def say_json(data: Any, indent: int | None = None) -> None:

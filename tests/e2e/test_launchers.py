@@ -78,6 +78,13 @@ def test_every_launcher_starts_the_same_run(folder: Path, reference: Curve, by: 
     assert curve(folder / "runs" / by) == reference
 
 
+def test_one_rank_of_a_launcher_says_what_is_wrong_with_a_recipe(folder: Path) -> None:
+    code, _, errors = end(start(folder, "wrong", *TORCHRUN, override="train.steeps=1"))
+    assert code == 1
+    said = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+    assert said == ["llmtrain: train.steeps is not a recipe key; did you mean train.steps?"]
+
+
 def test_a_folder_has_one_run_at_a_time_and_usr1_stops_it(folder: Path) -> None:
     first = start(folder, "one", *OURS, steps=100_000)
     wait_for_step(folder, "one", 3, first)

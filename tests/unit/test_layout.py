@@ -165,7 +165,7 @@ def test_ranks_that_are_asked_for_beside_those_of_a_launcher() -> None:
 
 def _place(local_rank: int) -> Launched:
     # As of a launcher that does not say how many ranks it starts on each machine.
-    return Launched("torchrun", local_rank, 16, 16, {"LOCAL_RANK": str(local_rank)})
+    return Launched("torchrun", local_rank, local_rank, 16, 16, {})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,14 @@
 """What files say reaches the terminal as text: no verb prints a character that would steer it."""
 
 import ast
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -52,6 +58,17 @@ def test_every_character() -> None:
     plain = "a\tb\nnaïve 漢字 נִקּוּד\u00a0🙂👩\u200d💻 می\u200cخواهم [/x]"
     assert printable(plain) == plain
     assert printable("\x1b[2J\u202e\r") == "\\x1b[2J\\u202e\\r"
+
+
+@pytest.mark.parametrize(("lines", "paged"), [(3, False), (40, True)])
+def test_long_text_goes_through_a_pager_on_a_terminal(lines: int, paged: bool) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    program = f"from llmtrain_data.output import say_long; say_long('a \x1b line\\n' * {lines})"
+    environment = {**os.environ, "PAGER": "sed s/^/paged:/", "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", program], stdin=theirs, stdout=theirs, env=environment, check=True)
+    shown = os.read(ours, 65536).decode().splitlines()
+    assert shown == [f"{'paged:' if paged else ''}a \\x1b line"] * lines
 
 
 def test_json_has_no_numbers_that_are_not_finite() -> None:

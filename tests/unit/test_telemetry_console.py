@@ -62,13 +62,22 @@ def test_live_line_on_a_terminal() -> None:
     show(run)
     run.close()
     drawn = text.getvalue()
-    assert "4/10  loss 2.5000" in drawn
-    # Words are where a narrow terminal's lines end.
-    words = " ".join(drawn.split())
-    assert "left 1:00:00" in words or "left 59:59" in words
+    # In one line, of which a narrow terminal sees the beginning.
+    lines = [line for line in drawn.splitlines() if "4/10  elapsed 1:05" in line]
+    assert lines
+    assert all(line.rstrip().endswith("\N{HORIZONTAL ELLIPSIS}") for line in lines)
+    assert ", left 1:00:00  " in lines[0] or ", left 59:59  " in lines[0]
     # The live line is drawn again below what is printed.
-    assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  loss 2.5000")
+    assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  elapsed 1:05")
     assert "step 4/10  loss" not in drawn
+
+
+def test_live_line_of_a_wide_terminal() -> None:
+    text = StringIO()
+    run = RunConsole(10, Terminal(file=text, force_terminal=True, width=160, color_system=None))
+    show(run)
+    run.close()
+    assert "loss 2.5000  lr 1.00e-03  grad norm 1.00  12.3k tokens/s  42% of measured peak" in text.getvalue()
 
 
 def until(text: StringIO, words: str) -> bool:

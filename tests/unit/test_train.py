@@ -17,6 +17,7 @@ from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster import lock
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.ranks import connect
+from llmtrain.cluster.watch import Watch
 from llmtrain.compose import Run
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.recipe.prepare import prepared
@@ -312,7 +313,17 @@ def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.
     keys = ("train.steps=5", "train.eval_every=5", "train.eval_batches=1")
     train(*keys)
     monkeypatch.setattr(evaluate, "TOGETHER", 3)
+    shares: list[str] = []
+    moving = Watch.moving
+
+    def noted(watch: Watch, share: float | None = None) -> None:
+        moving(watch, share)
+        shares.append(watch.doing())
+
+    monkeypatch.setattr(Watch, "moving", noted)
     train("name=parts", *keys)
+    parts_done = [share.partition(": ")[2] for share in shares if share.startswith("evaluating ")]
+    assert list(dict.fromkeys(parts_done)) == ["0%", "50%", "75%", "100%"]
     whole, parts = (
         [row["loss"] for row in rows(folder / "runs" / name) if row.get("event") == "eval"]
         for name in ("tiny", "parts")

@@ -87,8 +87,7 @@ def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -
         )
     if given is not None:
         tiers(given, place.world, place.ranks_per_node)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    machine = this_machine(local_rank, place.ranks_per_node, _accelerator_address(local_rank))
+    machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
     ranks = connect(Layout({Axis.DATA: place.world}), timeout=PATIENCE, cluster=given, noted=True)
     with ending_as_one(ranks):
         machines = _tell_all(ranks, machine)

@@ -1,6 +1,6 @@
 """Mean loss over a fixed set of samples, the same on every layout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from llmtrain_data.dataset import Samples
@@ -16,8 +16,9 @@ ORDER = 0
 # Microbatches that are on the device at once.
 TOGETHER = 64
 
-# The mean losses of microbatches, int64 `[sequences, tokens + 1]` each; none on a rank that is to count no loss.
-LossesOf = Callable[[Sequence[Tensor]], list[Tensor]]
+# Yields, some microbatches (int64 `[sequences, tokens + 1]` each) at a time and in their order, how many they were and
+# their mean losses; none on a rank that is to count no loss.
+LossesOf = Callable[[Sequence[Tensor]], Iterator[tuple[int, list[Tensor]]]]
 
 
 @torch.no_grad()
@@ -33,15 +34,19 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     # As many passes as the rank with the largest share makes: weights are gathered from everyone.
     firsts = range(start, start + -(-count // degree), microbatch)
     sizes = [max(min(microbatch, end - first), 0) for first in firsts]
-    total, was_training = 0.0, model.training
+    total, passed, was_training = 0.0, 0, model.training
     model.eval()
+    ranks.watch.moving(0.0)
     for at in range(0, len(sizes), TOGETHER):
-        ranks.watch.moving(at / len(sizes))
         some = sizes[at : at + TOGETHER]
         rows = [
             torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))).to(ranks.device)
             for first, size in zip(firsts[at : at + TOGETHER], some, strict=True)
         ]
-        total += sum(float(loss) * size for loss, size in zip(losses_of(rows), some, strict=False))
+        losses: list[Tensor] = []
+        for count_of, found in losses_of(rows):
+            passed, losses = passed + count_of, losses + found
+            ranks.watch.moving(passed / len(sizes))
+        total += sum(float(loss) * size for loss, size in zip(losses, some, strict=False))
     model.train(was_training)
     return ranks.sum_all([total])[0] / count

@@ -97,8 +97,8 @@ def evaluate_on(
     count = min(count or len(samples), len(samples))
     trained.ranks.watch.begin(f"evaluating {count} samples")
 
-    def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [trained.model(rows[:, :-1], rows[:, 1:]) for rows in batches]
+    def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        yield from ((1, [trained.model(rows[:, :-1], rows[:, 1:])]) for rows in batches)
 
     loss = mean_loss(trained.model, losses_of, samples, count, microbatch, trained.ranks)
     return {

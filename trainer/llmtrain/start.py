@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.output import say, say_json
+from llmtrain_data.output import say_json, say_long
 from llmtrain_data.waiting import Waiting, loading
 
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
@@ -48,8 +48,9 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
     if as_json and not dry_run:
         raise BadInputError("--json is given without --dry-run; add it, or leave --json out and read metrics.jsonl")
     heed_launcher()
-    recipe = load_recipe(name, overrides)
     place = launched(os.environ, nproc)
+    with _told_once(place):
+        recipe = load_recipe(name, overrides)
     # torch comes this late so that a mistake in the recipe's text is told at once.
     with loading("PyTorch", _speaks(place)):
         import torch
@@ -61,7 +62,8 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
         device="cuda" if gpus else "cpu",
         apex=_has_apex(),
     )
-    resolved = settle(recipe, facts, read_hf_config, folders_above(name))
+    with _told_once(place):
+        resolved = settle(recipe, facts, read_hf_config, folders_above(name))
     unled = _without_mpi(resolved, world) if place is None else None
     if dry_run:
         cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
@@ -72,7 +74,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
             say_json({"recipe": as_data(resolved), "summary": summary.as_data(), "advice": said})
             return
         # As comments: what is printed stays a recipe.
-        say("".join((summary.comments(), to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))), end="")
+        say_long("".join((summary.comments(), to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
     if unled:
@@ -88,6 +90,17 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
 def _speaks(place: Launched | None) -> bool:
     """Whether it is this process that tells the user how the run starts."""
     return place is None or place.rank == 0
+
+
+@contextmanager
+def _told_once(place: Launched | None) -> Iterator[None]:
+    """Have one rank of each machine say what is wrong with the recipe, which is the same for all of them."""
+    try:
+        yield
+    except BadInputError as error:
+        if place is None or place.local_rank == 0:
+            raise
+        raise SystemExit(error.exit_code) from error
 
 
 def _without_mpi(recipe: Recipe, world: int) -> str | None:
@@ -107,7 +120,7 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
     own, a rank sees but that one.
     """
     # Not every launcher says how many it starts on a machine, but all number them.
-    here = world if place is None else int({**os.environ, **place.variables}.get("LOCAL_RANK", "0")) + 1
+    here = world if place is None else place.local_rank + 1
     if gpus and here > gpus and (place is None or gpus > 1):
         raise BadInputError(
             f"there are to be {here} ranks or more on a machine with {gpus} GPUs; start at most one for each GPU, or "

@@ -1,7 +1,7 @@
 """The training loop."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite, sqrt
 from typing import NamedTuple, NoReturn
 
@@ -238,9 +238,10 @@ def evaluate(run: Run) -> None:
         microbatch = int(run.recipe.train.microbatch)
         run.ranks.watch.begin(f"evaluating {min(count, len(run.valid_data))} samples")
 
-        def losses_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            losses = run.executor.evaluate(batches)
-            return losses if run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0 else []
+        def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+            counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0
+            for passed, losses in run.executor.evaluate(batches):
+                yield passed, losses if counts else []
 
         loss = mean_loss(run.model, losses_of, run.valid_data, count, microbatch, run.ranks)
         run.log.evaluation(run.progress.step, "validation", loss)

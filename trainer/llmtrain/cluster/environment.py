@@ -22,11 +22,13 @@ FIRST_PORT, PORTS = 20000, 12000
 class Launched:
     """A rank's place as its launcher gave it, and the variables torch needs to find the other ranks.
 
-    ranks_per_node: how many were started on each machine, the world where nothing says so.
+    local_rank: among those of its machine, 0 where nothing says so. ranks_per_node: how many were started on each
+    machine, the world where nothing says so.
     """
 
     by: str
     rank: int
+    local_rank: int
     world: int
     ranks_per_node: int
     variables: Mapping[str, str]
@@ -55,7 +57,7 @@ def heed_launcher() -> None:
 def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
-        return _launched(by, environment["RANK"], environment["WORLD_SIZE"], environment.get("LOCAL_WORLD_SIZE"), {})
+        return _launched(by, environment, environment.get("LOCAL_WORLD_SIZE"), {})
     # mpirun first: inside a job it starts its own processes through srun, and they hand on what srun told them.
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return _from_open_mpi(environment)
@@ -84,7 +86,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
         "MASTER_ADDR": environment.get("MASTER_ADDR", "localhost"),
         "MASTER_PORT": environment.get("MASTER_PORT", "29500" if here != world else str(port)),
     }
-    return _launched("mpirun", rank, world, here, variables)
+    return _launched("mpirun", variables, here, variables)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Launched:
@@ -101,16 +103,19 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
     # As in `4(x2),3`: tasks on each node.
     per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     variables |= {"LOCAL_WORLD_SIZE": per_node[0]} if per_node else {}
-    return _launched("srun", rank, world, per_node and per_node[0], variables)
+    return _launched("srun", variables, per_node and per_node[0], variables)
 
 
-def _launched(by: str, rank: str, world: str, per_node: str | None, variables: Mapping[str, str]) -> Launched:
+def _launched(by: str, place: Mapping[str, str], per_node: str | None, variables: Mapping[str, str]) -> Launched:
+    rank, local_rank, world = place["RANK"], place.get("LOCAL_RANK", "0"), place["WORLD_SIZE"]
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise BadInputError(
             f"the environment has rank {rank!r} of {world!r}; expected a number below another. Start the run through "
             "torchrun, srun or llmtrain run --nproc N, or unset RANK and WORLD_SIZE"
         )
-    return Launched(by, int(rank), int(world), int(per_node or world), variables)
+    if not local_rank.isdecimal():
+        raise BadInputError(f"the environment's LOCAL_RANK is {local_rank!r}; expected a number, or unset it")
+    return Launched(by, int(rank), int(local_rank), int(world), int(per_node or world), variables)
 
 
 def first_host(nodelist: str) -> str:

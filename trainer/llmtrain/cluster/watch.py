@@ -45,8 +45,10 @@ class Watch:
         self.note(phase)
 
     def moving(self, share: float | None = None) -> None:
-        """Note that what was begun goes on. share: how much of the phase is done, 0 to 1, None where nobody knows."""
-        self.moved, self._share = time.time(), share
+        """Note that what was begun goes on. share: how much of the phase is done, 0 to 1, None if as before."""
+        self.moved = time.time()
+        if share is not None:
+            self._share = share
 
     def doing(self) -> str:
         """Return the phase, and how much of it is done where that is known."""

@@ -89,8 +89,8 @@ class RunConsole:
 
 
 class _LiveLine:
-    """The line that Live draws: a bar, the step, what else than training goes on, the last logged numbers and the
-    time."""
+    """The line that Live draws: a bar, the step, what else than training goes on, the time and the last logged numbers.
+    A narrow terminal cuts its end."""
 
     def __init__(self, steps: int, doing: Callable[[], str]) -> None:
         self._steps, self._doing = steps, doing
@@ -103,12 +103,13 @@ class _LiveLine:
     def __rich__(self) -> Table:
         # Time goes on between steps.
         since = time.monotonic() - self._moved
-        left = "" if self._left is None else f"  left {units.duration(max(self._left - since, 0.0))}"
+        left = "" if self._left is None else f", left {units.duration(max(self._left - since, 0.0))}"
         numbers = "" if self.row is None else f"  {step_text(self.row)}"
         doing = f"  {doing}" if (doing := self._doing()) else ""
-        text = f"{self._step}/{self._steps}{doing}{numbers}  elapsed {units.duration(self._elapsed + since)}{left}"
+        text = f"{self._step}/{self._steps}{doing}  elapsed {units.duration(self._elapsed + since)}{left}{numbers}"
         line = Table.grid(padding=(0, 1))
-        line.add_row(ProgressBar(total=self._steps, completed=self._step, width=20), Text(text))
+        bar = ProgressBar(total=self._steps, completed=self._step, width=20)
+        line.add_row(bar, Text(text, no_wrap=True, overflow="ellipsis"))
         return line
 
 

@@ -86,19 +86,20 @@ class Executor:
         return sum(step.losses, torch.zeros((), device=rows[0].device))
 
     @torch.no_grad()
-    def evaluate(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean losses of microbatches, where the model ends. Collective over the pipeline."""
-        found: list[Tensor] = []
+    def evaluate(self, rows: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield the mean losses of microbatches, where the model ends, some at a time; and how many those were.
+        Collective over the pipeline."""
         # So many at a time as keep all stages busy, and no more than memory has room for.
         together = 2 * self._schedule.stages
         with self._engine.forward_pass():
             for first in range(0, len(rows), together):
                 some = rows[first : first + together]
+                found: list[Tensor] = []
                 self._expect(some, backward=False)
                 for chunk in range(len(self._stages)):
                     found += [loss for one in some if (loss := self._pass(chunk, one)[1]).ndim == 0]
                 self._flush()
-        return found
+                yield len(some), found
 
     def close(self) -> None:
         """End what runs in the background."""
