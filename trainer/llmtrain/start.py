@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -39,6 +40,9 @@ from llmtrain.summary import summarize
 if TYPE_CHECKING:
     from llmtrain.cluster.launch import Restarts
     from llmtrain.cluster.ranks import Ranks
+
+# Seconds that ranks leave the first one of their machine to report a bad recipe.
+REPORT = 10.0
 
 
 def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_json: bool = False) -> None:
@@ -94,12 +98,15 @@ def _speaks(place: Launched | None) -> bool:
 
 @contextmanager
 def _told_once(place: Launched | None) -> Iterator[None]:
-    """Have one rank of each machine say what is wrong with the recipe, which is the same for all of them."""
+    """Have one rank of each machine report what is wrong with the recipe, which is the same for all of them."""
     try:
         yield
     except BadInputError as error:
         if place is None or place.local_rank == 0:
             raise
+        # A launcher ends all ranks when one has ended: the one that reports must come first.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(REPORT)
         raise SystemExit(error.exit_code) from error
 
 
