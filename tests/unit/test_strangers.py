@@ -15,7 +15,8 @@ from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.convert.read import hf_tensors
 from llmtrain.checkpoint.describe import list_checkpoints
 from llmtrain.checkpoint.load import load_latest
-from llmtrain.checkpoint.manifest import digest
+from llmtrain.checkpoint.manifest import digest, model_of, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.shard import StateShard
 from llmtrain.checkpoint.verify import verify
@@ -137,6 +138,12 @@ def test_a_checkpoint_under_the_name_of_another(checkpoint: Path) -> None:
     assert "damage" in list_checkpoints(checkpoint.parent)[0]
     # A copy of another kind of name says nothing of its step.
     assert verify(checkpoint.rename(checkpoint.with_name("kept"))) == []
+
+
+def test_a_manifest_of_a_model_that_computes_something_else(checkpoint: Path) -> None:
+    forge(checkpoint, lambda text: text.replace('"family":"gpt2"', '"family":"gpt2","qk_norm":true'))
+    with pytest.raises(DamagedError, match=r"describes no model: model\.qk_norm is no size of a model"):
+        model_of(read_manifest(checkpoint))
 
 
 def test_a_manifest_that_asks_for_too_much(checkpoint: Path) -> None:

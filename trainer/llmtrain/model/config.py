@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
@@ -61,6 +61,9 @@ class GPTConfig:
     the MLP; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
     """
 
+    # A size that is unknown here says that the model computes something else.
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
     family: Family
     layers: Layers
     hidden: Hidden
@@ -87,6 +90,9 @@ class GPTConfig:
             if first["type"] == "value_error":
                 raise ValueError(str(first["ctx"]["error"])) from None
             key = ".".join(("model", *map(str, first["loc"])))
+            if first["type"] == "unexpected_keyword_argument":
+                known = ", ".join(entry.name for entry in fields(cls))
+                raise ValueError(f"{key} is no size of a model; expected {known}") from None
             message = first["msg"].removeprefix("Input should be ")
             raise ValueError(f"{key} is {str(first['input'])[:40]}; expected {message}") from None
 

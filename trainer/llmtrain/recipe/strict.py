@@ -19,7 +19,7 @@ from llmtrain.recipe.yaml_file import YAML_ERRORS, read_yaml, yaml_problem
 T = TypeVar("T")
 
 # YAML reads 24:00:00 as a number to the base of 60, which nobody who writes a time means.
-_BASE_60 = re.compile(r"(?m)^(\s*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
+_BASE_60 = re.compile(r"(?m)^([ \t]*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
 
 
 @dataclass(frozen=True)

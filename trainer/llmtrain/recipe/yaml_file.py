@@ -33,8 +33,8 @@ def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> DictC
     try:
         text = mend(read_text(path, LARGEST_BYTES))
         root = check_size(text)
-        if not isinstance(root, yaml.MappingNode | None):
-            held = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
+        if root is not None and root.tag != "tag:yaml.org,2002:map":
+            held = {yaml.SequenceNode: "a list", yaml.ScalarNode: "plain text"}.get(type(root), "a set or the like")
             raise BadInputError(f"{path} {wrong}: it holds {held}, expected sections with keys")
         content = OmegaConf.create(text)
         assert isinstance(content, DictConfig)
@@ -58,7 +58,7 @@ def check_size(text: str) -> yaml.Node | None:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     # Nodes are shared where OmegaConf would copy what an alias stands for.
     if _nodes(root, {}) > LARGEST_VALUES:
-        raise ValueError(f"it has more than {LARGEST_VALUES} values")
+        raise ValueError(f"it has more than {LARGEST_VALUES} values, or characters of texts with references (${{...}})")
     return root
 
 
@@ -77,9 +77,10 @@ def one_line(said: object) -> str:
 
 
 def _nodes(node: yaml.Node | None, counted: dict[int, int]) -> int:
-    """Return how many values a node holds, those of its aliases each time."""
+    """Return how many values a node holds, those of its aliases each time. A text with references counts as many as it
+    has characters, as OmegaConf takes long to read them."""
     if not isinstance(node, yaml.CollectionNode):
-        return 1
+        return len(node.value) if isinstance(node, yaml.ScalarNode) and "${" in node.value else 1
     if id(node) not in counted:
         # One that holds itself is counted once here, and refused later.
         counted[id(node)] = 1

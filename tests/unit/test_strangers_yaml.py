@@ -1,0 +1,40 @@
+"""YAML from a stranger that readers would take for something else, or would take too long to read."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain.cluster.description import load_cluster
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.load import load_recipe
+
+
+def test_a_file_of_blank_lines(tmp_path: Path) -> None:
+    """Read line by line once, not from each of its lines on."""
+    (tmp_path / "evil.yaml").write_text("\n" * 200_000)
+    with pytest.raises(BadInputError, match="node is missing"):
+        load_cluster(tmp_path / "evil.yaml")
+
+
+@pytest.mark.parametrize("text", ["!!set {a, b}", "!other {a: 1}"])
+def test_a_file_of_another_kind_of_mapping(text: str, tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text(text)
+    for read in (load_recipe, load_cluster):
+        with pytest.raises(BadInputError, match="holds a set or the like, expected sections with keys"):
+            read(str(tmp_path / "evil.yaml"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"name: '${{{' ' * 20_000}'",
+        f"name: '{'${' * 10_000}'",
+        f"a: &a '${{a:[{'1,' * 2000}1]}}'\nb: [{'*a, ' * 9}]",
+    ],
+    ids=["spaces", "opened", "repeated"],
+)
+def test_references_that_take_long_to_read(text: str, tmp_path: Path) -> None:
+    """Refused before they are read."""
+    (tmp_path / "evil.yaml").write_text(text)
+    for read in (load_recipe, load_cluster):
+        with pytest.raises(BadInputError, match="characters of texts with references"):
+            read(str(tmp_path / "evil.yaml"))
