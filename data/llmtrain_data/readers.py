@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""
 
+PIECE = 64
+"""Bytes that a piece of text takes beside its content; without them, empty documents would gather without end."""
+
 NAMED = 10
 """Fields or columns that an error names."""
 
@@ -230,7 +233,7 @@ class _TextChunks:
     def add(self, pieces: Iterator[Piece]) -> Iterator[Chunk]:
         for piece in pieces:
             self._pieces.append(piece)
-            self._size += len(piece.content)
+            self._size += len(piece.content) + PIECE
             if self._size >= CHUNK:
                 yield from self.flush()
 

@@ -12,9 +12,10 @@ CHUNK = 1 << 20
 """Bytes of text read at once."""
 
 LONGEST = 128 << 20
-"""Bytes of the longest document that is read: a line of JSON, what lies between separators, or a value of a column.
+"""Bytes of the longest line of JSON, text between separators or value of a column that is read.
 
-A document is held several times over on its way to ids, and a small compressed file may hold one of any length.
+Each is held several times over on its way to ids, and a small compressed file may hold one of any length. Text without
+separators is read in parts, so a file of it may be longer.
 """
 
 PROBE = 8192
@@ -43,9 +44,16 @@ def line_end(block: bytes, start: int, length: int) -> int:
     line = block.rfind(b"\n", start, end)
     if line >= start:
         return line + 1
-    while block[end] & 0xC0 == 0x80 and end > start + 1:
-        end -= 1
+    # A character has at most three bytes after its first one; a longer run of them is no text, and is cut anywhere.
+    for before in range(end, max(end - 4, start), -1):
+        if not _continues(block[before]):
+            return before
     return end
+
+
+def _continues(byte: int) -> bool:
+    """Return whether a byte is one of a UTF-8 character after its first."""
+    return byte & 0xC0 == 0x80
 
 
 def blocks(path: Path, size: int, whole_lines: bool) -> Iterator[tuple[bytes, int, bool]]:
@@ -81,12 +89,15 @@ def _rest_of_line(stream: io.BufferedReader, path: Path, before: int, block: byt
 def _rest_of_text(stream: io.BufferedReader) -> bytes:
     """Read up to a line's end, or the end of a character."""
     rest = stream.readline(CHUNK)
-    while not rest.endswith(b"\n") and (following := stream.peek(1)[:1]) and following[0] & 0xC0 == 0x80:
+    for _ in range(3):
+        if rest.endswith(b"\n") or not (following := stream.peek(1)) or not _continues(following[0]):
+            break
         rest += stream.read(1)
     return rest
 
 
 def separated(path: Path, separator: bytes) -> Iterator[Piece]:
+    """Read the documents between separators. Raises DataError for one that is too long."""
     with open(path, "rb", opener=regular) as file:
         stream, position, rest, lines = decompressed(file, path), 0, bytearray(), 0
         while block := stream.read(CHUNK):
@@ -106,6 +117,7 @@ def separated(path: Path, separator: bytes) -> Iterator[Piece]:
 
 
 def too_long(what: str) -> DataError:
+    """Return the error for a document of more than LONGEST bytes. what: the document, with its file."""
     return DataError(f"{what} has more than {LONGEST >> 20} MiB; cut it into documents that are shorter")
 
 
@@ -124,6 +136,7 @@ def not_text(path: Path) -> str | None:
 
 
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
+    """Return the stream of a file's content: decompressed if the name says that it is compressed, else the file."""
     from llmtrain_data.corpus import COMPRESSION
 
     kind = COMPRESSION.get(path.suffix)

@@ -17,10 +17,11 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.presets import PRESETS
 from llmtrain.recipe.load import load_recipe
 from llmtrain.submit import load_site
-from llmtrain_data import streams
+from llmtrain_data import readers, streams
 from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
+from llmtrain_data.left_out import LeftOut
 from llmtrain_data.tokenizer import end_of_text_id, hf_tokenizer, load_tokenizer, sampled_texts, tokenizer_size
 from llmtrain_data.untrusted import UnreadableError, read_bytes, read_json
 
@@ -149,6 +150,30 @@ def test_long_lines_are_cut_between_characters(tmp_path: Path, monkeypatch: pyte
         text = "\N{EURO SIGN}\N{GRINNING FACE}a" * 5000
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         assert "".join(corpus(tmp_path / "a.txt")) == text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_bytes_that_continue_no_character(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run of them is cut into pieces of the usual size, in blocks that end soon after CHUNK bytes."""
+    monkeypatch.setattr(streams, "CHUNK", 100)
+    monkeypatch.setattr(readers, "CHUNK", 100)
+    monkeypatch.setattr(readers, "WHOLE_FILE", 200)
+    content = b"text\n" * 5000 + b"\x80" * 20_000
+    (tmp_path / "a.txt").write_bytes(content)
+    pieces = list(readers.read_text(tmp_path / "a.txt", None, whole, LeftOut()))
+    assert b"".join(piece.content for piece in pieces) == content
+    sizes = [len(piece.content) for piece in pieces]
+    # What a block has beyond the size of a piece is a short piece of its own.
+    assert max(sizes) <= (200 if whole else 4096)
+    assert len(sizes) < 3 * len(content) / max(sizes)
+    assert max(len(block) for block, _, _ in streams.blocks(tmp_path / "a.txt", 100, whole_lines=False)) <= 203
+
+
+def test_empty_documents_are_no_endless_chunk(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n" * 100_000)
+    chunks = list(open_corpus(str(tmp_path / "a.txt"), CorpusOptions(separator="\n")).chunks())
+    assert sum(len(chunk.texts()) for chunk in chunks) == 100_001
+    assert max(len(chunk.texts()) for chunk in chunks) < 20_000
 
 
 @pytest.mark.parametrize("separator", [None, "\n"])
