@@ -58,16 +58,24 @@ def tokenizer_size(folder: str | Path) -> int:
     """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
 
     Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that
-    fails.
+    fails, and for an id that no model has.
     """
-    if not (Path(folder) / "tokenizer.json").exists():
-        return max(hf_tokenizer(folder).get_vocab().values()) + 1
-    description = _decoded(Path(folder), _Description)
-    vocab = description.model.vocab
+    vocab: dict[str, int] | list[Any]
+    if (Path(folder) / "tokenizer.json").exists():
+        description = _decoded(Path(folder), _Description)
+        vocab, added = description.model.vocab, description.added_tokens or []
+    else:
+        vocab, added = hf_tokenizer(folder).get_vocab(), []
     if not vocab:
-        raise DataError(f"{folder}/tokenizer.json has an empty vocabulary; expected a Hugging Face tokenizer")
-    ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
-    return max([*ids, *(token.id for token in description.added_tokens or [])]) + 1
+        raise DataError(f"the tokenizer in {folder} has an empty vocabulary; expected a Hugging Face tokenizer")
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *(token.id for token in added)]
+    # An encoder has a table of all ids, and a type of 4 bytes for what is stored.
+    if min(ids) < 0 or max(ids) >= MOST_IDS:
+        raise DataError(
+            f"the tokenizer in {folder} has ids from {min(ids)} to {max(ids)}; expected 0 to {MOST_IDS - 1}; "
+            "take another tokenizer"
+        )
+    return max(ids) + 1
 
 
 def added_tokens(folder: Path) -> list[AddedToken]:

@@ -262,6 +262,28 @@ def test_tokenizer_size_counts_added_tokens(tmp_path: Path) -> None:
             tokenizer_size(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "added"), [({"a": 3 * 10**9}, 0), ({"a": 0}, 2**24), ({"a": -1, "b": 1}, 0), ({"a": 0}, -1)]
+)
+def test_an_id_that_no_model_has_is_refused(vocab: dict[str, int], added: int, tmp_path: Path) -> None:
+    """Encoders keep a table of all ids, and what is stored of a larger one is another."""
+    description = {"model": {"vocab": vocab}, "added_tokens": [{"id": added, "content": "<x>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(DataError, match=r"has ids from .*; expected 0 to 16777215; take another tokenizer"):
+        tokenizer_size(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json"])
+def test_a_tokenizer_without_an_id_is_refused(file: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / file).write_text('{"model":{"vocab":{}}}' if file == "tokenizer.json" else "{}")
+    (tmp_path / "merges.txt").touch()
+    config = {"tokenizer_class": "GPT2Tokenizer", "unk_token": None, "bos_token": None, "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has an empty vocabulary"):
+        tokenizer_size(tmp_path)
+
+
 def test_a_tokenizer_without_end_of_text(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -170,12 +170,16 @@ def read_corpus(case: Case) -> None:
 def read_tokenizer(case: Case) -> None:
     """Do what `data prepare`, a run's start and `ckpt convert` do with a tokenizer."""
     from llmtrain.checkpoint.convert.tokenizer import special_tokens
+    from llmtrain_data.encode import choose_encoder
+    from llmtrain_data.ragged import ragged_batches
     from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
 
     special_tokens(Path("tokenizer"))
     tokenizer_size("tokenizer")
     tokenizer = load_tokenizer("tokenizer")
     end_of_text_id("tokenizer", tokenizer)
+    with ragged_batches():
+        choose_encoder(Path("tokenizer"), tokenizer, ["a"], "auto", 1)
     tokenizer.decode(tokenizer.encode("def f(x):\n    return 'é🙂'").ids)
 
 
