@@ -214,6 +214,20 @@ def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys:
     )
 
 
+def test_a_model_that_the_machine_cannot_hold(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before anything is written; a dry run, which may be of another machine's run, says so."""
+    monkeypatch.setattr("llmtrain.recipe.check.machine_memory", lambda swap: 2**20)
+    Path("recipe.yaml").write_text(GOOD)
+    sentence = (
+        "the model's states take 16.6 MiB on a rank, but this machine has 1.00 MiB of memory; take a smaller model"
+    )
+    expect_one_sentence(["run", "recipe.yaml", "--nproc", "1"], sentence, capsys)
+    assert main(["run", "recipe.yaml", "--nproc", "1", "--dry-run"]) == 0
+    assert f"\n# {sentence}" in capsys.readouterr().out
+
+
 def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text(GOOD)
     words = ["run", "recipe.yaml", "--nproc", "1", "checkpoint.resume=gone", "logging.dir=there", "--dry-run"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llmtrain import evaluate
+from llmtrain import compose, evaluate
 from llmtrain import train as loop
 from llmtrain.checkpoint import save
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
@@ -107,10 +107,15 @@ def test_fp16_takes_its_own_scale_where_there_was_none(train: Train, folder: Pat
     assert [row["loss_scale"] for row in rows(folder / "runs" / "half") if "event" not in row] == [65536.0] * 2
 
 
-def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_made(train: Train) -> None:
-    """Every size is within its bounds."""
-    with pytest.raises(BadInputError, match=r"the model's states take [0-9,]+ GB on rank 0, but the machine has"):
-        train("model.hidden=200000", "model.ffn=800000", "model.heads=1", "model.kv_heads=1")
+def test_a_run_that_is_refused_leaves_the_folder_free(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by what goes wrong before the first step."""
+    monkeypatch.setattr(compose, "build", lambda *parts: pytest.fail("no memory"))
+    with pytest.raises(pytest.fail.Exception):
+        train()
+    assert lock.holder_of(folder / "runs" / "tiny") is None
+    assert (folder / "runs" / "tiny" / lock.LOCK).read_text() == ""
 
 
 def test_any_seed_will_do(train: Train) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
-import psutil
 import torch
 
 from llmtrain.cluster.groups import join_group, make_groups
@@ -11,7 +10,6 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Level, levels_of
 from llmtrain.cluster.ranks import Ranks
 from llmtrain.cluster.tiers import axis_tiers, tier_between
-from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.actions import Schedule, peak_live
@@ -58,7 +56,6 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     schedule, split = schedule_of(recipe), recipe.pipeline.split
     assert not isinstance(split, str)
     pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
-    _check_memory(recipe, config, ranks, pieces)
     # The first stage has nobody to hand a gradient back to.
     hands_back = schedule.hands_back and not all(piece.opens for piece in pieces)
     deferred = Deferred() if schedule.splits_backward or hands_back else None
@@ -78,23 +75,6 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
             block.compile()
     executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count, mesh)
     return Assembly(model, engine, executor, mesh)
-
-
-def _check_memory(recipe: Recipe, config: GPTConfig, ranks: Ranks, pieces: tuple[Piece, ...]) -> None:
-    """Raise BadInputError where the states of this rank alone are larger than the machine's memory. A GPU says so."""
-    if ranks.device.type != "cpu":
-        return
-    layout = ranks.layout
-    units = units_of(config, pieces, layout.coordinate(ranks.rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
-    needed = degrees_of(recipe).state_bytes(
-        sum(unit.numel for unit in units), DTYPES[recipe.precision.compute].itemsize
-    )
-    there = psutil.virtual_memory().total + psutil.swap_memory().total
-    if needed > there:
-        raise BadInputError(
-            f"the model's states take {needed / 1e9:,.0f} GB on rank {ranks.rank}, but the machine has "
-            f"{there / 1e9:,.0f} GB; take a smaller model, or cut the states over more ranks with zero.stage"
-        )
 
 
 def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:

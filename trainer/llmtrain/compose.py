@@ -106,38 +106,38 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     ranks.watch.begin("opening the data")
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = open_data(recipe, config)
-    lock = _claim(folder, ranks, stop)
-    comm = CommMeter()
+    with _claim(folder, ranks, stop) as lock:
+        comm = CommMeter()
 
-    def count(calls: Iterable[Traffic]) -> None:
-        comm.add(calls := list(calls))
-        if calls:
-            ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
+        def count(calls: Iterable[Traffic]) -> None:
+            comm.add(calls := list(calls))
+            if calls:
+                ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
 
-    if ranks.device.type == "cpu":
-        ranks.watch.begin("building C++ kernels for this processor")
-        native_reason(MODEL_KERNELS)
-    ranks.watch.begin("building the model")
-    parts = build(recipe, config, ranks, count)
-    about = RunInfo(
-        model=config,
-        layout=ranks.layout,
-        device=ranks.device,
-        model_state_bytes=parts.engine.state_bytes,
-        unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
-        host_of=ranks.host_of,
-        doing=ranks.watch.doing,
-    )
-    saving = recipe.checkpoint
-    checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
-    with lock, LinkSampler(ranks) as links, RunLogger(folder, recipe, about, ranks.is_main, comm, links) as log:
-        progress, scale = Progress(), LossScale.of(recipe.precision)
-        yield Run(
-            recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
-            checkpoints, progress, scale, stop, lock,
-        )  # fmt: skip
-        checkpoints.close()
-        parts.close()
+        if ranks.device.type == "cpu":
+            ranks.watch.begin("building C++ kernels for this processor")
+            native_reason(MODEL_KERNELS)
+        ranks.watch.begin("building the model")
+        parts = build(recipe, config, ranks, count)
+        about = RunInfo(
+            model=config,
+            layout=ranks.layout,
+            device=ranks.device,
+            model_state_bytes=parts.engine.state_bytes,
+            unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
+            host_of=ranks.host_of,
+            doing=ranks.watch.doing,
+        )
+        saving = recipe.checkpoint
+        checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
+        with LinkSampler(ranks) as links, RunLogger(folder, recipe, about, ranks.is_main, comm, links) as log:
+            progress, scale = Progress(), LossScale.of(recipe.precision)
+            yield Run(
+                recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
+                checkpoints, progress, scale, stop, lock,
+            )  # fmt: skip
+            checkpoints.close()
+            parts.close()
 
 
 def _claim(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:

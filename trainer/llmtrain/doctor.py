@@ -14,6 +14,8 @@ from typing import Literal
 
 from llmtrain_data import units
 
+from llmtrain.cluster.memory import machine_memory
+
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
 
@@ -89,22 +91,14 @@ def _machine() -> Iterator[Finding]:
     import psutil
 
     yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
-    memory = min(psutil.virtual_memory().total, _memory_limit())
-    yield Finding("memory", "ok", f"{units.size(memory)}, {units.size(psutil.virtual_memory().available)} free")
+    yield Finding(
+        "memory", "ok", f"{units.size(machine_memory())}, {units.size(psutil.virtual_memory().available)} free"
+    )
     free = shutil.disk_usage(".").free
     if free >= GIB:
         yield Finding("disk", "ok", f"{units.size(free)} free here")
     else:
         yield Finding("disk", "broken", f"{units.size(free)} free here", "checkpoints need more: free some space")
-
-
-def _memory_limit() -> int:
-    """Return the memory in bytes that the container's control group allows."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        limit = "max"
-    return int(limit) if limit.isdigit() else sys.maxsize
 
 
 def _compiler() -> Finding:

@@ -30,7 +30,7 @@ from llmtrain.errors import (
     PreemptedError,
     RunFailedError,
 )
-from llmtrain.recipe.check import advice
+from llmtrain.recipe.check import advice, memory_problem
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts, as_data, decisions, shape, to_yaml
@@ -69,10 +69,11 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
     with _told_once(place):
         resolved = settle(recipe, facts, read_hf_config, folders_above(name))
     unled = _without_mpi(resolved, world) if place is None else None
+    lacking = [sentence for sentence in (unled, memory_problem(resolved, facts)) if sentence]
     if dry_run:
         cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
         said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
-        said += [unled] if unled else []
+        said += lacking
         summary = summarize(recipe, resolved, world, "GPU" if gpus else "CPU")
         if as_json:
             say_json({"recipe": as_data(resolved), "summary": summary.as_data(), "advice": said})
@@ -81,8 +82,9 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
         say_long("".join((summary.comments(), to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
-    if unled:
-        raise BadInputError(unled)
+    with _told_once(place):
+        if lacking:
+            raise BadInputError(lacking[0])
     if place is not None or world == 1:
         _run_rank(recipe, resolved, place, facts)
     else:

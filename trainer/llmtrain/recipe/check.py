@@ -9,8 +9,11 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
+from llmtrain_data import units
+
 from llmtrain.cluster.config import Cluster
 from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.memory import machine_memory
 from llmtrain.cluster.mesh import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
@@ -18,7 +21,7 @@ from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.schedules import schedule_problems, schedule_warning
 from llmtrain.parallel.tensor.check import tensor_problems
 from llmtrain.recipe.passes import hands_back
-from llmtrain.recipe.resolve import Facts, replica_share, shape
+from llmtrain.recipe.resolve import Facts, replica_share, shape, state_bytes
 from llmtrain.recipe.schema import EveryK, Recipe
 
 
@@ -140,6 +143,20 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
             "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
             "changes no gather; leave it out, or set zero.stage to 3"
         )
+
+
+def memory_problem(recipe: Recipe, facts: Facts) -> str | None:
+    """Return why this machine cannot train a resolved recipe: the states of one rank alone are larger than its memory.
+    None where they are not, and for GPUs, which say so themselves."""
+    if facts.device != "cpu":
+        return None
+    needed, there = state_bytes(recipe), machine_memory(swap=True)
+    if needed <= there:
+        return None
+    return (
+        f"the model's states take {units.size(needed)} on a rank, but this machine has {units.size(there)} of memory; "
+        "take a smaller model, or cut the states over more ranks with zero.stage"
+    )
 
 
 def _check_batch(recipe: Recipe) -> None:
