@@ -44,7 +44,8 @@ def test_every_number_has_bounds(key: str, hint: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", [key for key, hint in recipe_keys().items() if list(numbers(hint, key)) == [(key, hint)]]
+    "key",
+    [key for key, hint in recipe_keys().items() if list(numbers(hint, key)) == [(key, hint)] and "[]" not in key],
 )
 def test_a_recipe_says_which_numbers_it_takes(key: str) -> None:
     with pytest.raises(

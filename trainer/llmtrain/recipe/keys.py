@@ -1,5 +1,6 @@
 """The recipe's keys as dotted names, and what each of them takes, in words."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -11,13 +12,15 @@ from pydantic.fields import FieldInfo
 
 from llmtrain.recipe.schema import Recipe
 
+# The place of a section in a list.
+INDEX = re.compile(r"\[[0-9]+\]")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 @cache
 def recipe_keys() -> Mapping[str, Any]:
-    """Return every key of a recipe by its dotted name, sections included, with its type."""
+    """Return every key of a recipe by its dotted name, with its type; sections included, those in lists by `[]`."""
     return MappingProxyType(dict(_walk(Recipe, "")))
 
 
@@ -31,8 +34,11 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
             key = prefix + (aliases[0] if aliases else entry.name)
         found.append((key, hint))
         for option in _options(hint):
-            if is_dataclass(option) and isinstance(option, type):
-                found += _walk(option, f"{key}.")
+            several = get_origin(option) in (list, tuple)
+            section = get_args(option)[0] if several else option
+            if is_dataclass(section) and isinstance(section, type):
+                found += [(f"{key}[]", section)] if several else []
+                found += _walk(section, f"{key}[]." if several else f"{key}.")
     return found
 
 
@@ -74,13 +80,15 @@ def _bounds(extras: Iterable[Any]) -> str:
 
 def _plural(hint: Any) -> str:
     """Return the plural of what a list holds."""
+    if is_dataclass(hint):
+        return expected(hint).replace("a section", "sections")
     options = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in _options(hint)]
     return " and ".join(_PLURALS.get(kind, str(kind)) + _bounds(extras) for kind, *extras in options)
 
 
 def nearest_key(key: str) -> str | None:
     """Return the known key that `key` was most likely meant to be: misspelt, or put into the wrong section."""
-    known = list(recipe_keys())
+    key, known = INDEX.sub("[]", key), list(recipe_keys())
     section, _, leaf = key.rpartition(".")
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     siblings = [name for name in known if name.rpartition(".")[0] == section]
