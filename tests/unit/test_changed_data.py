@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from llmtrain import run_data
 from llmtrain import train as loop
 from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.folder import step_folders
@@ -19,6 +20,8 @@ from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts, shape
 from llmtrain.run_data import DATA, check_data, open_data
 from llmtrain_data.errors import DataError
+from llmtrain_data.fingerprint import Fingerprint
+from llmtrain_data.indexed import IndexedData
 from tiny import write_corpus
 
 RECIPE = """
@@ -144,6 +147,23 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
     tokens[1234] = 0
     with pytest.raises(DataError, match=r"set\.bin does not match its checksums"):
         evaluate_on(model, "train", str(folder / "set"), 10, 4)
+
+
+def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the path of the data may, with which it begins."""
+    recipe = prepared(str(folder / "tiny.yaml"), [], Facts(world=1, device="cpu"), read_hf_config)
+    data, _ = open_data(recipe, shape(recipe))
+    said: list[str] = []
+    main = SimpleNamespace(local_rank=0, is_main=True, from_main=lambda name, text: said.append(text) or text)
+    other = SimpleNamespace(local_rank=1, is_main=False, from_main=lambda name, text: said[-1])
+
+    def refuse(data: IndexedData) -> Fingerprint:
+        raise DataError("[x]/set.bin does not match its checksums")
+
+    monkeypatch.setattr(run_data, "fingerprint", refuse)
+    for rank in (main, other):
+        with pytest.raises(BadInputError, match=r"^\[x\]/set\.bin does not match"):
+            check_data(data, None, False, rank, said.append)  # type: ignore[arg-type]
 
 
 def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> None:

@@ -9,7 +9,7 @@ from llmtrain.cluster.mesh import layout_degrees
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.recipe.check import advice, check
+from llmtrain.recipe.check import advice, check, found_elsewhere
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.prepare import prepared
 from llmtrain.recipe.resolve import Facts, decisions, resolve, shape, to_yaml
@@ -177,6 +177,11 @@ def test_a_path_that_was_relative_to_another_folder_is_found(path: str, monkeypa
         prepared("../recipes/recipe.yaml", [path], CPU, refuse_hf)
     assert str(found.value).startswith(f"{key} is {value}, ")
     assert str(found.value).endswith(f"there is one in {here}: run from there, or give {here / value}")
+
+
+def test_a_folder_that_cannot_be_looked_into_has_nothing() -> None:
+    """A run's folder may be in the closed home of another user, or have a name that no file has."""
+    assert found_elsewhere("d", ".bin", [Path("x" * 300), Path("\0")]) == ""
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ REFUSED = {
     f"{PARTITION}{{weights: 16}}": r"zero\.partition\.weights is 16; expected a divisor of the 8",
     f"{PARTITION}{{optimizer: 6}}": r"zero\.partition\.optimizer is 6; expected a divisor of the 8",
     f"{PARTITION}{{gradients: auto, optimizer: 6}}": r"zero\.partition\.optimizer is 6; expected a multiple",
-    f"{PARTITION}{{weights: 0}}": r"zero\.partition\.weights is 0; expected at least 1",
+    f"{PARTITION}{{weights: 0}}": r"zero\.partition\.weights is 0; expected a whole number from 1 to 131,072 or text",
     f"{PARTITION}{{gradients: -2}}": r"zero\.partition\.gradients is -2",
     # Secondary copies.
     "zero.secondary=2": r"zero\.secondary is 2, but every rank holds all weights; .* zero\.stage=3",

@@ -1,7 +1,9 @@
 """The data of a run: opened, and held against what its checkpoints were trained on and what other nodes have."""
 
+import json
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 
 from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.errors import DataError
@@ -43,12 +45,11 @@ def check_data(
             refusal = _other_data(found, saved, accepted, warn) if ranks.is_main else ""
         except DataError as error:
             refusal = str(error)
-    text = ranks.from_main("data", refusal or _FINGERPRINTS.dump_json(found).decode())
-    if not text.startswith("["):
-        raise BadInputError(text)
-    if refusal:
-        raise BadInputError(refusal)
-    for mine, first in zip(found, _FINGERPRINTS.validate_json(text), strict=False):
+    text = json.dumps({"refusal": refusal, "found": [asdict(one) for one in found]})
+    heard = json.loads(ranks.from_main("data", text))
+    if heard["refusal"] or refusal:
+        raise BadInputError(heard["refusal"] or refusal)
+    for mine, first in zip(found, _FINGERPRINTS.validate_python(heard["found"]), strict=False):
         if not mine.same_data(first):
             where = f"{socket.gethostname()} holds other data than on {ranks.host_of(0)}"
             raise BadInputError(f"{mine.path} on {where}; copy the same files to both")

@@ -78,7 +78,7 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
 def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
     """Return which of `folders` has the file or folder of a relative path, and what to do; empty where none has it."""
     for folder in folders:
-        if not Path(path).is_absolute() and (folder / f"{path}{suffix}").exists():
+        if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
             return f"there is one in {folder}: run from there, or give {folder / path}"
     return ""
 

@@ -142,10 +142,10 @@ def _number(key: str, degree: Degree, auto: int, tiers: Sequence[Tier]) -> int:
 
 
 def _check(degrees: Degrees) -> None:
-    below, rule = 1, "at least 1"
+    below, rule = 1, ""
     for state in _STATES:
         number = getattr(degrees, state)
-        if number < 1 or number % below:
+        if number % below:
             raise BadInputError(f"zero.partition.{state} is {number}; expected {rule}")
         if degrees.ranks % number:
             raise BadInputError(
@@ -161,7 +161,7 @@ def _check(degrees: Degrees) -> None:
             "zero.partition.weights above 1"
         )
     for other in (degrees.weights, degrees.gradients, degrees.optimizer, degrees.ranks):
-        if secondary < 0 or (secondary % other and other % secondary) or secondary > degrees.ranks:
+        if (secondary % other and other % secondary) or secondary > degrees.ranks:
             raise BadInputError(
                 f"zero.secondary is {secondary}; expected a divisor or a multiple of {other}, as zero.partition is "
                 f"{degrees.weights}, {degrees.gradients}, {degrees.optimizer} of {degrees.ranks} ranks"

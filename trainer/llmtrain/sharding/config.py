@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from llmtrain_data.bounds import RanksOrNone
+from llmtrain_data.bounds import Ranks, RanksOrNone
 from pydantic import Field
 
 # A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
-Degree = RanksOrNone | str
+Degree = Ranks | str
 Block = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -44,7 +44,7 @@ class ZeroConfig:
     preset: Literal["mics", "zero++", "topo"] | None = None
     stage: Literal[0, 1, 2, 3] | None = None
     partition: PartitionConfig = field(default_factory=PartitionConfig)
-    secondary: Degree | None = None
+    secondary: RanksOrNone | str | None = None
     hierarchical: bool | Literal["auto"] = "auto"
 
 
