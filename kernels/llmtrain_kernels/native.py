@@ -91,7 +91,7 @@ def _library(source: str) -> ctypes.CDLL | str:
 def _share_openmp() -> None:
     """Make the OpenMP runtime that torch has loaded visible to our libraries, which name none: a second one in the
     process would have threads of its own beside torch's, and not know of `torch.set_num_threads`."""
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count(" ") > 4 and "/" in line}
         runtimes = [path for path in sorted(paths) if os.path.basename(path).startswith(OPENMP_RUNTIMES)]
         own = [path for path in runtimes if path.startswith(str(Path(torch.__file__).parents[1]))]

@@ -1,5 +1,7 @@
 """Building and loading C++ kernels."""
 
+import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +55,13 @@ def test_threads_are_torchs() -> None:
         torch.set_num_threads(before)
     mapped = Path("/proc/self/maps").read_text().splitlines()
     assert len({line.split()[-1] for line in mapped if "libgomp" in line}) == 1
+
+
+def test_a_file_in_memory_whose_name_is_no_utf8(folders: Path) -> None:
+    file = folders / os.fsdecode(b"caf\xe9")
+    file.write_bytes(b"x")
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        assert count_threads() > 0
 
 
 def test_builds_once_and_anew_for_another_source(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

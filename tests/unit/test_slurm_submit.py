@@ -13,6 +13,7 @@ from llmtrain.cluster.slurm.config import seconds
 from llmtrain.cluster.slurm.record import jobs_of
 from llmtrain.cluster.slurm.script import Job
 from llmtrain.errors import BadInputError
+from llmtrain.recipe import yaml_file
 from llmtrain.recipe.load import load_recipe
 from llmtrain.status import statuses
 from llmtrain.submit import load_site, plan, submit
@@ -208,6 +209,21 @@ def test_a_job_has_the_recipe_as_it_was_submitted(recipe: Path, monkeypatch: pyt
     assert isinstance(copy.cluster, Cluster)
     assert [card.interface for card in copy.cluster.clusters[0].cards] == ["eth7"]
     assert replace(copy, cluster=expected.cluster) == expected
+
+
+@pytest.mark.parametrize("limit", ["LARGEST_VALUES", "LARGEST_BYTES"])
+def test_a_recipe_too_large_with_its_cluster_is_refused_before_its_job_is(
+    limit: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its files is small enough by itself."""
+    monkeypatch.chdir(recipe.parent)
+    Path("site-a.yaml").write_text(DESCRIPTION)
+    text = planned(recipe, "parallel.data=8").recipe
+    value = len(text) if limit == "LARGEST_BYTES" else 45
+    monkeypatch.setattr(yaml_file, limit, value)
+    assert planned(recipe, "parallel.data=8").recipe == text
+    with pytest.raises(BadInputError, match=f"its cluster's description: it has more than {value}"):
+        planned(recipe, "parallel.data=8", "cluster=site-a.yaml")
 
 
 def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

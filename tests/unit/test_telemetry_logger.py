@@ -24,6 +24,7 @@ from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.config import LoggingConfig
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import Row, read_metrics
+from llmtrain.telemetry.run_file import checked_run_file
 from llmtrain_data.config import DataConfig
 
 MODEL = GPTConfig(
@@ -100,18 +101,34 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert end["tokens_per_s"] == 128.0
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(90.0, True), (86.0, False)])
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(folder)
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+    assert checked_run_file(tmp_path)["cwd"] == f"{tmp_path}/caf\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "told"),
+    [
+        (1000, 90.0, "the 995 steps that are left take 1d 00:52:30 at the pace of these first steps, until "),
+        (1000, 86.0, None),
+        # Beyond the last date that there is.
+        (10**9, 250.0, "at the pace of these first steps; more ranks"),
+    ],
+)
 def test_a_run_of_more_than_a_day_says_so_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: float, told: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, seconds: float, told: str | None
 ) -> None:
-    with logger(tmp_path, recipe(steps=1000)) as log:
+    with logger(tmp_path, recipe(steps=steps)) as log:
         log.start(0, [])
         for step in range(1, 12):
             # The first step compiles.
             log.step(record(step, seconds=5000.0 if step == 1 else seconds))
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(warnings) == told
-    assert not told or "the 995 steps that are left take 1d 00:52:30" in warnings[0]
+    assert len(warnings) == (told is not None)
+    assert told is None or told in warnings[0]
 
 
 def test_step_time_is_the_mean_since_the_row_before(tmp_path: Path) -> None:

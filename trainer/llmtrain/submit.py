@@ -26,6 +26,7 @@ from llmtrain.recipe.prepare import folders_above, settle
 from llmtrain.recipe.resolve import Facts
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.strict import StrictFile
+from llmtrain.recipe.yaml_file import check_size
 
 _FILE = StrictFile(Site, "a site")
 
@@ -85,11 +86,20 @@ def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
 
 def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
     """Return a recipe as YAML that needs no other file of its kind; what is auto stays so, as the job's nodes decide
-    it."""
+    it. Raises BadInputError where the job could not read it."""
     given = as_meant(given, Recipe)
     if (cluster := _cluster(recipe.cluster)) is not None:
         given["cluster"] = as_data(cluster)
-    return OmegaConf.to_yaml(OmegaConf.create(given))
+    text = OmegaConf.to_yaml(OmegaConf.create(given))
+    try:
+        # Each of its files was small enough by itself.
+        check_size(text)
+    except ValueError as error:
+        raise BadInputError(
+            f"{recipe.name} cannot be submitted with all that it extends and its cluster's description: {error}; "
+            "make one of them shorter"
+        ) from error
+    return text
 
 
 def submit(job: Job, site: Site, chain: int = 1) -> list[str]:

@@ -46,7 +46,10 @@ def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> DictC
 
 
 def check_size(text: str) -> yaml.Node | None:
-    """Return the root of a YAML text. Raises ValueError if it has too many values or levels, and what yaml raises."""
+    """Return the root of a YAML text. Raises ValueError if it has too many bytes, values or levels, and what yaml
+    raises."""
+    if len(text.encode(errors="replace")) > LARGEST_BYTES:
+        raise ValueError(f"it has more than {LARGEST_BYTES} bytes")
     # Looked at one by one first, as the tree of a long list or of many levels takes minutes.
     levels = 0
     for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):

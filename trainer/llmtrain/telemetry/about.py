@@ -1,5 +1,6 @@
 """What a run is, in numbers that its metrics and its report need: the content of `run.json`."""
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -47,7 +48,8 @@ def describe(recipe: Recipe, about: RunInfo, before: dict[str, Any] | None = Non
     tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
     return {
         "name": recipe.name,
-        "cwd": str(Path.cwd()),
+        # A folder's name may be no UTF-8, which JSON is.
+        "cwd": os.fsencode(Path.cwd()).decode(errors="replace"),
         "model": asdict(about.model),
         "parameters": parameter_count(about.model),
         "steps": recipe.train.steps,

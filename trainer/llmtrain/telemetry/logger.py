@@ -212,10 +212,13 @@ class _Session:
         self._first_seconds.append(seconds)
         left = self._recipe.train.steps - self._last
         if len(self._first_seconds) == FIRST_STEPS and (whole := median(self._first_seconds) * left) > DAY:
-            end = datetime.now() + timedelta(seconds=whole)
+            until = ""
+            # Dates end with the year 9999.
+            with suppress(OverflowError):
+                until = f", until {datetime.now() + timedelta(seconds=whole):%A %d %B %Y}"
             self.console.warn(
-                f"the {left} steps that are left take {units.duration(whole)} at the pace of these first steps, until "
-                f"{end:%A %d %B %Y}; more ranks, or fewer train.steps, take less"
+                f"the {left} steps that are left take {units.duration(whole)} at the pace of these first steps{until}; "
+                "more ranks, or fewer train.steps, take less"
             )
 
     def _row(self, record: StepRecord, sent: Row) -> Row:
