@@ -115,7 +115,7 @@ def test_a_folder_whose_name_is_no_utf8(tmp_path: Path, monkeypatch: pytest.Monk
         (1000, 90.0, "the 995 steps that are left take 1d 00:52:30 at the pace of these first steps, until "),
         (1000, 86.0, None),
         # Beyond the last date that there is.
-        (10**9, 250.0, "at the pace of these first steps; more ranks"),
+        (10**9, 300.0, "at the pace of these first steps; more ranks"),
     ],
 )
 def test_a_run_of_more_than_a_day_says_so_once(
