@@ -7,7 +7,7 @@ from typing import Any
 
 from llmtrain_data.corpus import HF_FILES
 from llmtrain_data.errors import DataError
-from llmtrain_data.readers import CHUNK, ColumnChunk, few
+from llmtrain_data.readers import ColumnChunk, column_chunks, few
 from llmtrain_data.untrusted import reason
 
 ROWS = 1000
@@ -32,11 +32,7 @@ def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
     for table in _tables(dataset, name, split):
         # Files without a schema, such as CSV, tell their columns only now.
         _expect_column(name, key, table.column_names)
-        column = table.column(key).combine_chunks()
-        step = max(len(column) * CHUNK // max(column.nbytes, CHUNK), 1)
-        for start in range(0, len(column), step):
-            part = column[start : start + step]
-            yield ColumnChunk(part, f"dataset {name}: column {key!r}", len(part))
+        yield from column_chunks(table.column(key).combine_chunks(), f"dataset {name}: column {key!r}", 1)
 
 
 def _expect_column(name: str, key: str, columns: list[str]) -> None:

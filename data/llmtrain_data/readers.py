@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +38,9 @@ WHOLE_FILE = 16 << 20
 
 PIECE = 64
 """Bytes that a piece of text takes beside its content; without them, empty documents would gather without end."""
+
+ROWS = 64
+"""Rows of a Parquet file that are read at once, at most: a small file may repeat a long value in each of them."""
 
 NAMED = 10
 """Fields or columns that an error names."""
@@ -108,32 +112,15 @@ class LinesChunk:
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """Rows of an Arrow column. where: what to call it in an error."""
+    """Rows of an Arrow column, as bytes. What is not UTF-8 in them becomes U+FFFD."""
 
     column: Any
-    where: str
     done: int
     ends: None = None
 
     def texts(self) -> list[str]:
-        """Return the texts. Raises DataError if the column holds none."""
-        import pyarrow as pa
-
-        column = self.column
-        try:
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-                # As bytes, which need not be UTF-8.
-                column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
-        except pa.ArrowException as error:
-            raise DataError(f"{self.where} cannot be read: {reason(error)}") from error
-        kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-        if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-            return [(text or b"").decode("utf-8", "replace") for text in column.to_pylist()]
-        if not any(test(column.type) for test in kinds):
-            raise DataError(f"{self.where} holds {column.type}; expected text")
-        return [text or "" for text in column.to_pylist()]
+        """Return the texts."""
+        return [(text or b"").decode("utf-8", "replace") for text in self.column.to_pylist()]
 
     encodable = texts
 
@@ -204,23 +191,94 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet
 
+    where = f"{path}: column {key!r}"
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
             raise DataError(f"{path} has no column {key!r}, only {few(names)}; name one with --text-key")
-        if pa.types.is_nested(kind := file.schema_arrow.field(key).type):
-            raise DataError(f"{path}: column {key!r} holds {kind}; expected text")
+        kind = file.schema_arrow.field(key).type
+        _expect_text(kind, where)
         # The size of all columns together: asking a damaged file for that of one would abort the process.
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         content = sum(group.total_byte_size for group in groups)
         rows = max(file.metadata.num_rows, 1)
-        step = min(max(int(CHUNK * rows / max(content, 1)), 1), 1 << 16)
+        # What is read as a dictionary holds a repeated value once, but Arrow copies the dictionary for each batch.
+        most = 1 << 16 if (stays := pa.types.is_dictionary(kind)) else ROWS
+        step = min(max(int(CHUNK * rows / max(content, 1)), 1), most)
         bytes_per_row = path.stat().st_size / rows
         for number, group in enumerate(groups):
             if group.total_byte_size > LONGEST * max(group.num_rows, 1):
                 raise too_long(f"{path}: a row of row group {number}")
-        for batch in file.iter_batches(batch_size=step, columns=[key]):
-            yield ColumnChunk(batch.column(0), f"{path}: column {key!r}", int(len(batch) * bytes_per_row))
+        # Threads would read columns side by side; for one column they only take time, 0.1 ms for a batch.
+        batches = file.iter_batches(batch_size=step, columns=[key], use_threads=False)
+        columns = (batch.column(0) for batch in batches)
+        for column in columns if stays else _joined(columns):
+            yield from column_chunks(column, where, bytes_per_row)
+
+
+def _expect_text(kind: Any, where: str) -> None:
+    """Raise DataError unless an Arrow type holds text. where: what to call the column in an error."""
+    import pyarrow as pa
+
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+    if not any(getattr(pa.types, f"is_{name}")(value) for name in names):
+        raise DataError(f"{where} holds {kind}; expected text")
+
+
+def _joined(columns: Iterator[Any]) -> Iterator[Any]:
+    """Join Arrow columns to such of up to CHUNK bytes; larger ones stay as they are."""
+    import pyarrow as pa
+
+    parts: list[Any] = []
+    size = 0
+    for column in columns:
+        if parts and size + column.nbytes > CHUNK:
+            yield pa.concat_arrays(parts)
+            parts, size = [], 0
+        parts.append(column)
+        size += column.nbytes
+    if parts:
+        yield pa.concat_arrays(parts)
+
+
+def column_chunks(column: Any, where: str, done_per_row: float) -> Iterator[ColumnChunk]:
+    """Cut an Arrow column into chunks of some CHUNK bytes.
+
+    where: what to call it in an error. done_per_row: how much of the corpus a row is. Raises DataError for a column
+    that holds no text.
+    """
+    import pyarrow as pa
+
+    _expect_text(column.type, where)
+    try:
+        stays = pa.types.is_dictionary(column.type)
+        values = column.dictionary if stays else column
+        # As bytes, since text in a damaged file need not be UTF-8.
+        kinds = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+        values = values.view(kinds.get(values.type, values.type))
+        step = max(len(column) * CHUNK // max(column.nbytes, CHUNK), 1)
+        cuts = _dictionary_cuts(values, column.indices) if stays else range(step, len(column), step)
+        for begin, end in pairwise([0, *cuts, len(column)]):
+            # Copied, as a slice would be sent to a process with all of its column.
+            part = values.take(column.indices[begin:end]) if stays else pa.concat_arrays([values[begin:end]])
+            if part.nbytes > LONGEST and any(len(value or b"") > LONGEST for value in part.to_pylist()):
+                raise too_long(f"{where}: a value")
+            yield ColumnChunk(part, int((end - begin) * done_per_row))
+    except pa.ArrowException as error:
+        raise DataError(f"{where} cannot be read: {reason(error)}") from error
+
+
+def _dictionary_cuts(values: Any, rows: Any) -> list[int]:
+    """Return where to cut a column with a dictionary, so that each part but its first row has at most CHUNK bytes.
+
+    Before the values are copied, as a small file may repeat a long one many times. rows: their numbers in `values`.
+    """
+    import pyarrow.compute
+
+    lengths = pyarrow.compute.binary_length(values).take(rows).fill_null(0)
+    ends = np.cumsum(lengths.to_numpy())
+    return (np.flatnonzero(np.diff(ends // CHUNK)) + 1).tolist()
 
 
 class _TextChunks:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pyarrow as pa
@@ -117,6 +118,43 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(DataError, match=r"b\.parquet cannot be read"):
         documents(tmp_path / "b.parquet")
+
+
+TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()]
+
+
+@pytest.mark.parametrize("kind", [*TYPES, pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_parquet_columns_that_hold_text(tmp_path: Path, kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*TEXTS, None, "", *TEXTS * 50]
+    column = pa.array(texts).cast(kind) if kind in TYPES else pa.array(texts).dictionary_encode()
+    pyarrow.parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=70)
+    for chunk in (1, 200, 1 << 20):
+        monkeypatch.setattr(readers, "CHUNK", chunk)
+        assert documents(tmp_path / "a.parquet") == [text or "" for text in texts]
+        monkeypatch.setattr(readers, "LONGEST", 10)
+        with pytest.raises(DataError, match="column 'text': a value has more than"):
+            documents(tmp_path / "a.parquet")
+        monkeypatch.setattr(readers, "LONGEST", 1 << 20)
+
+
+@pytest.mark.parametrize("how", ["in the file", "as its type", "as beginnings"])
+def test_a_value_that_a_small_parquet_file_repeats(how: str, tmp_path: Path) -> None:
+    """It is not in memory as often as in the column, and chunks are sent to a process without the rest of that."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array(["x" * 20_000]))
+    beginnings = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    pyarrow.parquet.write_table(
+        pa.table({"text": column if how == "as its type" else column.dictionary_decode()}),
+        tmp_path / "a.parquet",
+        **beginnings if how == "as beginnings" else {},
+    )
+    assert (tmp_path / "a.parquet").stat().st_size < 50_000
+    rows, before = 0, pa.total_allocated_bytes()
+    for chunk in open_corpus(str(tmp_path / "a.parquet"), CorpusOptions()).chunks():
+        rows += len(texts := chunk.texts())
+        assert sum(map(len, texts)) <= 1.2 * readers.CHUNK
+        assert len(ForkingPickler.dumps(chunk)) < 1.2 * readers.CHUNK
+        assert pa.total_allocated_bytes() - before < 8 * readers.CHUNK
+    assert rows == 1000
 
 
 def test_text_alone_is_cut_at_line_ends_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData, IndexedWriter
-from llmtrain_data.readers import ColumnChunk
+from llmtrain_data.readers import column_chunks
 
 from tools.fuzz.cases import Case
 from tools.fuzz.pool import case_of, run, summary
@@ -56,11 +56,13 @@ def test_documents_that_go_beyond_the_end_and_back(tmp_path: Path) -> None:
 
 def test_columns_of_parquet_that_are_damaged(tmp_path: Path) -> None:
     """Text that is no UTF-8 is read as in other files; a dictionary without an entry is refused."""
-    texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))
-    assert ColumnChunk(texts, "x", 0).texts() == ["a\ufffd"]
+    text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))
+    view = pa.array([b"a\xff"], pa.binary_view())
+    for column in (text, text.view(pa.binary()), view, view.view(pa.string_view()), text.dictionary_encode()):
+        assert [chunk.texts() for chunk in column_chunks(column, "x", 0)] == [["a\ufffd"]]
     lost = pa.DictionaryArray.from_arrays(pa.array([7], pa.int8()), pa.array(["a"]), safe=False)
     with pytest.raises(DataError, match="x cannot be read"):
-        ColumnChunk(lost, "x", 0).texts()
+        list(column_chunks(lost, "x", 0))
 
 
 def test_a_column_of_parquet_whose_name_is_no_text(tmp_path: Path) -> None:

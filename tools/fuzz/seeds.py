@@ -244,17 +244,19 @@ def zstandard(data: bytes) -> bytes:
 
 
 @cache
-def parquet_files() -> tuple[bytes, ...]:
-    """Parquet files with a column of each type that holds text, and of some that do not."""
+def parquet_files(views: bool) -> tuple[bytes, ...]:
+    """Parquet files with a column of each type that holds text, and of some that do not. views: Arrow's view types."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     texts = [f"text {number}" for number in range(30)]
-    columns = (
+    columns: tuple[Any, ...] = (
         pa.array(texts), pa.array(texts, pa.large_string()), pa.array([text.encode() for text in texts]),
         pa.array(texts).dictionary_encode(), pa.array([None] * 30), pa.array(range(30)),
         pa.array([[text] for text in texts]),
     )  # fmt: skip
+    if views:
+        columns = (pa.array(texts, pa.string_view()), pa.array([text.encode() for text in texts], pa.binary_view()))
     found = []
     for column in columns:
         for compression in ("none", "snappy", "zstd"):
