@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.left_out import LeftOut
+from llmtrain_data.untrusted import reason
 
 if TYPE_CHECKING:
     from llmtrain_data.readers import Chunk
@@ -134,8 +135,8 @@ def open_corpus(source: str, options: CorpusOptions) -> Corpus:
 def _standard_library(options: CorpusOptions) -> FileCorpus:
     """The Python source of the running interpreter's standard library, about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts)]
-    files = [path for path in files if path.is_file() and path.match(options.glob)]
+    files = [path for path in _matching(root, options.glob) if path.suffix == ".py" and path.is_file()]
+    files = [path for path in files if not NOT_LIBRARY & set(path.relative_to(root).parts)]
     if not files:
         raise DataError(f"input stdlib: no Python source in {root} matches --glob {options.glob!r}")
     return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files of Python's library")
@@ -143,7 +144,7 @@ def _standard_library(options: CorpusOptions) -> FileCorpus:
 
 def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     files, left_out = [], LeftOut()
-    for path in root.rglob(options.glob):
+    for path in _matching(root, options.glob):
         if path.is_dir():
             continue
         if any(part.startswith(".") for part in path.relative_to(root).parts):
@@ -158,6 +159,14 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
         raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}")
     order = "in a fixed shuffled order" if options.shuffle else "by name"
     return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files {order}", left_out=left_out)
+
+
+def _matching(root: Path, glob: str) -> list[Path]:
+    """Return what is in a folder, at any depth, by a pattern of names. Raises DataError for one that is none."""
+    try:
+        return list(root.rglob(glob))
+    except (NotImplementedError, ValueError) as error:
+        raise DataError(f"--glob is {glob!r} ({reason(error)}); expected a pattern of names, such as '*.py'") from error
 
 
 def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:

@@ -230,6 +230,8 @@ def test_what_datasets_opens(tmp_path: Path) -> None:
         ("zero.txt", {}, "is empty"),
         ("zero.txt", {"input_format": "xml"}, "--input-format is 'xml'"),
         ("zero.txt", {"separator": ""}, "--separator is empty"),
+        ("", {"glob": "/abs"}, r"--glob is '/abs' \(.*\); expected a pattern of names"),
+        ("", {"glob": "a**b"}, r"--glob (is )?'a\*\*b'"),
     ],
 )
 def test_inputs_that_cannot_be(tmp_path: Path, name: str, options: dict[str, object], message: str) -> None:
