@@ -29,3 +29,6 @@ MOST_WEIGHT = 10**9
 Weight = Annotated[float, Field(ge=0, le=MOST_WEIGHT)]
 Factor = Annotated[float, Field(gt=0, le=10**9)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
+# What a program has written down, and a stranger may have changed.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]

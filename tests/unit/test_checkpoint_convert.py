@@ -262,7 +262,7 @@ def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
     (source / "generation_config.json").unlink()
     convert(source, tmp_path / "run", "fp32", "5GB", None)
-    convert(tmp_path / "run", tmp_path / "back", "fp32", "5GB", None)
+    convert(tmp_path / "run", tmp_path / "back", "fp32", " 5gb ", None)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
     for name in ("config.json", "generation_config.json"):
@@ -296,7 +296,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     convert(source, tmp_path / "run", "fp32", "5GB", None)
     for arguments, expected in (
         (("fp8", "5GB"), "--dtype is 'fp8'"),
-        (("fp32", "5 apples"), "--max-shard-size is '5 apples'"),
+        (("fp32", "5 apples"), "--max-shard-size is '5 apples'; expected a size above zero, such as 5GB"),
         (("fp32", "0GB"), "--max-shard-size is '0GB'"),
     ):
         with pytest.raises(BadInputError, match=expected):

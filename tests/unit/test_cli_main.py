@@ -1,7 +1,12 @@
 """Errors become a sentence on stderr and an exit code."""
 
+import signal
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
+from llmtrain.__main__ import program
 from llmtrain.cli import main as module
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain_data.errors import DataError
@@ -53,6 +58,28 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
     monkeypatch.setattr("llmtrain.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         module.main(["run", "x"])
+
+
+@pytest.mark.parametrize(("ended", "code"), [(None, 7), (KeyboardInterrupt(), 130)])
+def test_the_program_ends_without_a_traceback(
+    ended: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it is interrupted before the command line is read, or while it ends."""
+
+    def main() -> int:
+        if ended is not None:
+            raise ended
+        return 7
+
+    monkeypatch.setattr(module, "main", main)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert program() == code
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"llmtrain": f"{program.__module__}:{program.__name__}"}
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

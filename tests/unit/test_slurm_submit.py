@@ -239,6 +239,10 @@ def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.Mo
     assert statuses([job.folder])[0].detail == "tiny.yaml changed since submission"
     child.unlink()
     assert statuses([job.folder])[0].detail == "child.yaml changed since submission; tiny.yaml changed since submission"
+    # A stranger's list.
+    (job.folder / "slurm" / "sources").write_text("".join(f"0  /gone-{number}\n" for number in range(1000)))
+    changed = "; ".join(f"{name} changed since submission" for name in ("gone-0", "gone-1", "gone-2", "97 more files"))
+    assert statuses([job.folder])[0].detail == changed
     end = {"event": "end", "step": 1, "outcome": "finished", "reason": "all steps done"}
     (job.folder / "metrics.jsonl").write_text(json.dumps(end) + "\n")
     assert statuses([job.folder])[0].detail == "all steps done"

@@ -21,6 +21,8 @@ from llmtrain.telemetry.run_file import checked_run_file
 _LOOK, _ASK = 0.5, 10.0
 # Characters of a log that are read at once.
 _PIECE = 2**20
+# Files that were edited since the job was submitted that are named.
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     # Once all is trained as submitted, edits are the next run's.
     edited = [] if state == "finished" else changed_sources(folder)
     found = [f"damaged: {sentence}" for sentence in damage]
-    found += [f"{path.name} changed since submission" for path in edited]
+    found += [f"{path.name} changed since submission" for path in edited[:_SHOWN]]
+    found += [f"{len(edited) - _SHOWN} more files changed since submission"] if len(edited) > _SHOWN else []
     detail = "; ".join(filter(None, (detail, *found)))
     number = job.number if job else next(reversed(jobs_of(folder)), None)
     return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)

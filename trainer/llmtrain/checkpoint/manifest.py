@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import xxhash
+from llmtrain_data.bounds import Count
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -33,7 +34,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 
-Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Required
+from typing import Any, Required
 
+from llmtrain_data.bounds import Count, Number
 from llmtrain_data.output import json_text
 from llmtrain_data.untrusted import regular
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from llmtrain.errors import RunFailedError
@@ -23,9 +24,6 @@ Row = dict[str, Any]
 # Bytes of the longest row, the end of a run on thousands of nodes; a reader keeps no more of a longer line.
 _LONGEST = 2**23
 _CHUNK = 2**20
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Row(TypedDict, total=False):

@@ -16,11 +16,10 @@ from llmtrain_data.output import printable
 from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 
 from llmtrain.errors import BadInputError
+from llmtrain.recipe.yaml_file import LARGEST_BYTES
 from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import facts, read_run_file
-
-_LARGEST_RECIPE = 2**20
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -201,7 +200,7 @@ def _rates(row: Row, direction: str) -> list[str]:
 
 def _recipe(run_dir: Path) -> str:
     try:
-        content = read_bytes(run_dir / "recipe.resolved.yaml", _LARGEST_RECIPE)
+        content = read_bytes(run_dir / "recipe.resolved.yaml", LARGEST_BYTES)
     except UnreadableError:
         return ""
     return f"<pre>{_shown(content.decode(errors='replace'))}</pre>"

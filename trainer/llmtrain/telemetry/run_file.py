@@ -3,15 +3,14 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from llmtrain_data import units
+from llmtrain_data.bounds import Count, Number
 from llmtrain_data.untrusted import UnreadableError, read_bytes
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 _LARGEST = 2**20
 
 

@@ -57,7 +57,8 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
 
 
 def _bytes(size: str) -> int:
+    text = size.strip().upper()
     try:
-        return max(int(quantity(f"{size}B" if size.isdecimal() else size.upper(), "byte")), 1)
-    except ValueError as error:
-        raise BadInputError(f"--max-shard-size is {size!r}; {error}") from None
+        return max(int(quantity(f"{text}B" if text.isdecimal() else text, "byte")), 1)
+    except ValueError:
+        raise BadInputError(f"--max-shard-size is {size!r}; expected a size above zero, such as 5GB or 500MB") from None

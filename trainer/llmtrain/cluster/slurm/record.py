@@ -13,6 +13,8 @@ _SOURCES = "sources"
 _NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
 # Bytes of a list of jobs or of files, and of a recipe or a description, which are smaller.
 _LARGEST = 2**20
+# Files that are looked into, where a stranger has written down which.
+_MOST_SOURCES = 100
 
 
 def slurm_folder(run_dir: Path) -> Path:
@@ -38,7 +40,7 @@ def changed_sources(run_dir: Path) -> list[Path]:
         lines = read_text(slurm_folder(run_dir) / _SOURCES, _LARGEST).splitlines()
     except UnreadableError:
         return []
-    noted = [line.partition("  ") for line in lines]
+    noted = [line.partition("  ") for line in lines[:_MOST_SOURCES]]
     return [Path(file) for digest, _, file in noted if file and _digest(Path(file)) != digest]
 
 
