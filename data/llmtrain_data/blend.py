@@ -1,5 +1,6 @@
 """How a blend of prepared sets will be sampled, before a run finds out."""
 
+import json
 import re
 from dataclasses import asdict, dataclass
 
@@ -81,7 +82,7 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
         )
         for source, size in zip(samples.sources, available, strict=True)
     ]
-    path = config.path if isinstance(config.path, str) else f"[{', '.join(map(_plain, config.path))}]"
+    path = _plain(config.path) if isinstance(config.path, str) else f"[{', '.join(map(_plain, config.path))}]"
     yaml = f"data:\n  path: {path}\n  sequence_length: {sequence_length}\n"
     yaml += f"  split: [{', '.join(map(_plain, shares))}]\n"
     return BlendPlan(total, parts, yaml)
@@ -125,4 +126,7 @@ def _number(word: str) -> float | None:
 
 
 def _plain(value: str | float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a value as YAML that is read back as it was."""
+    if isinstance(value, float):
+        return repr(int(value)) if value.is_integer() else repr(value)
+    return value if re.fullmatch(r"[\w./~-]*[A-Za-z/_][\w./~-]*", value) else json.dumps(value)

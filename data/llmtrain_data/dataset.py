@@ -5,9 +5,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from llmtrain_data.bounds import MOST_IDS
 from llmtrain_data.config import DataConfig
 from llmtrain_data.errors import DataError
-from llmtrain_data.ids import LARGEST_VOCAB, READ_AT_ONCE, check_ids, token_counts
+from llmtrain_data.files import allow_many_files
+from llmtrain_data.ids import READ_AT_ONCE, check_ids, token_counts
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.order import Interleave, epoch_keys, permute
 
@@ -28,7 +30,7 @@ class Source:
     first: int
     last: int
     first_document: int = 0
-    vocab: int = LARGEST_VOCAB
+    vocab: int = MOST_IDS
 
     @property
     def token_count(self) -> int:
@@ -131,12 +133,13 @@ class Samples:
         return list(dict.fromkeys(source.data.prefix for source in self.sources if source.data.checksums is None))
 
 
-def open_split(config: DataConfig, split: Split, vocab: int = LARGEST_VOCAB) -> Samples:
+def open_split(config: DataConfig, split: Split, vocab: int = MOST_IDS) -> Samples:
     """Open the training, validation or test part of the data set, or blend of sets, that `config` names.
 
     vocab: size of the vocabulary that the ids have to be of. Raises DataError when a set is missing or
     damaged, or has too few tokens in the split for a single sample.
     """
+    allow_many_files()
     return Samples([_open_source(config, split, vocab, *entry) for entry in config.blend()], config.sequence_length)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain_data import units
+from llmtrain_data.bounds import MOST_IDS
 from llmtrain_data.errors import DataError
-from llmtrain_data.ids import LARGEST_VOCAB, token_counts
+from llmtrain_data.ids import token_counts
 from llmtrain_data.indexed import IndexedData, bin_path, idx_path
 from llmtrain_data.output import json_text
 from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
@@ -64,7 +65,7 @@ def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Descriptio
     if data.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
     vocab = tokenizer_size(tokenizer) if tokenizer else None
-    counts = token_counts(data, 0, data.token_count, vocab or LARGEST_VOCAB)
+    counts = token_counts(data, 0, data.token_count, vocab or MOST_IDS)
     return Description(
         prefix=str(prefix),
         documents=data.documents,

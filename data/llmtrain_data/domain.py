@@ -42,8 +42,8 @@ def distance_ratio(train: Source, valid: Source) -> float | None:
     """Return how many times as far validation documents are from training documents as the farthest of some groups of
     as many training documents is from the others.
 
-    None where there are too few documents, or where these do not all end with the same token, as documents do: pieces
-    of one text are like their neighbours, and nothing tells that apart.
+    None where there are too few documents, these are all alike, or they do not all end with the same token, as
+    documents do: pieces of one text are like their neighbours, and nothing tells that apart.
 
     The distance is the Jensen-Shannon divergence of token frequencies. Groups of as many documents measure how far
     apart documents of one domain are, and how much of that is chance. Each group has one of the documents that lie side
@@ -67,7 +67,8 @@ def distance_ratio(train: Source, valid: Source) -> float | None:
     own = [_divergence(one, everything - one) for one in counts]
     # Against as many groups as the others were.
     other = float(np.mean([_divergence(_counts(asked, width), everything - one) for one in counts]))
-    return other / max(max(own), 1e-12)
+    # Documents that are all alike are at no distance that others could be compared to.
+    return other / max(own) if max(own) > 1e-9 else None
 
 
 def _all_end(source: Source) -> bool:

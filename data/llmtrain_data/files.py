@@ -1,7 +1,9 @@
 """Files of prepared sets, read by memory map."""
 
+import errno
 import mmap
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -21,6 +23,8 @@ class File:
             size = os.fstat(self._descriptor).st_size
             mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise DataError(f"{path} cannot be read: {reason(error)}; raise the limit with ulimit -n") from error
             raise DataError(
                 f"{path} cannot be read: {reason(error)}; expected one that `llmtrain data prepare` wrote"
             ) from error
@@ -38,3 +42,10 @@ class File:
                 "prepare the data again or restore the file from a copy"
             )
         return status.st_mtime_ns, status.st_ctime_ns
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: each prepared set takes four."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -5,9 +5,6 @@ import numpy as np
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
 
-LARGEST_VOCAB = 1 << 24
-"""No vocabulary is known to come near it; what counts ids takes 8 bytes for each."""
-
 READ_AT_ONCE = 1 << 22
 """Tokens read at once."""
 

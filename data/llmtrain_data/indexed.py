@@ -10,10 +10,12 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 import fcntl
 import io
 import os
+import signal
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +216,7 @@ class IndexedWriter:
         # The index last.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)
-        self._tokens = _open_locked(self._partial[0])
+        self._tokens = open_locked(self._partial[0])
         self._checksums = ChecksumsWriter(self._partial[1])
         self._lengths = open(self._partial[3], "w+b")  # noqa: SIM115
         self._flusher = ThreadPoolExecutor(1)
@@ -244,12 +246,13 @@ class IndexedWriter:
         self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
-        # An old index must not be seen beside new tokens.
-        self._final[2].unlink(missing_ok=True)
-        for partial, final in zip(self._partial, self._final, strict=False):
-            os.replace(partial, final)
-            _fsync_folder(final.parent)
-        self.discard()
+        with _uninterrupted():
+            # An old index must not be seen beside new tokens.
+            self._final[2].unlink(missing_ok=True)
+            for partial, final in zip(self._partial, self._final, strict=False):
+                os.replace(partial, final)
+                _fsync_folder(final.parent)
+            self.discard()
 
     def discard(self) -> None:
         """Remove what is not finished."""
@@ -294,7 +297,21 @@ def partial_paths(prefix: str | Path) -> list[Path]:
     return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".checksums", ".idx", ".lengths")]
 
 
-def _open_locked(path: Path) -> io.FileIO:
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM: between the renames there is neither the old set nor the new one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def open_locked(path: Path) -> io.FileIO:
     """Open a file for writing from its beginning, under a lock that ends with the process."""
     file = io.FileIO(path, "a")
     try:

@@ -1,6 +1,7 @@
 """All of a prepared set against its checksums, and checksums for a set that has none."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from llmtrain_data.checksums import (
 )
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import File
-from llmtrain_data.indexed import IndexedData, bin_path, check_present, idx_path
+from llmtrain_data.indexed import IndexedData, bin_path, check_present, idx_path, open_locked, partial_paths
 from llmtrain_data.output import json_text
 from llmtrain_data.progress import progress
 
@@ -104,14 +105,16 @@ def verify(prefix: Path) -> Verification:
 def write_checksums(prefix: Path, overwrite: bool) -> int:
     """Write the checksums of a prepared set as it is now, for sets that were prepared elsewhere; return its blocks.
 
-    Raises DataError when the set is damaged as far as can be told, or has checksums and is not to `overwrite` them.
+    Raises DataError when the set is damaged as far as can be told, is being prepared, or has checksums and is not to
+    `overwrite` them.
     """
     path = checksums_path(prefix)
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path} exists already; `llmtrain data inspect {prefix} --verify` reads the set against it")
     IndexedData(prefix, verified=False)
     content = File(bin_path(prefix)).content
-    partial = path.with_name(f"{path.name}.partial")
+    tokens, partial = partial_paths(prefix)[:2]
+    lock = open_locked(tokens)
     writer = ChecksumsWriter(partial)
     try:
         with progress("checksum", len(content), "bytes") as report:
@@ -122,6 +125,10 @@ def write_checksums(prefix: Path, overwrite: bool) -> int:
         writer.finish(idx_path(prefix))
         os.replace(partial, path)
     finally:
-        writer.close()
+        # Closing writes what is left, which a full disk refuses.
+        with suppress(OSError):
+            writer.close()
         partial.unlink(missing_ok=True)
+        tokens.unlink(missing_ok=True)
+        lock.close()
     return block_count(len(content))

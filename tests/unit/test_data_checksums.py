@@ -2,13 +2,16 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llmtrain_data import dataset, ids
-from llmtrain_data.checksums import BLOCK, HEADER, checksums_path, read_checksums
+from llmtrain_data.bounds import MOST_IDS
+from llmtrain_data.checksums import BLOCK, HEADER, ChecksumsWriter, checksums_path, read_checksums
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.describe import describe
@@ -272,6 +275,53 @@ def test_ids_that_are_not_of_the_vocabulary_are_refused_wherever_they_are_met(
     with pytest.raises(DataError, match=sentence):
         samples.sources[1].beginning(123, 100)
     monkeypatch.setattr(ids, "READ_AT_ONCE", 777)
-    if not 0 <= bad < ids.LARGEST_VOCAB:
+    if not 0 <= bad < MOST_IDS:
         with pytest.raises(DataError, match=rf"a\.bin holds id {bad} at token 45 of document 123"):
             describe(prefix, None, 1)
+
+
+def test_checksums_are_not_written_while_the_set_is_prepared(tmp_path: Path) -> None:
+    for overwrite in (False, True):
+        writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+        writer.add(np.arange(4), np.array([4]))
+        if overwrite:
+            with pytest.raises(DataError, match="is being written by another process"):
+                write_checksums(tmp_path / "set", overwrite=True)
+        writer.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
+
+
+def test_checksums_on_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+    writer.add(np.arange(4), np.array([4]))
+    writer.commit()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ChecksumsWriter, "finish", full)
+    monkeypatch.setattr(ChecksumsWriter, "close", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_checksums(tmp_path / "set", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
+
+
+def test_more_sets_than_files_may_be_open(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys, numpy as np; from pathlib import Path;"
+        "from llmtrain_data.config import DataConfig; from llmtrain_data.dataset import open_split;"
+        "from llmtrain_data.indexed import IndexedWriter;"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, int(sys.argv[2]) or hard));"
+        "writer = IndexedWriter(Path(sys.argv[1]) / 'set', np.dtype('uint16'));"
+        "writer.add(np.zeros(40), np.full(10, 4)); writer.commit();"
+        "open_split(DataConfig(path=[1.0, f'{sys.argv[1]}/set'] * 20, sequence_length=2, split=(1, 0, 0)), 'train')"
+    )
+    for hard, expected in ((0, ""), (40, "Too many open files; raise the limit with ulimit -n")):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path), str(hard)], capture_output=True, text=True, check=False
+        )
+        assert expected in done.stderr
+        assert (done.returncode == 0) == (hard == 0)
+        for path in tmp_path.iterdir():
+            path.unlink()

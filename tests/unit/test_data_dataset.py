@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmtrain_data.blend import plan_blend
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import open_split, split_bounds
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_data.order import Interleave, epoch_keys, permute
+from omegaconf import OmegaConf
 
 LENGTH = 8
 
@@ -137,3 +139,13 @@ def test_a_split_too_small_for_a_sample_is_refused(corpus: Path) -> None:
 def test_malformed_blends_are_refused(path: list[str | float]) -> None:
     with pytest.raises(ValueError, match="blend is written"):
         DataConfig(path=path)
+
+
+def test_a_blend_is_written_as_it_was_given(tmp_path: Path) -> None:
+    for name in ("a: b", "c #d", "e"):
+        writer = IndexedWriter(tmp_path / name, np.dtype("uint16"))
+        writer.add(np.zeros(4000), np.full(400, 10))
+        writer.commit()
+    parts = ["1234567.891", str(tmp_path / "a: b"), "2", str(tmp_path / "c #d"), "3e-7", str(tmp_path / "e")]
+    found = OmegaConf.create(plan_blend(parts, None, 8, "98,1,1").yaml).data.path
+    assert found == [1234567.891, str(tmp_path / "a: b"), 2, str(tmp_path / "c #d"), 3e-7, str(tmp_path / "e")]

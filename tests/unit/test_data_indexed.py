@@ -1,5 +1,7 @@
 """The Megatron format, byte for byte, and what damage to it is called."""
 
+import os
+import signal
 import struct
 from pathlib import Path
 
@@ -155,3 +157,23 @@ def test_a_disk_that_fails_while_writing_is_told(tmp_path: Path, monkeypatch: py
         writer.commit()
     writer.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_signal_between_the_renames_waits_for_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    writer, done = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
+    writer.add(np.arange(4), np.array([4]))
+    replace = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        replace(source, target)
+        if len(done) == renames:
+            os.kill(os.getpid(), signal.SIGINT)
+        done.append(target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    writer.commit()
+    assert IndexedData(tmp_path / "set").token_count == 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

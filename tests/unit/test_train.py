@@ -135,13 +135,18 @@ def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -
 def test_a_run_whose_folder_was_taken_ends(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "RENEWAL", 0.01)
 
-    def take(step: int) -> bool:
+    original = loop.forward_backward
+
+    def take(run: Run, step: int) -> loop.Passes:
         if step == 7:
             (folder / "runs" / "tiny" / lock.LOCK).write_text("{}")
-            time.sleep(1)
-        return False
+            # Until the thread that renews the lock has seen it.
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not run.lock._lost:
+                time.sleep(0.01)
+        return original(run, step)
 
-    break_step(monkeypatch, take)
+    monkeypatch.setattr(loop, "forward_backward", take)
     with pytest.raises(RunFailedError, match="is now being trained in by another process, which took it while this"):
         train()
     assert len(losses(folder / "runs" / "tiny")) == 7

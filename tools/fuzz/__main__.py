@@ -11,6 +11,8 @@ for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OPENBL
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from llmtrain_data.output import say  # noqa: E402
+
 from tools.fuzz.pool import Find, case_of, rate, run, summary  # noqa: E402
 from tools.fuzz.targets import TARGETS  # noqa: E402
 
@@ -31,9 +33,9 @@ def main() -> int:
         indices = range(arguments.first, arguments.first + arguments.count)
         for find in run(target, arguments.seed, indices, arguments.finds):
             found.append(find)
-        print(f"{name}: {len(indices)} inputs, {len(found) - before} finds, {rate(started, len(indices))}", flush=True)
+        say(f"{name}: {len(indices)} inputs, {len(found) - before} finds, {rate(started, len(indices))}")
         for line in summary(found[before:]):
-            print(line, flush=True)
+            say(line)
     return 1 if found else 0
 
 

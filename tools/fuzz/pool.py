@@ -32,8 +32,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Find:
-    """An input that was neither read nor refused. what: one line. trace: where, if Python knows. seconds: of processor
-    time."""
+    """An input that was neither read nor refused. what: one line. trace: where, if Python knows."""
 
     reader: str
     seed: int
@@ -102,8 +101,13 @@ def _in_a_fork(target: Target, seed: int, indices: range, progress: mmap.mmap, f
         try:
             _read_all(target, seed, indices, progress, folder)
             os._exit(0)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            # An error of the fuzzer itself: the input is told of, and where it was.
+            find = Find(
+                target.name, seed, int.from_bytes(progress[:], "little"), f"fuzzer: {error}", traceback.format_exc()
+            )
+            with open(folder / "notes", "a") as notes:
+                notes.write(json.dumps(asdict(find)) + "\n")
             os._exit(77)
     return os.waitpid(child, 0)[1]
 
@@ -111,8 +115,7 @@ def _in_a_fork(target: Target, seed: int, indices: range, progress: mmap.mmap, f
 def _read_all(target: Target, seed: int, indices: range, progress: mmap.mmap, folder: Path) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    if not os.environ.get("FUZZ_SHOW"):
-        os.dup2(silence, 2)
+    os.dup2(silence, 2)
     # The default actions end the process also where it is not in Python.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from llmtrain_data.output import say, say_table
 
-from llmtrain.errors import EXIT_FAILED, RunFailedError
+from llmtrain.errors import EXIT_FAILED, BadInputError, RunFailedError
 
 if TYPE_CHECKING:
     from llmtrain_data.corpus import CorpusOptions
@@ -109,7 +109,9 @@ def inspect(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer to show the first documents with.", metavar="DIR")
     ] = None,
-    documents: Annotated[int, typer.Option(min=0, help="Number of documents to show.", metavar="N")] = 3,
+    documents: Annotated[
+        int | None, typer.Option(min=0, help="Number of documents to show.", metavar="N", show_default="3")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all of it to its checksums instead; exit code 1 if it is damaged.")
     ] = False,
@@ -120,13 +122,15 @@ def inspect(
     from llmtrain_data.verify import verify as verify_set
 
     if verify:
+        if tokenizer is not None or documents is not None:
+            raise BadInputError("--verify shows no documents; leave out --tokenizer and --documents")
         verification = verify_set(prefix)
         if json:
             say(verification.json())
         else:
             say_table((), verification.facts())
         raise typer.Exit(EXIT_FAILED if verification.damaged else 0)
-    description = describe(prefix, tokenizer, documents)
+    description = describe(prefix, tokenizer, 3 if documents is None else documents)
     if json:
         say(description.json())
         return
