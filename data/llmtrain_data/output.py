@@ -55,7 +55,10 @@ def say_json(data: Any, indent: int | None = None) -> None:
 
 def json_text(data: Any, indent: int | None = None) -> str:
     """Return data as JSON in ASCII. What is not finite becomes null, as JSON has no NaN and no infinity."""
-    return json.dumps(_jsonable(data), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(data, indent=indent, allow_nan=False)
+    except (ValueError, TypeError):
+        return json.dumps(_jsonable(data), indent=indent, allow_nan=False)
 
 
 class Terminal(Console):

@@ -1,15 +1,11 @@
 """Tests in emulated clusters: skipped, with the reason, where none can be made."""
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 # At the end, so that no folder of the repository hides a package of the same name.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
 from tools.netlab.lab import Lab
 from tools.netlab.network import leftovers, namespaces, why_not
 from tools.netlab.spec import plain

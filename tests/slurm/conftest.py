@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 # At the end, so that no folder of the repository hides a package of the same name.
-sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+sys.path.append(str(Path(__file__).resolve().parent))
 
 from desk import Desk
 from tiny import write_corpus

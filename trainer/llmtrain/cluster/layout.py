@@ -39,8 +39,12 @@ class Layout:
     def groups(self, axis: Axis) -> list[list[int]]:
         """Every group of ranks that differ only in their place along `axis`; each in order of that place."""
         stride, degree = self._stride(axis), self.degree(axis)
-        first = [rank for rank in range(self.world) if self.coordinate(rank, axis) == 0]
-        return [[rank + place * stride for place in range(degree)] for rank in first]
+        span = stride * degree
+        return [
+            list(range(rank, rank + span, stride))
+            for start in range(0, self.world, span)
+            for rank in range(start, start + stride)
+        ]
 
     def group_of(self, rank: int, axis: Axis) -> list[int]:
         """The group along `axis` that `rank` is in."""

@@ -73,6 +73,9 @@ def tables(found: Described) -> Iterator[Table | str]:
 
 def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: Axis) -> Described:
     groups = layout.groups(axis)
+    cards = cards_of(cluster, groups)
+    # There are many groups and few cards.
+    shown = {id(card): asdict(card) for card in cards if card}
     return {
         "degree": layout.degrees[axis],
         "tiers": [asdict(tier) for tier in axis_tiers(tiers, layout, axis)],
@@ -80,9 +83,9 @@ def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: 
             {
                 "ranks": group,
                 "lies": _lies(cluster, tiers, group),
-                "card": asdict(card) if card else None,
+                "card": shown.get(id(card)),
             }
-            for group, card in zip(groups, cards_of(cluster, groups), strict=True)
+            for group, card in zip(groups, cards, strict=True)
         ],
     }
 
