@@ -129,4 +129,5 @@ def _plain(value: str | float) -> str:
     """Return a value as YAML that is read back as it was."""
     if isinstance(value, float):
         return repr(int(value)) if value.is_integer() else repr(value)
-    return value if re.fullmatch(r"[\w./~-]*[A-Za-z/_][\w./~-]*", value) else json.dumps(value)
+    # No word of YAML, such as true or 0x10, has a slash.
+    return value if re.fullmatch(r"[\w./~-]*/[\w./~-]*", value) else json.dumps(value, ensure_ascii=False)

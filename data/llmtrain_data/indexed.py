@@ -216,9 +216,10 @@ class IndexedWriter:
         # The index last.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)
-        self._tokens = open_locked(self._partial[0])
+        # First, as it locks the others. It gets no other name, so that nobody else begins while they get theirs.
+        self._lengths = io.BufferedRandom(open_locked(self._partial[3]))
+        self._tokens = io.FileIO(self._partial[0], "w")
         self._checksums = ChecksumsWriter(self._partial[1])
-        self._lengths = open(self._partial[3], "w+b")  # noqa: SIM115
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._unflushed = 0
@@ -257,12 +258,14 @@ class IndexedWriter:
     def discard(self) -> None:
         """Remove what is not finished."""
         self._flusher.shutdown()
+        # Before the lock ends: files that have these names afterwards are another writer's.
+        for path in self._partial:
+            path.unlink(missing_ok=True)
+        self._partial = []
         for file in (self._tokens, self._checksums, self._lengths):
             # Closing writes what is left, which a full disk refuses.
             with suppress(OSError):
                 file.close()
-        for path in self._partial:
-            path.unlink(missing_ok=True)
 
     def _flushed(self) -> None:
         """Wait for the disk. Raises OSError as it did: a write that failed is told once, to the first who syncs."""
@@ -293,7 +296,10 @@ class IndexedWriter:
 
 
 def partial_paths(prefix: str | Path) -> list[Path]:
-    """Return the files an unfinished preparation of `prefix` works in: tokens, checksums, index, lengths."""
+    """Return the files an unfinished preparation of `prefix` works in: tokens, checksums, index, lengths.
+
+    Who writes any of them holds the last by `open_locked`.
+    """
     return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".checksums", ".idx", ".lengths")]
 
 
@@ -312,15 +318,22 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def open_locked(path: Path) -> io.FileIO:
-    """Open a file for writing from its beginning, under a lock that ends with the process."""
-    file = io.FileIO(path, "a")
+    """Open a file to be written from its beginning and read, under a lock that ends with the process.
+
+    Raises DataError while another holds it.
+    """
+    file = io.FileIO(path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who held it may have removed it since it was opened here.
+        free = os.fstat(file.fileno()).st_nlink > 0
     except BlockingIOError:
-        file.close()
-        raise DataError(f"{path} is being written by another process; wait for it, or give another --output") from None
+        free = False
     except OSError:
-        pass  # a file system without locks
+        free = True  # a file system without locks
+    if not free:
+        file.close()
+        raise DataError(f"{path} is being written by another process; wait for it, or give another --output")
     file.truncate(0)
     return file
 

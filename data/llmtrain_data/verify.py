@@ -111,11 +111,23 @@ def write_checksums(prefix: Path, overwrite: bool) -> int:
     path = checksums_path(prefix)
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path} exists already; `llmtrain data inspect {prefix} --verify` reads the set against it")
+    check_present(prefix)
+    _, partial, _, held = partial_paths(prefix)
+    # Before the set is opened: one that is prepared meanwhile would get the checksums of the one before.
+    with open_locked(held):
+        try:
+            blocks = _write_checksums(prefix, partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+            held.unlink(missing_ok=True)
+    return blocks
+
+
+def _write_checksums(prefix: Path, target: Path) -> int:
     IndexedData(prefix, verified=False)
     content = File(bin_path(prefix)).content
-    tokens, partial = partial_paths(prefix)[:2]
-    lock = open_locked(tokens)
-    writer = ChecksumsWriter(partial)
+    writer = ChecksumsWriter(target)
     try:
         with progress("checksum", len(content), "bytes") as report:
             for start in range(0, len(content), READ_AT_ONCE):
@@ -123,12 +135,8 @@ def write_checksums(prefix: Path, overwrite: bool) -> int:
                 writer.add(piece)
                 report(len(piece))
         writer.finish(idx_path(prefix))
-        os.replace(partial, path)
     finally:
         # Closing writes what is left, which a full disk refuses.
         with suppress(OSError):
             writer.close()
-        partial.unlink(missing_ok=True)
-        tokens.unlink(missing_ok=True)
-        lock.close()
     return block_count(len(content))

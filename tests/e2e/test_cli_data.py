@@ -64,6 +64,9 @@ def test_verify_and_checksum(work: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert call("checksum", tmp_path / "a") == 0
     assert (tmp_path / "a.checksums").read_bytes() == (work / "a.checksums").read_bytes()
     capsys.readouterr()
+    assert call("inspect", tmp_path / "a", "--verify", "--documents", 3) == 2
+    assert call("inspect", tmp_path / "a", "--verify", "--tokenizer", work / "bpe") == 2
+    assert "--verify shows no documents; leave out --tokenizer and --documents" in capsys.readouterr().err
     assert call("inspect", tmp_path / "a", "--verify") == 0
     assert re.search(r"verified +all as it was prepared\n", capsys.readouterr().out)
     content = bytearray((tmp_path / "a.bin").read_bytes())

@@ -291,6 +291,22 @@ def test_checksums_are_not_written_while_the_set_is_prepared(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
 
 
+def test_a_set_is_not_prepared_while_its_checksums_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be of the tokens before and the index after."""
+    writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+    writer.add(np.arange(4), np.array([4]))
+    writer.commit()
+
+    def opened(prefix: Path, verified: bool) -> IndexedData:
+        with pytest.raises(DataError, match="is being written by another process"):
+            IndexedWriter(prefix, np.dtype("uint16"))
+        return IndexedData(prefix, verified)
+
+    monkeypatch.setattr("llmtrain_data.verify.IndexedData", opened)
+    assert write_checksums(tmp_path / "set", overwrite=True) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
+
+
 def test_checksums_on_a_full_disk_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
     writer.add(np.arange(4), np.array([4]))

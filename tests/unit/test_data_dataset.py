@@ -141,11 +141,11 @@ def test_malformed_blends_are_refused(path: list[str | float]) -> None:
         DataConfig(path=path)
 
 
-def test_a_blend_is_written_as_it_was_given(tmp_path: Path) -> None:
-    for name in ("a: b", "c #d", "e"):
+def test_a_blend_is_written_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a: b", "c #d", "null", "😀x", "e"):
         writer = IndexedWriter(tmp_path / name, np.dtype("uint16"))
         writer.add(np.zeros(4000), np.full(400, 10))
         writer.commit()
-    parts = ["1234567.891", str(tmp_path / "a: b"), "2", str(tmp_path / "c #d"), "3e-7", str(tmp_path / "e")]
-    found = OmegaConf.create(plan_blend(parts, None, 8, "98,1,1").yaml).data.path
-    assert found == [1234567.891, str(tmp_path / "a: b"), 2, str(tmp_path / "c #d"), 3e-7, str(tmp_path / "e")]
+    path = [1234567.891, "a: b", 2, "c #d", 3e-7, str(tmp_path / "e"), 1, "null", 1, "😀x"]
+    assert OmegaConf.create(plan_blend([*map(str, path)], None, 8, "98,1,1").yaml).data.path == path

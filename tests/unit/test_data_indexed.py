@@ -177,3 +177,33 @@ def test_a_signal_between_the_renames_waits_for_the_last(
     writer.commit()
     assert IndexedData(tmp_path / "set").token_count == 4
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_writer_at_a_time_until_all_names_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, refused = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
+    first.add(np.arange(4), np.array([4]))
+    replace = os.replace
+
+    def renamed(source: Path, target: Path) -> None:
+        replace(source, target)
+        with pytest.raises(DataError, match="is being written by another process") as error:
+            IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+        refused.append(error)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    first.commit()
+    assert len(refused) == 3
+    monkeypatch.setattr(os, "replace", replace)
+    second = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+    first.discard()
+    second.add(np.arange(5), np.array([5]))
+    second.commit()
+    assert IndexedData(tmp_path / "set").token_count == 5
+
+
+def test_a_lock_that_was_removed_before_it_was_taken_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed.fcntl, "flock", lambda file, _: os.unlink(file.name))
+    with pytest.raises(DataError, match="is being written by another process"):
+        IndexedWriter(tmp_path / "set", np.dtype("uint16"))

@@ -1,7 +1,9 @@
 """Whatever a file holds, its reader reads it or refuses it in a sentence, within 5 s and 500 MB."""
 
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +108,31 @@ def test_what_a_find_is(tmp_path: Path) -> None:
     expected = [(index, WHAT[word]) for index, word in enumerate(words) if word in WHAT]
     assert [(find.index, find.what.partition(":")[0]) for find in found] == expected
     assert len({path.parent.parent for path in tmp_path.rglob("find.txt")}) == 3
+
+
+def test_an_error_of_the_fuzzer_is_told(tmp_path: Path) -> None:
+    def breaks() -> None:
+        raise RuntimeError("nothing to import")
+
+    target = Target("test", lambda _: Case({"x": b""}, []), reads, imports=breaks)
+    told, ended = run(target, 0, range(1), tmp_path)
+    assert told.what == "fuzzer: nothing to import"
+    assert "in breaks" in told.trace
+    assert ended.what == "ended the process with 77"
+
+
+def test_what_a_find_quotes_never_steers_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    program = importlib.import_module("tools.fuzz.__main__")
+
+    def raises(_: Case) -> None:
+        raise ValueError("\ud800\x1b[2J")
+
+    monkeypatch.setattr(program, "TARGETS", {"test": Target("test", lambda _: Case({"x": b""}, []), raises)})
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--count", "1", "--finds", str(tmp_path)])
+    assert program.main() == 1
+    assert "ValueError: \\ud800\\x1b[2J" in capsys.readouterr().out
