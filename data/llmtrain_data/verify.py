@@ -1,7 +1,7 @@
 """All of a prepared set against its checksums, and checksums for a set that has none."""
 
 import os
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -127,16 +127,10 @@ def write_checksums(prefix: Path, overwrite: bool) -> int:
 def _write_checksums(prefix: Path, target: Path) -> int:
     IndexedData(prefix, verified=False)
     content = File(bin_path(prefix)).content
-    writer = ChecksumsWriter(target)
-    try:
-        with progress("checksum", len(content), "bytes") as report:
-            for start in range(0, len(content), READ_AT_ONCE):
-                piece = content[start : start + READ_AT_ONCE]
-                writer.add(piece)
-                report(len(piece))
+    with closing(ChecksumsWriter(target)) as writer, progress("checksum", len(content), "bytes") as report:
+        for start in range(0, len(content), READ_AT_ONCE):
+            piece = content[start : start + READ_AT_ONCE]
+            writer.add(piece)
+            report(len(piece))
         writer.finish(idx_path(prefix))
-    finally:
-        # Closing writes what is left, which a full disk refuses.
-        with suppress(OSError):
-            writer.close()
     return block_count(len(content))
