@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from itertools import islice
 
-from llmtrain.cluster.environment import FIRST_PORT, PORTS
+from llmtrain.comm.environment import FIRST_PORT, PORTS
 
 # Left to the jobs of a Slurm on this machine, which meet by their numbers.
 _JOBS = 1000

@@ -11,7 +11,7 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.files import allow_many_files
 from llmtrain_data.ids import READ_AT_ONCE, check_ids, token_counts
 from llmtrain_data.indexed import IndexedData
-from llmtrain_data.order import Interleave, epoch_keys, permute
+from llmtrain_data.sample_order import Interleave, epoch_keys, permute
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 
 
 def test_ranks_of_one_machine(tmp_path: Path) -> None:

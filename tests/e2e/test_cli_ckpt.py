@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.ckpt import app
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units, parameter_count

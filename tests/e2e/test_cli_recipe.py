@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from llmtrain.cli.main import main
-from llmtrain.recipe.shipped import shipped_names
+from llmtrain.yaml.shipped import shipped_names
 from llmtrain_data.indexed import IndexedWriter
 
 GOOD = "model: {preset: gpt2-1m}\ndata: {path: prepared, sequence_length: 64}\n"
@@ -223,7 +223,7 @@ def test_a_model_that_the_machine_cannot_hold(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before anything is written; a dry run, which may be of another machine's run, says so."""
-    monkeypatch.setattr("llmtrain.recipe.check.machine_memory", lambda swap: 2**20)
+    monkeypatch.setattr("llmtrain.plan.check.machine_memory", lambda swap: 2**20)
     Path("recipe.yaml").write_text(GOOD)
     sentence = (
         "the model's states take 16.6 MiB on a rank, but this machine has 1.00 MiB of memory; take a smaller model"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmtrain.cluster.config import Cluster, Nic
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.description import Cluster, Nic
+from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.quantity import quantity
 from llmtrain_data.indexed import IndexedWriter
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -17,12 +17,12 @@ BYTES = 4_000_000
 # Every rank sums BYTES in its group along each axis in turn, and prints what its node's cards sent meanwhile.
 SUMS = """
 import json, os, torch, torch.distributed as dist
-from llmtrain.cluster.config import ParallelConfig
-from llmtrain.cluster.description import load_cluster
-from llmtrain.cluster.groups import make_groups
+from llmtrain.cluster.description import ParallelConfig
+from llmtrain.cluster.load import load_cluster
+from llmtrain.comm.groups import make_groups
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import layout_degrees
-from llmtrain.cluster.ranks import connect, disconnect
+from llmtrain.cluster.topology import layout_degrees
+from llmtrain.comm.ranks import connect, disconnect
 
 def sent():
     dist.barrier()

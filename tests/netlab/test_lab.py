@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
 
 from tools.netlab.lab import Lab, LabResult

@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
 
 from tools.netlab.lab import Lab

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmtrain import start, train
 from llmtrain.checkpoint.safetensors_file import DurableFile
 from llmtrain.cli.main import main
-from llmtrain.compose import Run
 from llmtrain.telemetry import about
+from llmtrain.training import loop as train
+from llmtrain.training import start
+from llmtrain.training.run import Run
 
 
 def flip(run: Run, name: str) -> None:

@@ -9,9 +9,9 @@ import os
 import sys
 
 import torch
-from llmtrain.cluster.environment import launched
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import connect, disconnect
+from llmtrain.comm.environment import launched
+from llmtrain.comm.ranks import connect, disconnect
 from worker import run_case
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from forks import fork_ranks
-from llmtrain.sharding import shared
+from llmtrain.comm import shared_memory as shared
 
 ROOM, OPERATIONS = 4096, 150
 NARROW = torch.bfloat16

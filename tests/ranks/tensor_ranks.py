@@ -18,8 +18,8 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
-from llmtrain.parallel.pipeline.deferred import Deferred
-from llmtrain.parallel.pipeline.deferred import gradients as put_off
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import gradients as put_off
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.sharding.traffic import Traffic

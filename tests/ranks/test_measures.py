@@ -6,10 +6,10 @@ import pytest
 from harness import BATCH, Case, Result
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
+from llmtrain.plan.degrees import degrees_of
+from llmtrain.plan.resolve import shape
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import shape
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.zero import degrees_of
 from llmtrain.sharding.unit import ALIGNMENT
 from strategies import COVERING
 

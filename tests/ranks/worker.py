@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 from allocations import Allocations
-from llmtrain import train as loop
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import layout_degrees
-from llmtrain.cluster.ranks import Ranks, connect, disconnect
-from llmtrain.compose import Run
+from llmtrain.cluster.topology import layout_degrees
+from llmtrain.comm.ranks import Ranks, connect, disconnect
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
-from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts
-from llmtrain.sharding.lane import Job, ThreadLane, Ticket
+from llmtrain.plan.prepare import prepared
+from llmtrain.plan.resolve import Facts
+from llmtrain.sharding.stream import Job, ThreadLane, Ticket
 from llmtrain.telemetry import about
+from llmtrain.training import loop as loop
+from llmtrain.training.run import Run
 
 # How long the other ranks have to end once one has failed, in seconds.
 GRACE = 20

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.cluster.slurm.queue import ENDED
+from llmtrain.launch.slurm.queue import ENDED
 from tiny import Curve, curve
 
 from tools.slurmlab.lab import Lab

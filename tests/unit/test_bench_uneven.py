@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from llmtrain.parallel.pipeline.timeline import Timeline
+from llmtrain.plan.pipeline.timeline import Timeline
 
 from tools.bench import pipeline_watch
 from tools.bench.pipeline_watch import Done, Message, Watch, transfers

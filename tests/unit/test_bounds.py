@@ -5,8 +5,8 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
-from llmtrain.cluster.slurm.config import Site
 from llmtrain.errors import BadInputError
+from llmtrain.launch.slurm.config import Site
 from llmtrain.model.config import GPTConfig
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import load_recipe

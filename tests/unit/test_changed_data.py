@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from llmtrain import run_data
-from llmtrain import train as loop
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import connect
+from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError
-from llmtrain.inference import evaluate_on, open_model
-from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts, shape
-from llmtrain.run_data import DATA, check_data, open_data
+from llmtrain.inference.trained import evaluate_on, open_model
+from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.prepare import prepared
+from llmtrain.plan.resolve import Facts, shape
+from llmtrain.training import loop as loop
+from llmtrain.training import run_data
+from llmtrain.training.run_data import DATA, check_data, open_data
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_data.indexed import IndexedData

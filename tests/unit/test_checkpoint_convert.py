@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.checkpoint.convert.convert import convert
-from llmtrain.checkpoint.convert.hf_config import read_hf_config, to_hf_config
-from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.hf_config import read_hf_config, to_hf_config
 from llmtrain.model.tensors import model_units
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -221,7 +221,7 @@ def test_a_config_that_is_none(tmp_path: Path, content: str) -> None:
 def test_reading_a_config_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]().config.to_dict()))
     program = (
-        "import sys, pathlib; from llmtrain.checkpoint.convert.hf_config import read_hf_config; "
+        "import sys, pathlib; from llmtrain.model.hf_config import read_hf_config; "
         "print(read_hf_config(pathlib.Path(sys.argv[1])).kv_heads, 'torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

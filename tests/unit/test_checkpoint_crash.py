@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units

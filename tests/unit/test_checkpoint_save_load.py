@@ -17,10 +17,10 @@ from llmtrain.checkpoint.load import load, load_latest
 from llmtrain.checkpoint.manifest import BLOCK, MANIFEST, SIDECAR, digest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units

@@ -51,11 +51,11 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
     def start(*given: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 
-    monkeypatch.setattr("llmtrain.start.start", start)
+    monkeypatch.setattr("llmtrain.training.start.start", start)
     assert module.main(["run", "x"]) == 1
     needed = "llmtrain: run ran out of memory; a smaller train.microbatch or model needs less\n"
     assert capsys.readouterr().err == needed
-    monkeypatch.setattr("llmtrain.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr("llmtrain.training.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         module.main(["run", "x"])
 

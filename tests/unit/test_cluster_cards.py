@@ -5,12 +5,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from llmtrain.cluster.cards import card_of, nccl_net
-from llmtrain.cluster.config import Cluster, Nic, ParallelConfig
-from llmtrain.cluster.description import load_cluster
-from llmtrain.cluster.groups import gloo_over
+from llmtrain.cluster.description import Cluster, Nic, ParallelConfig
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import clusters_of, layout_degrees, nodes_of
+from llmtrain.cluster.load import load_cluster
+from llmtrain.cluster.nic import card_of, nccl_net
+from llmtrain.cluster.topology import clusters_of, layout_degrees, nodes_of
+from llmtrain.comm.groups import gloo_over
 from llmtrain.errors import BadInputError
 
 ETHERNET = {"kind": "ethernet", "interface": "eth0"}

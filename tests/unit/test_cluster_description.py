@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.description import load_cluster, shipped_clusters
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.load import load_cluster, shipped_clusters
 from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.tiers import Tier, tier_ranks, tiers
 from llmtrain.errors import BadInputError

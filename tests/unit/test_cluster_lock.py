@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster import holder as holder_module
-from llmtrain.cluster import lock as module
-from llmtrain.cluster.holder import parse, this_process
-from llmtrain.cluster.lock import FEWEST_LOOKS, LOCK, LOCKLESS_LOOKS, UNLOCKED_LOOKS, RunLock, holder_of
 from llmtrain.errors import RunFailedError
+from llmtrain.launch import lock_holder as holder_module
+from llmtrain.launch import run_lock as module
+from llmtrain.launch.lock_holder import parse, this_process
+from llmtrain.launch.run_lock import FEWEST_LOOKS, LOCK, LOCKLESS_LOOKS, UNLOCKED_LOOKS, RunLock, holder_of
 
 HOLD = """
 import sys
 from pathlib import Path
-from llmtrain.cluster.lock import RunLock
+from llmtrain.launch.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print(lock.take(print), flush=True)
 """

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.lock import LOCK, LOOK
+from llmtrain.launch.run_lock import LOCK, LOOK
 
 # A process that takes the lock of each folder that stdin names, says how that went, and lets it go at the next line.
 STARTS = """
 import fcntl, sys, time
 from pathlib import Path
-from llmtrain.cluster import holder, lock as module
+from llmtrain.launch import lock_holder as holder, run_lock as module
 
 def no_locks(*arguments):
     raise OSError(37, "No locks available")

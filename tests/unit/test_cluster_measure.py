@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
-from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.description import load_cluster
-from llmtrain.cluster.measure.discover import Card, Machine, discovered, networks, this_machine
-from llmtrain.cluster.measure.links import Link, links, socket_links
-from llmtrain.cluster.measure.result import Measured, Timing, as_data, described, without_slow_cards
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
+from llmtrain.launch.measure.discover import Card, Machine, discovered, networks, this_machine
+from llmtrain.launch.measure.links import Link, links, socket_links
+from llmtrain.launch.measure.result import Measured, Timing, as_data, described, without_slow_cards
 
 UNEVEN: dict[str, Any] = {
     "node": {"ranks": 2},

@@ -5,11 +5,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from llmtrain.cluster.config import Cluster, ParallelConfig
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.description import Cluster, ParallelConfig
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
+from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.tiers import Tier, axis_tiers, tier_ranks, tiers
+from llmtrain.cluster.topology import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
 from llmtrain.errors import BadInputError
 
 ORDERS = (HOLMES, "data-pipeline-tensor")

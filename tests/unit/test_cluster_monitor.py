@@ -4,8 +4,8 @@ import subprocess
 import time
 
 import psutil
-from llmtrain.cluster.monitor import Monitor
-from llmtrain.cluster.note import Notes
+from llmtrain.comm.crash_notes import Notes
+from llmtrain.launch.monitor import Monitor
 
 
 def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from llmtrain.cluster import rounds
+from llmtrain.comm import small_collectives as rounds
 from torch import Tensor
 
 RANKS = 3

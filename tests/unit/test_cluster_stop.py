@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys
-from llmtrain.cluster.stop import StopRequest
+from llmtrain.launch.stop import StopRequest
 
 class AtTheVeryEnd:
     def __del__(self):
@@ -32,7 +32,7 @@ def test_a_run_that_has_ended_does_not_die_of_being_asked_to_stop(number: int) -
 
 TWICE = """
 import hashlib, os, signal, sys, threading, time
-from llmtrain.cluster.stop import StopRequest
+from llmtrain.launch.stop import StopRequest
 
 def press():
     for _ in range(int(sys.argv[1])):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.slurm.record import slurm_folder
+from llmtrain.launch.slurm.record import slurm_folder
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo
-from llmtrain.telemetry.config import LoggingConfig
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import read_metrics
 from llmtrain_data.config import DataConfig

@@ -10,7 +10,7 @@ from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import open_split, split_bounds
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedWriter
-from llmtrain_data.order import Interleave, epoch_keys, permute
+from llmtrain_data.sample_order import Interleave, epoch_keys, permute
 from omegaconf import OmegaConf
 
 LENGTH = 8

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from llmtrain import doctor
-from llmtrain.doctor import Finding, can_train
+from llmtrain.launch import doctor
+from llmtrain.launch.doctor import Finding, can_train
 from llmtrain_kernels import native
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain_data.indexed import IndexedWriter
@@ -71,7 +71,7 @@ def test_data_that_was_relative_to_another_folder(
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "set.bin").touch()
     run = {"cwd": str(tmp_path / "there")}
-    monkeypatch.setattr("llmtrain.inference.read_run_file", lambda folder: run if str(folder) == model else {})
+    monkeypatch.setattr("llmtrain.inference.trained.read_run_file", lambda folder: run if str(folder) == model else {})
     said = refused(capsys, "eval", model, "--data", "set")
     assert f"there is no file set.bin; there is one in {tmp_path / 'there'}: run from there, or give" in said
 

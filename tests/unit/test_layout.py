@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from llmtrain.cluster.environment import Launched, first_host, launched
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.cluster.ranks import Ranks, connect
+from llmtrain.comm.environment import Launched, first_host, launched
+from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.start import check_gpus
+from llmtrain.training.start import check_gpus
 
 
 @given(st.integers(1, 64))

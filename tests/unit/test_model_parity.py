@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.model.gpt import GPT
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, Spread
 from llmtrain.sharding.gradients import Turn

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
-from llmtrain.optim.scale import LossScale
-from llmtrain.optim.schedule import learning_rate
+from llmtrain.optim.loss_scale import LossScale
+from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.step import clip_divisor
 
 

@@ -20,11 +20,11 @@ import pytest
 import torch
 from llmtrain.checkpoint.manifest import digest
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
-from llmtrain.cluster.slurm.record import log_of, note_job, slurm_folder
+from llmtrain.comm.ranks import Ranks
+from llmtrain.launch.slurm.record import log_of, note_job, slurm_folder
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.telemetry.console import RunConsole

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from llmtrain.cluster.watch import Watch
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule
-from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.comm.activity import Watch
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.parallel.pipeline.pieces import Piece
-from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
+from llmtrain.plan.pipeline.schedules import make_schedule
+from llmtrain.plan.pipeline.stage_layout import Piece
+from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.gradients import Received
 from torch import Tensor, nn
 

@@ -6,18 +6,18 @@ from itertools import pairwise
 import pytest
 import torch
 from llmtrain.cluster.levels import Degrees
-from llmtrain.cluster.watch import Watch
+from llmtrain.comm.activity import Watch
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
-from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.deferred import Deferred
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.parallel.pipeline.pieces import pieces_of, units_of
-from llmtrain.parallel.pipeline.schedules import make_schedule
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.plan.pipeline.schedules import make_schedule
+from llmtrain.plan.pipeline.stage_layout import pieces_of, units_of
+from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.engine import Engine, Spread
 from llmtrain.sharding.unit import Cut, build_unit
 from torch import Tensor

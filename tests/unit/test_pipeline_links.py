@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.parallel.pipeline.actions import Schedule
-from llmtrain.parallel.pipeline.links import hops_of
+from llmtrain.cluster.load import load_cluster
+from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.plan.pipeline.message_times import hops_of
 
 SITES = """
 node: {ranks: 4, tiers: [{name: node, ranks: 4, bandwidth: 8MB/s, latency: 1ms}]}

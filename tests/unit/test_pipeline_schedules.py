@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, peak_live
-from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
-from llmtrain.parallel.pipeline.timeline import Durations, simulate
-from llmtrain.parallel.pipeline.validate import validate
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, peak_live
+from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
+from llmtrain.plan.pipeline.timeline import Durations, simulate
+from llmtrain.plan.pipeline.validate import validate
+from llmtrain.recipe.pipeline import ScheduleName
 
 FIXED: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmtrain.errors import BadInputError
 from llmtrain.model.presets import PRESETS
-from llmtrain.parallel.pipeline.actions import Schedule
-from llmtrain.parallel.pipeline.split import StageCosts, shares, split_layers, stage_costs
-from llmtrain.telemetry.flops import flops_per_token
+from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.plan.pipeline.layer_split import StageCosts, shares, split_layers, stage_costs
 
 
 def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, peak_live
-from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.schedules import make_schedule
-from llmtrain.parallel.pipeline.timeline import Durations, Timeline, needs, simulate, simulate_message_driven
-from llmtrain.parallel.pipeline.validate import validate
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, peak_live
+from llmtrain.plan.pipeline.schedules import make_schedule
+from llmtrain.plan.pipeline.timeline import Durations, Timeline, needs, simulate, simulate_message_driven
+from llmtrain.plan.pipeline.validate import validate
+from llmtrain.recipe.pipeline import ScheduleName
 
 # Powers of two add up exactly.
 SECONDS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])

@@ -7,14 +7,14 @@ from threading import Event
 import pytest
 import torch
 import torch.distributed as dist
-from llmtrain import build
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
-from llmtrain.parallel.pipeline.config import ScheduleName
+from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
+from llmtrain.plan.passes import schedule_of
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import parse_recipe
-from llmtrain.recipe.passes import schedule_of
-from llmtrain.recipe.resolve import Facts, resolve
+from llmtrain.recipe.pipeline import ScheduleName
+from llmtrain.training import build
 
 CHANNEL = Channel(0, 1)
 RECIPE = {

@@ -7,15 +7,15 @@ from typing import ClassVar, Literal, get_args
 
 import pytest
 from llmtrain.errors import BadInputError
+from llmtrain.plan.resolve import as_data, to_yaml
 from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import load_recipe, parse_recipe
-from llmtrain.recipe.meant import WORDS
-from llmtrain.recipe.resolve import as_data, to_yaml
 from llmtrain.recipe.schema import EveryK
-from llmtrain.recipe.shipped import shipped_folder, shipped_names
-from llmtrain.recipe.strict import StrictFile
+from llmtrain.yaml.shipped import shipped_folder, shipped_names
+from llmtrain.yaml.strict_file import StrictFile
+from llmtrain.yaml.yaml11 import WORDS
 
 BASE = (
     "name: the-base\nmodel: {preset: gpt2-1m}\ndata: {path: d, split: [8, 1, 1]}\ntrain: {steps: 5, global_batch: 4}\n"

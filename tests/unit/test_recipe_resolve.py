@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cluster.layout import Layout
-from llmtrain.cluster.mesh import layout_degrees
+from llmtrain.cluster.topology import layout_degrees
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.recipe.check import advice, check, found_elsewhere
+from llmtrain.plan.check import advice, check, found_elsewhere
+from llmtrain.plan.prepare import prepared
+from llmtrain.plan.resolve import Facts, decisions, resolve, shape, to_yaml
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts, decisions, resolve, shape, to_yaml
 from llmtrain.recipe.schema import EveryK, Recipe
 
 CPU = Facts(world=2, device="cpu")

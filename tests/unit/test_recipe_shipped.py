@@ -4,12 +4,12 @@ import re
 from typing import Literal
 
 import pytest
+from llmtrain.plan.degrees import STATES_SHARE
+from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.resolve import Facts, resolve, shape, state_bytes
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve, shape, state_bytes
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.shipped import shipped_folder, shipped_names
-from llmtrain.recipe.zero import STATES_SHARE
-from llmtrain.telemetry.flops import flops_per_token
+from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
 NEEDS = re.compile(
     r"Needs (\d+) (GPUs of|CPU with) (\d+) GB(?: of memory)?; model states take ([\d.]+) ([GM]B) of (?:each|it)\. "

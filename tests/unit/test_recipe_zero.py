@@ -12,11 +12,11 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.degrees import STATES_SHARE, degrees_of
+from llmtrain.plan.prepare import settle
+from llmtrain.plan.resolve import Facts, as_data, shape
 from llmtrain.recipe.load import load_recipe, parse_recipe
-from llmtrain.recipe.prepare import settle
-from llmtrain.recipe.resolve import Facts, as_data, shape
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.zero import STATES_SHARE, degrees_of
 from llmtrain_data.indexed import IndexedWriter
 
 FRONTIER = "cluster={node: {ranks: 8, tiers: [{name: die, ranks: 2}]}}"

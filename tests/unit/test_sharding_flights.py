@@ -5,10 +5,10 @@ from typing import cast
 import pytest
 import torch
 from llmtrain.sharding.collectives import Stage
-from llmtrain.sharding.flights import Flights
 from llmtrain.sharding.hops import Hop
-from llmtrain.sharding.lane import Lane, ThreadLane
-from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.in_flight import Flights
+from llmtrain.sharding.stream import Lane, ThreadLane
+from llmtrain.sharding.workspace import Scratch
 
 
 class OnLane:

@@ -1,6 +1,6 @@
 """Which units a pass needs next."""
 
-from llmtrain.sharding.order import UseOrder
+from llmtrain.sharding.prefetch_order import UseOrder
 
 FORWARD = ["embedding", "1", "2", "3", "head"]
 PASS = [*FORWARD, "head", "3", "2", "1", *FORWARD]

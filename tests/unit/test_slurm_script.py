@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.slurm.config import Container, Site
-from llmtrain.cluster.slurm.script import Job, array_indices, render, train_script
 from llmtrain.errors import BadInputError
+from llmtrain.launch.slurm.config import Container, Site
+from llmtrain.launch.slurm.script import Job, array_indices, render, train_script
 
 RECIPE = "name: a run\nseed: 3\n"
 JOB = Job("a run", Path("/data/my runs/a run"), 2, 4, ("/env/bin/python", "-m", "llmtrain", "run"), RECIPE)

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.cluster.config import Cluster
-from llmtrain.cluster.slurm import queue
-from llmtrain.cluster.slurm.config import seconds
-from llmtrain.cluster.slurm.record import jobs_of
-from llmtrain.cluster.slurm.script import Job
+from llmtrain.cluster.description import Cluster
 from llmtrain.errors import BadInputError
-from llmtrain.recipe import yaml_file
+from llmtrain.launch.slurm import queue
+from llmtrain.launch.slurm.config import seconds
+from llmtrain.launch.slurm.record import jobs_of
+from llmtrain.launch.slurm.script import Job
+from llmtrain.launch.status import statuses
+from llmtrain.launch.submit import load_site, plan, submit
 from llmtrain.recipe.load import load_recipe
-from llmtrain.status import statuses
-from llmtrain.submit import load_site, plan, submit
+from llmtrain.yaml import file as yaml_file
 from llmtrain_data.indexed import IndexedWriter
 
 RECIPE = """

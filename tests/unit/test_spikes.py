@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmtrain import train as loop
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import connect
-from llmtrain.compose import Run
+from llmtrain.comm.ranks import connect
 from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts
+from llmtrain.plan.prepare import prepared
+from llmtrain.plan.resolve import Facts
+from llmtrain.training import loop as loop
+from llmtrain.training.run import Run
 from tiny import write_corpus
 
 RECIPE = """

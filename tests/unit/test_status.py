@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmtrain import status
 from llmtrain.cli.main import main
-from llmtrain.cluster.slurm import queue
-from llmtrain.cluster.slurm.queue import QueuedJob
-from llmtrain.cluster.slurm.record import jobs_of, log_of, note_job, slurm_folder
 from llmtrain.errors import BadInputError
-from llmtrain.status import read_log, run_folder, statuses
+from llmtrain.launch import status
+from llmtrain.launch.slurm import queue
+from llmtrain.launch.slurm.queue import QueuedJob
+from llmtrain.launch.slurm.record import jobs_of, log_of, note_job, slurm_folder
+from llmtrain.launch.status import read_log, run_folder, statuses
 
 
 def row(step: int, **changes: object) -> str:
@@ -54,9 +54,7 @@ def test_states(runs: Path) -> None:
 def test_a_run_outside_slurm(runs: Path) -> None:
     (runs / "gone" / "run.json").write_text('{"steps": 12}')
     folder = runs / "gone"
-    hold = (
-        "import sys, pathlib; from llmtrain.cluster.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).take(print)"
-    )
+    hold = "import sys, pathlib; from llmtrain.launch.run_lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).take(print)"
     program = f"{hold}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

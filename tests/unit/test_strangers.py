@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.describe import list_checkpoints
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.manifest import digest, model_of, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
-from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.cluster.load import load_cluster
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data.config import DataConfig

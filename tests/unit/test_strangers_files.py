@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.convert.tokenizer import special_tokens
 from llmtrain.checkpoint.manifest import read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
+from llmtrain.launch.submit import load_site
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.presets import PRESETS
 from llmtrain.recipe.load import load_recipe
-from llmtrain.submit import load_site
 from llmtrain_data import readers, streams
 from llmtrain_data.corpus import CorpusOptions, open_corpus
 from llmtrain_data.errors import DataError

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.load import load_recipe
 

@@ -5,15 +5,15 @@ import time
 
 import pytest
 import torch
-from llmtrain.cluster.config import Accelerator, Cluster, Node
+from llmtrain.cluster.description import Accelerator, Cluster, Node
 from llmtrain.cluster.layout import Layout
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
+from llmtrain.plan.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.about import RunInfo, describe
-from llmtrain.telemetry.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.telemetry.meters import CommMeter, device_name, measured_peak, memory_bytes
 from llmtrain_data.config import DataConfig
 from torch.utils.flop_counter import FlopCounterMode

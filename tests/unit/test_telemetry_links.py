@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
-from llmtrain.telemetry import counters, links
+from llmtrain.comm.ranks import Ranks
+from llmtrain.telemetry import counters
+from llmtrain.telemetry import link_usage as links
 from llmtrain.telemetry.counters import Counts, HostLinks, NvidiaLinks
-from llmtrain.telemetry.links import LinkMeter, LinkSampler, Spread
+from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, Spread
 
 
 class Counting:

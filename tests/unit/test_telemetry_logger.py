@@ -17,11 +17,11 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry import wandb_sink
 from llmtrain.telemetry.about import RunInfo
-from llmtrain.telemetry.config import LoggingConfig
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import checked_run_file

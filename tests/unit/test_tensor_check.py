@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from llmtrain.cluster.config import ParallelConfig
+from llmtrain.cluster.description import ParallelConfig
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.parallel.tensor.check import tensor_problems
+from llmtrain.plan.tensor_check import tensor_problems
 
 LLAMA = PRESETS["llama-1m"]  # 4 heads, 2 key/value heads, ffn 384
 

@@ -11,7 +11,7 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import model_units
-from llmtrain.parallel.pipeline.deferred import Deferred, gradients
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred, gradients
 from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize

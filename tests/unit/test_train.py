@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from llmtrain import compose, evaluate
-from llmtrain import train as loop
 from llmtrain.checkpoint import save
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.cluster import lock
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import connect
-from llmtrain.cluster.watch import Watch
-from llmtrain.compose import Run
+from llmtrain.comm.activity import Watch
+from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
-from llmtrain.recipe.prepare import prepared
-from llmtrain.recipe.resolve import Facts
+from llmtrain.launch import run_lock as lock
+from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.prepare import prepared
+from llmtrain.plan.resolve import Facts
+from llmtrain.training import evaluate
+from llmtrain.training import loop as loop
+from llmtrain.training import run as compose
+from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
 from tiny import write_corpus

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.shard import StateShard
+from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units, parameter_count
 from pydantic import JsonValue

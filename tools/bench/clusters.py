@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 
 from tools.bench.labs import environment, write_set
 from tools.bench.table import machine, table, write_section

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from llmtrain.compose import Run
 from llmtrain.model.gpt import GPT
 from llmtrain.sharding.gradients import Turn
+from llmtrain.training.run import Run
 from torch import Tensor
 
 

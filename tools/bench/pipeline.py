@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any, cast, get_args
 
 import numpy as np
-from llmtrain.parallel.pipeline.config import ScheduleName
-from llmtrain.parallel.pipeline.schedules import make_schedule
-from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.plan.pipeline.schedules import make_schedule
+from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain_data.indexed import IndexedWriter
 
 from tools.bench.table import machine, table, write_section

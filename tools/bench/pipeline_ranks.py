@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import layout_degrees
-from llmtrain.cluster.ranks import Ranks, connect, disconnect
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import Run, compose
+from llmtrain.cluster.topology import layout_degrees
+from llmtrain.comm.ranks import Ranks, connect, disconnect
+from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve
-from llmtrain.train import train_step
+from llmtrain.training.loop import train_step
+from llmtrain.training.run import Run, compose
 from llmtrain_kernels.cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

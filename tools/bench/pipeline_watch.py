@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from llmtrain.compose import Run
-from llmtrain.parallel.pipeline.actions import Action
 from llmtrain.parallel.pipeline.transport import Channel, Transport
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.training.run import Run
 from torch import Tensor
 
 # Seconds of waiting from which on a message came when it says so: a rank that is slowed may stop for two milliseconds

@@ -5,9 +5,9 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
-from llmtrain.compose import Run
 from llmtrain.parallel.pipeline.executor import channels
 from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.training.run import Run
 from torch import Tensor
 
 # Seconds by which a sleep may end late.

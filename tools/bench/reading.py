@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from llmtrain.train import train_step
+from llmtrain.training.loop import train_step
 from llmtrain_data import checksums
 from llmtrain_data.dataset import Samples, Source
 from llmtrain_data.indexed import IndexedData, IndexedWriter

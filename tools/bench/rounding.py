@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tools.bench,
 import numpy as np
 import torch
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks, connect, disconnect
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import compose
-from llmtrain.optim.schedule import learning_rate
+from llmtrain.comm.ranks import Ranks, connect, disconnect
+from llmtrain.launch.stop import StopRequest
+from llmtrain.optim.lr_schedule import learning_rate
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.sharding.gradients import Turn
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.train import forward_backward, optimizer_step
+from llmtrain.training.loop import forward_backward, optimizer_step
+from llmtrain.training.run import compose
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.quantize import Rounding, dequantize, packed_bytes, quantize
 from torch import Tensor

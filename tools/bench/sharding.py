@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.resolve import Facts, resolve, shape
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve, shape
 
 from tools.bench.labs import answer, write_set
 from tools.bench.table import machine, table, write_section

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks, connect
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import Run, compose
+from llmtrain.comm.ranks import Ranks, connect
+from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve
 from llmtrain.sharding.unit import whole_unit
-from llmtrain.train import train_step
+from llmtrain.training.loop import train_step
+from llmtrain.training.run import Run, compose
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

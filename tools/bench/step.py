@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import transformers
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import connect
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import Run, compose
+from llmtrain.comm.ranks import connect
+from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve
-from llmtrain.train import train_step
+from llmtrain.training.loop import train_step
+from llmtrain.training.run import Run, compose
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.matmul import onednn_is_wider
 

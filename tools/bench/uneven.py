@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llmtrain.cluster.description import load_cluster
-from llmtrain.parallel.pipeline.actions import Action
-from llmtrain.parallel.pipeline.schedules import make_schedule
-from llmtrain.parallel.pipeline.show import show_recipe
-from llmtrain.parallel.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.cluster.load import load_cluster
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.pipeline.schedules import make_schedule
+from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.plan.pipeline.view import show_recipe
 
 from tools.bench.labs import answer, write_set
 from tools.bench.pipeline_watch import Done, Message, durations, took, ways

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llmtrain.cluster.description import load_cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import layout_degrees
-from llmtrain.cluster.ranks import Ranks, connect, disconnect
-from llmtrain.cluster.stop import StopRequest
-from llmtrain.compose import Run, compose
-from llmtrain.parallel.pipeline.split import stage_costs
+from llmtrain.cluster.load import load_cluster
+from llmtrain.cluster.topology import layout_degrees
+from llmtrain.comm.ranks import Ranks, connect, disconnect
+from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.pipeline.layer_split import stage_costs
+from llmtrain.plan.resolve import Facts, resolve, shape
 from llmtrain.recipe.load import load_recipe
-from llmtrain.recipe.resolve import Facts, resolve, shape
 from llmtrain.recipe.schema import Recipe
-from llmtrain.train import train_step
+from llmtrain.training.loop import train_step
+from llmtrain.training.run import Run, compose
 
 from tools.bench.pipeline_watch import Watch, step_seconds, transfers, watch_run
 from tools.bench.processor import emulate

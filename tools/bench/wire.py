@@ -215,8 +215,8 @@ def rank_main(wanted: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from llmtrain.cluster.layout import Axis, Layout
-    from llmtrain.cluster.ranks import connect, disconnect
-    from llmtrain.train import train_step
+    from llmtrain.comm.ranks import connect, disconnect
+    from llmtrain.training.loop import train_step
 
     from tools.bench.sharding_ranks import card_bytes, our_run
 

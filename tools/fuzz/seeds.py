@@ -43,9 +43,9 @@ def parsed(text: bytes) -> Any:
 @cache
 def recipes() -> Mapping[str, Any]:
     """Shipped recipes, and one with every key, over data that is there."""
+    from llmtrain.plan.resolve import as_data
     from llmtrain.recipe.load import parse_recipe
-    from llmtrain.recipe.resolve import as_data
-    from llmtrain.recipe.shipped import shipped_folder, shipped_names
+    from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
     given = {"path": "set", "sequence_length": 16}
     found: dict[str, Any] = {}
@@ -73,9 +73,9 @@ def plain_recipe() -> Mapping[str, bytes]:
 @cache
 def clusters() -> Mapping[str, Any]:
     """Shipped descriptions, and one with every key."""
-    from llmtrain.cluster.description import load_cluster, shipped_clusters
-    from llmtrain.cluster.measure.result import as_data
-    from llmtrain.recipe.shipped import shipped_folder
+    from llmtrain.cluster.load import load_cluster, shipped_clusters
+    from llmtrain.launch.measure.result import as_data
+    from llmtrain.yaml.shipped import shipped_folder
 
     folder = shipped_folder() / "clusters"
     found = {name: yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in shipped_clusters()}
@@ -129,9 +129,9 @@ def checkpoint() -> dict[str, bytes]:
 def _checkpoint() -> dict[str, bytes]:
     import torch
     from llmtrain.checkpoint.save import Checkpointer
-    from llmtrain.checkpoint.shard import StateShard
+    from llmtrain.checkpoint.state_shard import StateShard
     from llmtrain.cluster.layout import Axis, Layout
-    from llmtrain.cluster.ranks import Ranks
+    from llmtrain.comm.ranks import Ranks
     from llmtrain.model.config import GPTConfig
     from llmtrain.model.tensors import model_units
 
@@ -169,8 +169,8 @@ def resealed(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
 @cache
 def hf_configs() -> Mapping[str, Any]:
     """Configurations of small models of each family."""
-    from llmtrain.checkpoint.convert.hf_config import to_hf_config
     from llmtrain.model.config import GPTConfig
+    from llmtrain.model.hf_config import to_hf_config
 
     special = {"bos_token_id": 1, "eos_token_id": 2}
     llama = SIZES | {"activation": "swiglu", "tie_embeddings": False}

@@ -43,14 +43,14 @@ class Target:
 
 def read_recipe(case: Case) -> None:
     """Do what `run --dry-run` and `recipes show` do."""
-    from llmtrain.checkpoint.convert.hf_config import read_hf_config
-    from llmtrain.cluster.config import Cluster
+    from llmtrain.cluster.description import Cluster
     from llmtrain.cluster.layout import Layout
-    from llmtrain.cluster.mesh import layout_degrees
-    from llmtrain.recipe.check import advice
+    from llmtrain.cluster.topology import layout_degrees
+    from llmtrain.model.hf_config import read_hf_config
+    from llmtrain.plan.check import advice
+    from llmtrain.plan.prepare import settle
+    from llmtrain.plan.resolve import Facts, decisions, to_yaml
     from llmtrain.recipe.load import load_recipe
-    from llmtrain.recipe.prepare import settle
-    from llmtrain.recipe.resolve import Facts, decisions, to_yaml
 
     recipe = load_recipe("recipe.yaml", case.words)
     world = 8 if len(case.words) % 2 else 1
@@ -65,8 +65,8 @@ def read_cluster(case: Case) -> None:
     """Do what `cluster show` does."""
     from io import StringIO
 
-    from llmtrain.cluster.show import describe, tables
-    from llmtrain.cluster.source import run_on
+    from llmtrain.plan.cluster_source import run_on
+    from llmtrain.plan.cluster_view import describe, tables
     from llmtrain_data.output import Terminal, json_text
 
     words = [word for word in case.words if word != "--ranks"]
@@ -79,8 +79,8 @@ def read_cluster(case: Case) -> None:
 
 def read_site(case: Case) -> None:
     """Do what `submit --dry-run` does."""
-    from llmtrain.cluster.slurm.script import render
-    from llmtrain.submit import load_site, plan
+    from llmtrain.launch.slurm.script import render
+    from llmtrain.launch.submit import load_site, plan
 
     profile = load_site(Path("site.yaml"))
     render(plan("recipe.yaml", [], profile, 2, case.words[0] if case.words else None), profile)
@@ -88,7 +88,7 @@ def read_site(case: Case) -> None:
 
 def read_run(case: Case) -> None:
     """Do what `status`, `report` and a resume do; pictures are drawn of few."""
-    from llmtrain.status import statuses
+    from llmtrain.launch.status import statuses
     from llmtrain.telemetry.metrics import MetricsFile, read_metrics
     from llmtrain.telemetry.report import _page, write_report
     from llmtrain.telemetry.run_file import read_run_file
@@ -117,7 +117,7 @@ def read_checkpoint(case: Case) -> None:
 
 def read_model(case: Case) -> None:
     """Do what `model.hf` does, and what converting the model does before it reads weights."""
-    from llmtrain.checkpoint.convert.hf_config import read_hf_config, to_hf_config
+    from llmtrain.model.hf_config import read_hf_config, to_hf_config
     from llmtrain.model.tensors import parameter_count
 
     config = read_hf_config(Path())
@@ -127,8 +127,8 @@ def read_model(case: Case) -> None:
 
 def read_weights(case: Case) -> None:
     """Do what converting a model reads."""
-    from llmtrain.checkpoint.convert.hf_config import read_hf_config
-    from llmtrain.checkpoint.convert.read import hf_tensors
+    from llmtrain.checkpoint.convert.hf_weights import hf_tensors
+    from llmtrain.model.hf_config import read_hf_config
 
     for _ in hf_tensors(Path(), read_hf_config(Path())):
         pass
@@ -189,7 +189,7 @@ def _with_torch() -> None:
 
 def _without_slurm() -> None:
     import matplotlib.figure  # noqa: F401
-    from llmtrain.cluster.slurm import queue
+    from llmtrain.launch.slurm import queue
 
     # Asking Slurm starts a process.
     setattr(queue, "jobs", lambda numbers: None)  # noqa: B010

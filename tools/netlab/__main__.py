@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from llmtrain.cluster.description import load_cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError, RunFailedError
 
 from tools.netlab import network

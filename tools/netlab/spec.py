@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from llmtrain.cluster.config import Cluster, Nic, NodeGroup
+from llmtrain.cluster.description import Cluster, Nic, NodeGroup
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from llmtrain.checkpoint.exchange import Exchange
 from llmtrain.checkpoint.folder import find_checkpoints, step_of
 from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
-from llmtrain.checkpoint.shard import StateShard
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.checkpoint.store_messages import Exchange
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 

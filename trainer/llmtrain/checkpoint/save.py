@@ -11,13 +11,13 @@ from queue import SimpleQueue
 import torch
 from pydantic import JsonValue, TypeAdapter
 
-from llmtrain.checkpoint.exchange import Exchange
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
 from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.part import Part, Range, merge_parts, write_part
 from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
-from llmtrain.checkpoint.shard import StateShard
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.checkpoint.shard_file import Part, Range, merge_parts, write_part
+from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.checkpoint.store_messages import Exchange
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 
 

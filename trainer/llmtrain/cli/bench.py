@@ -35,6 +35,6 @@ def comm(
 
     Start it as a run is started: through torchrun, srun, mpirun or --nproc.
     """
-    from llmtrain.bench import CommBench, bench_comm
+    from llmtrain.launch.bench_comm import CommBench, bench_comm
 
     bench_comm(CommBench(cluster, output, plot, as_json), nproc)

@@ -28,8 +28,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
 ) -> None:
     """Show tiers of links, clusters and cards, and which ranks form which groups, where, and through which card."""
-    from llmtrain.cluster.show import describe, tables
-    from llmtrain.cluster.source import run_on
+    from llmtrain.plan.cluster_source import run_on
+    from llmtrain.plan.cluster_view import describe, tables
 
     found = describe(*run_on(source, overrides or [], ranks))
     if as_json:

@@ -10,7 +10,7 @@ from llmtrain_data.waiting import loading
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what this machine has, what is missing and how to install it; exit code 1 if training cannot work."""
-    from llmtrain.doctor import can_train, examine
+    from llmtrain.launch.doctor import can_train, examine
 
     with loading("PyTorch"):
         findings = examine()

@@ -21,7 +21,7 @@ def eval(
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of other data."""
     with loading("PyTorch") as waiting:
-        from llmtrain.inference import evaluate_on, open_model
+        from llmtrain.inference.trained import evaluate_on, open_model
 
         model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
         result = evaluate_on(model, split, data, samples, microbatch)

@@ -23,8 +23,8 @@ def generate(
 ) -> None:
     """Let a trained model go on from a prompt."""
     with loading("PyTorch") as waiting:
-        from llmtrain.generate import Sampling
-        from llmtrain.inference import complete, open_model
+        from llmtrain.inference.generate import Sampling
+        from llmtrain.inference.trained import complete, open_model
 
         model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
         waiting.doing = lambda: "loading the tokenizer"

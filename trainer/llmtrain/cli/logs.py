@@ -15,7 +15,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
 ) -> None:
     """Print what a run's newest job wrote, with control characters escaped; the log itself is RUN/slurm/JOB.log."""
-    from llmtrain.status import read_log, run_folder
+    from llmtrain.launch.status import read_log, run_folder
 
     for piece in read_log(run_folder(run), job, follow):
         say(piece, end="")

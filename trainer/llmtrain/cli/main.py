@@ -13,9 +13,9 @@ import typer
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import say
 
-from llmtrain.cluster.environment import LAUNCHER_PID
-from llmtrain.cluster.stop import end_early
+from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
+from llmtrain.launch.stop import end_early
 
 # Characters of an error.
 _LONGEST = 1500

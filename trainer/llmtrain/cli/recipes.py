@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schem
 @app.command("list")
 def list_recipes(as_json: Json = False) -> None:
     """List the recipes that come with llmtrain."""
-    from llmtrain.recipe.shipped import shipped_folder, shipped_names, summary
+    from llmtrain.yaml.shipped import shipped_folder, shipped_names, summary
 
     found = {name: summary(shipped_folder() / f"{name}.yaml") for name in shipped_names()}
     if as_json:
@@ -29,8 +29,8 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
 ) -> None:
     """Print a recipe with what it extends and every default filled in; ??? is left to you."""
+    from llmtrain.plan.resolve import to_yaml
     from llmtrain.recipe.load import load_recipe
-    from llmtrain.recipe.resolve import to_yaml
 
     if recipe == "presets":
         presets()

@@ -20,6 +20,6 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, print JSON.")] = False,
 ) -> None:
     """Train: start the run that a recipe describes, or go on with it where it stopped."""
-    from llmtrain.start import start
+    from llmtrain.training.start import start
 
     start(recipe, overrides or [], nproc, dry_run, as_json)

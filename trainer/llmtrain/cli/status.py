@@ -18,7 +18,7 @@ def status(
     """Show how far runs are, and what became of their jobs."""
     from llmtrain_data import units
 
-    from llmtrain.status import statuses
+    from llmtrain.launch.status import statuses
 
     found = statuses(runs or [Path("runs")])
     if as_json:

@@ -27,9 +27,9 @@ def submit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is."""
-    from llmtrain.cluster.slurm.script import render
-    from llmtrain.submit import load_site, plan
-    from llmtrain.submit import submit as hand_in
+    from llmtrain.launch.slurm.script import render
+    from llmtrain.launch.submit import load_site, plan
+    from llmtrain.launch.submit import submit as hand_in
 
     profile = load_site(site)
     job = plan(recipe, overrides or [], profile, nodes, array, chain)

@@ -1,42 +1,234 @@
-"""Reading the description of a cluster. Whatever is wrong becomes one sentence. No torch in here."""
+"""The recipe's `parallel` section, and the description of a cluster (the `cluster` section, or a file of its own).
+
+Quantities stay as they were written, with their units; `llmtrain.cluster.quantity` turns them into numbers.
+"""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
-from llmtrain.cluster.config import Cluster
-from llmtrain.errors import BadInputError
-from llmtrain.recipe.shipped import shipped_folder
-from llmtrain.recipe.strict import StrictFile
+from llmtrain_data.bounds import Factor, NodeRanks, Ranks
+from pydantic import Field
 
-_FILE = StrictFile(Cluster, "a cluster")
+from llmtrain.cluster.quantity import Unit, quantity
+
+Cores = Annotated[int, Field(ge=1, le=2**16)]
+Socket = Annotated[int, Field(ge=0, le=2**16)]
 
 
-def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Cluster:
-    """Return the cluster that a YAML file, a shipped description's name (`frontier`) or plain data describes.
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the work.
 
-    key: where plain data stands in a recipe, for messages. Raises BadInputError with one sentence for what is wrong.
+    tensor: ranks that share every layer's matrices. pipeline: stages that each hold some of the layers. data: replicas
+    that each take a share of the batch (auto: as many as there are ranks for). sequence: whether the ranks of `tensor`
+    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2). order: which ranks are
+    neighbours, from the axis whose are furthest apart; the first keeps replicas inside a cluster (Holmes, section 3).
     """
-    if isinstance(source, Mapping):
-        return _FILE.parse(source, f"{key}." if key else "")
-    path = find_cluster(str(source))
-    return _FILE.parse({"name": path.stem, **_FILE.read(path)}, f"{path}: ")
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    tensor: Ranks = 1
+    pipeline: Ranks = 1
+    data: Ranks | Literal["auto"] = "auto"
+    sequence: bool = False
+    order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"
 
 
-def shipped_clusters() -> list[str]:
-    """Return the names of the descriptions that come with llmtrain."""
-    return sorted(path.stem for path in (shipped_folder() / "clusters").glob("*.yaml"))
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What one rank computes on. memory: bytes it holds, which `auto` of `zero.partition` goes by. peak: datasheet
+    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards that are not known by name. name:
+    name of the card, for people alone. bandwidth: bandwidth of its memory, for people alone.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str | None = None
+    memory: str | None = None
+    peak: Mapping[str, str] = field(default_factory=dict)
+    bandwidth: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, memory="byte", bandwidth="byte/s")
+        for number_format, speed in self.peak.items():
+            if number_format not in _NUMBER_FORMATS:
+                raise ValueError(f"peak.{number_format} is no number format; expected {', '.join(_NUMBER_FORMATS)}")
+            _check_quantity(f"peak.{number_format}", speed, "FLOP/s")
 
 
-def find_cluster(name_or_path: str) -> Path:
-    """Return the file of a shipped description's name, or of a path. Raises BadInputError when there is none."""
-    if name_or_path in shipped_clusters():
-        return shipped_folder() / "clusters" / f"{name_or_path}.yaml"
-    # A recipe says clusters/frontier.yaml for the shipped one wherever it lies itself.
-    for path in (Path(name_or_path), shipped_folder() / name_or_path):
-        if path.is_file():
-            return path
-    near = get_close_matches(Path(name_or_path).stem, shipped_clusters(), n=1)
-    advice = f"did you mean {near[0]}?" if near else f"expected a YAML file, or one of {', '.join(shipped_clusters())}"
-    raise BadInputError(f"there is no description of a cluster {name_or_path}; {advice}")
+@dataclass(frozen=True, kw_only=True)
+class NodeTier:
+    """Ranks of one node that lie nearer to each other, as the two dies of a card. name: what `zero.partition` may call
+    their number, such as die. ranks: how many; consecutive ones.
+
+    bandwidth: what one rank sends to the others, in one direction. latency: latency of one message.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str
+    ranks: NodeRanks
+    bandwidth: str | None = None
+    latency: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name in ("cluster", "all", "auto"):
+            raise ValueError(f"name is {self.name!r}; expected a word other than cluster, all and auto")
+        _check_quantities(self, bandwidth="byte/s", latency="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The machine around the accelerators of a node, for people alone. memory: such as 512GiB. bandwidth: bandwidth of
+    the memory. cores: cores of all processors. sockets: how many processors.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    memory: str | None = None
+    bandwidth: str | None = None
+    cores: Cores | None = None
+    sockets: Cores | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, memory="byte", bandwidth="byte/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvme:
+    """A solid-state drive of every node, for people alone. path: a folder on it. bandwidth: bandwidth in one direction.
+    socket: the number of the processor that it is attached to.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    path: str
+    bandwidth: str | None = None
+    socket: Socket | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, bandwidth="byte/s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node, of which all are alike. ranks: processes on it, one for each accelerator.
+
+    tiers: groups of its ranks with faster links, from the smallest; the one of all its ranks is called node. host: the
+    machine around the accelerators. nvme: its solid-state drives.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    ranks: NodeRanks
+    tiers: tuple[NodeTier, ...] = ()
+    host: Host | None = None
+    nvme: tuple[Nvme, ...] = ()
+
+    def __post_init__(self) -> None:
+        smaller = 1
+        for tier in self.tiers:
+            key = f"tiers.{tier.name}.ranks is {tier.ranks}"
+            if (tier.name == "node") != (tier.ranks == self.ranks):
+                raise ValueError(f"{key}; the tier of all {self.ranks} ranks, and no other, is called node")
+            if tier.ranks <= smaller or tier.ranks % smaller or self.ranks % tier.ranks:
+                above = f"a multiple of the {smaller} of the tier before it, and" if smaller > 1 else "above 1, and"
+                raise ValueError(f"{key}; expected {above} a divisor of the node's {self.ranks}")
+            smaller = tier.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """A network card of every node. kind: kind of network; cards of unlike kinds cannot speak to each other. interface:
+    its name in the operating system. bandwidth: bandwidth in one direction. latency: latency of one message.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    kind: str = "ethernet"
+    interface: str | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_quantities(self, bandwidth="byte/s", latency="s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes on one network: one of the `clusters`. Its ranks are consecutive.
+
+    name: name of the cluster. nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the
+    card of each node; nics: the cards, where there are several. speed: of its ranks beside those of other clusters,
+    such as 1.5 beside 1, for the split of layers into stages; null: 1 where another cluster has one, else unknown.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str
+    nodes: Ranks | None = None
+    nic: Nic | None = None
+    nics: tuple[Nic, ...] = ()
+    speed: Factor | None = None
+
+    def __post_init__(self) -> None:
+        if self.nic is not None and self.nics:
+            raise ValueError("nics is given beside nic; expected one of them, so put all cards into nics")
+        kinds = sorted({card.kind for card in self.cards})
+        if len(kinds) > 1:
+            raise ValueError(f"nics are of the kinds {', '.join(kinds)}; expected one, as each node uses all of them")
+
+    @property
+    def cards(self) -> tuple[Nic, ...]:
+        """The network cards of each node."""
+        return self.nics if self.nic is None else (self.nic,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the ranks run on. name: name of the whole. accelerator: what one rank computes on. node: a node, of which
+    all are alike. between: the network that joins clusters, also those whose own cards are of unlike kinds.
+
+    clusters: the groups of nodes on one network; none for one network about which nothing is known.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    name: str | None = None
+    accelerator: Accelerator | None = None
+    node: Node
+    clusters: tuple[NodeGroup, ...] = ()
+    between: Nic | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.clusters) < 2:
+            return
+        names = [group.name for group in self.clusters]
+        for index, group in enumerate(self.clusters):
+            if group.nodes is None:
+                raise ValueError(f"clusters[{index}].nodes is missing; with several clusters, each says how many")
+            if group.name in names[:index]:
+                raise ValueError(f"clusters[{index}].name is {group.name}, as is an earlier one's; expected another")
+        kinds = sorted({card.kind for group in self.clusters for card in group.cards})
+        if len(kinds) > 1 and self.between is None:
+            raise ValueError(
+                f"between is missing; the clusters' cards are of the kinds {' and '.join(kinds)}, which cannot speak "
+                "to each other, so name the network that joins them"
+            )
+
+
+_NUMBER_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+
+
+def _check_quantities(section: Any, **units: Unit) -> None:
+    for key, unit in units.items():
+        if getattr(section, key) is not None:
+            _check_quantity(key, getattr(section, key), unit)
+
+
+def _check_quantity(key: str, value: str, unit: Unit) -> None:
+    try:
+        quantity(value, unit)
+    except ValueError as error:
+        raise ValueError(f"{key} is {value!r}; {error}") from None

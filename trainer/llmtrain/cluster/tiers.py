@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
 
-from llmtrain.cluster.config import Cluster, Nic, NodeGroup, NodeTier
+from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.mesh import clusters_of, node_of
 from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.topology import clusters_of, node_of
 from llmtrain.errors import BadInputError
 
 # Bandwidth in bytes per second and latency in seconds, None where unknown.

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import explain, shown, unknown_key
 from llmtrain.recipe.keys import recipe_keys
-from llmtrain.recipe.meant import as_meant
-from llmtrain.recipe.references import resolved_size
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.shipped import find_recipe
-from llmtrain.recipe.yaml_file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
+from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
+from llmtrain.yaml.references import resolved_size
+from llmtrain.yaml.shipped import find_recipe
+from llmtrain.yaml.yaml11 import as_meant
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 # A resolver is named before a colon, and its name may itself be made of references.

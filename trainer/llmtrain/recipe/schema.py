@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 from llmtrain_data.bounds import Batch, Layers, Seconds, Seed, Steps, StepsOrNever
 from llmtrain_data.config import DataConfig
 
-from llmtrain.checkpoint.config import CheckpointConfig
-from llmtrain.cluster.config import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster, ParallelConfig
 from llmtrain.model.config import ModelConfig
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
-from llmtrain.parallel.pipeline.config import PipelineConfig
-from llmtrain.sharding.config import QuantizeConfig, ZeroConfig
-from llmtrain.telemetry.config import LoggingConfig
+from llmtrain.recipe.checkpoint import CheckpointConfig
+from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.pipeline import PipelineConfig
+from llmtrain.recipe.zero import QuantizeConfig, ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,185 +1,68 @@
-"""The `zero` and `quantize` sections made concrete: presets, tier names and `auto` become numbers of ranks. Pure."""
+"""The recipe's `zero` and `quantize` sections."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from llmtrain.cluster.levels import Degrees
-from llmtrain.cluster.tiers import Tier, tier_ranks
-from llmtrain.errors import BadInputError
-from llmtrain.recipe.schema import Recipe
-from llmtrain.sharding.config import Degree, PartitionConfig, QuantizeConfig, ZeroConfig
+from llmtrain_data.bounds import Ranks, RanksOrNone
+from pydantic import Field
 
-# Share of the stated memory that model states may take; activations and gathered weights need the rest.
-STATES_SHARE = 0.7
-
-_STATES: tuple[Literal["weights", "gradients", "optimizer"], ...] = ("weights", "gradients", "optimizer")
+# A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
+Degree = Ranks | str
+Block = Annotated[int, Field(ge=1, le=2**24)]
 
 
-Section = TypeVar("Section", PartitionConfig, QuantizeConfig)
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """Over how many data-parallel ranks each model state is cut; null follows the stage.
 
-
-def resolve_zero(
-    recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
-) -> tuple[ZeroConfig, QuantizeConfig]:
-    """Return both sections with nothing left to decide.
-
-    ranks: data-parallel ones. tiers: along the data axis. fits: whether model states cut so fit a rank's memory, None
-    where the cluster does not state it: `auto` is then a node. Raises BadInputError naming the key and the rule.
+    Each is a number of ranks, the name of a link tier such as node, all, or auto: the smallest degree whose model
+    states fit the memory that the cluster states. The first divides the second, and so on to the data-parallel ranks.
+    weights: degree of the weights that passes compute with. gradients: degree of their gradients. optimizer: degree of
+    the fp32 weights and both moments.
     """
-    zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
-    degrees = _degrees(zero, ranks, tiers, fits)
-    partition = PartitionConfig(weights=degrees.weights, gradients=degrees.gradients, optimizer=degrees.optimizer)
-    hierarchical = True if zero.hierarchical == "auto" else zero.hierarchical
-    resolved = replace(zero, partition=partition, secondary=degrees.secondary, hierarchical=hierarchical)
-    return resolved, _quantize(recipe.quantize, quantize, degrees)
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    weights: Degree | None = None
+    gradients: Degree | None = None
+    optimizer: Degree | None = None
 
 
-def degrees_of(recipe: Recipe) -> Degrees:
-    """Return the degrees that a resolved recipe says."""
-    partition, secondary = recipe.zero.partition, int(recipe.zero.secondary or 0)
-    numbers = [int(getattr(partition, state)) for state in _STATES]
-    return Degrees(int(recipe.parallel.data), numbers[0], numbers[1], numbers[2], secondary)
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How model states are spread over the data-parallel ranks.
+
+    stage: 0 nothing, 1 optimizer states, 2 gradients as well, 3 weights as well (ZeRO, section 5). partition: a degree
+    of its own for each state. secondary: degree of a second copy of the weights, gathered in place of the first once
+    that was gathered (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights across nodes first and
+    inside a node second (MiCS, section 3.3); auto does so. preset: mics, zero++ or topo set the keys above that are
+    left out, and those of `quantize`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    preset: Literal["mics", "zero++", "topo"] | None = None
+    stage: Literal[0, 1, 2, 3] | None = None
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    secondary: RanksOrNone | str | None = None
+    hierarchical: bool | Literal["auto"] = "auto"
 
 
-def _with_preset(
-    zero: ZeroConfig, quantize: QuantizeConfig, tiers: Sequence[Tier]
-) -> tuple[ZeroConfig, QuantizeConfig]:
-    """Fill what is left out from the preset."""
-    if zero.preset is None:
-        return zero, quantize
-    if zero.stage is not None:
-        raise BadInputError(f"zero.stage is {zero.stage}, but zero.preset {zero.preset} sets it; leave one of them out")
-    partition, secondary, packed = _presets(tiers[0].name)[zero.preset]
-    zero = replace(
-        zero,
-        partition=_filled(zero.partition, partition),
-        secondary=secondary if zero.secondary is None else zero.secondary,
-    )
-    try:
-        return zero, _filled(quantize, packed)
-    except ValueError as error:
-        raise BadInputError(f"quantize.{error}") from error
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """What travels and rests in fewer bits, in blocks that share one scale; null follows `zero.preset`.
 
+    weights: gathers of weights. secondary: the secondary copy. gradients: the reduction of gradients, whose sums
+    stay fp32. block: elements that share a scale.
+    """
 
-def _presets(fastest: str) -> dict[str, tuple[PartitionConfig, Degree, QuantizeConfig]]:
-    """Return by name what a preset sets. fastest: the fastest link's tier."""
-    return {
-        "mics": (PartitionConfig(weights="auto"), 0, QuantizeConfig()),
-        "zero++": (PartitionConfig(weights="all"), "node", QuantizeConfig(weights="int8", gradients="int4")),
-        "topo": (
-            PartitionConfig(weights=fastest, gradients="node", optimizer="all"),
-            fastest,
-            QuantizeConfig(weights="int8", secondary="int8", gradients="int4"),
-        ),
-    }
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
+    weights: Literal["none", "int8"] | None = None
+    secondary: Literal["none", "int8"] | None = None
+    gradients: Literal["none", "int4"] | None = None
+    block: Block = 256
 
-def _filled(own: Section, preset: Section) -> Section:
-    missing = {entry.name: getattr(preset, entry.name) for entry in fields(own) if getattr(own, entry.name) is None}
-    return replace(own, **missing)
-
-
-def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None) -> Degrees:
-    """Return the degrees that a section says, with the smallest number for every `auto` (MiCS, section 3.2) that goes
-    with what else it says and fits; where nothing says what fits, the one nearest to a node, rather above it."""
-    if zero.secondary == "auto":
-        raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
-    if "auto" not in (getattr(zero.partition, state) for state in _STATES):
-        return _with_auto(zero, ranks, tiers, ranks)
-    first = 1 if fits else min(tier_ranks(tiers, "node"), ranks)
-    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
-    allowed = []
-    for number in sorted(divisors, key=lambda number: (number < first, abs(number - first))):
-        with suppress(BadInputError):
-            allowed.append(_with_auto(zero, ranks, tiers, number))
-    if not allowed:
-        # Which says why not.
-        return _with_auto(zero, ranks, tiers, ranks)
-    fitting = [degrees for degrees in allowed if fits is None or fits(degrees)]
-    if fitting:
-        return fitting[0]
-    raise BadInputError(
-        f"zero.partition is auto, but the model states do not fit the {ranks} ranks' memory at any number "
-        "(cluster.accelerator.memory); use more ranks, a smaller model, or auto for more of zero.partition"
-    )
-
-
-def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -> Degrees:
-    """Return the degrees that a section says where `auto` stands for a number. Raises BadInputError."""
-    given = [getattr(zero.partition, state) for state in _STATES]
-    staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
-    numbers: list[int] = []
-    for place, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
-        if degree is not None:
-            number = _number(f"zero.partition.{state}", degree, auto, tiers)
-        elif zero.stage is not None or (not numbers and all(value is None for value in given)):
-            number = staged[zero.stage or 0][place]
-        else:
-            # Without a stage, a state left out is cut as the one before it.
-            number = numbers[-1] if numbers else 1
-        numbers.append(number)
-    weights, gradients, optimizer = numbers
-    secondary = _number("zero.secondary", zero.secondary or 0, auto, tiers)
-    if ranks == 1 or (zero.preset and weights == 1):
-        # A recipe for many ranks is fine on one, where there is nothing to spread or send.
-        secondary = 0
-    degrees = Degrees(ranks, weights, gradients, optimizer, secondary)
-    _check(degrees)
-    return degrees
-
-
-def _number(key: str, degree: Degree, auto: int, tiers: Sequence[Tier]) -> int:
-    if isinstance(degree, int):
-        return degree
-    if degree == "auto":
-        return auto
-    try:
-        return tier_ranks(tiers, str(degree))
-    except BadInputError as error:
-        raise BadInputError(f"{key}: {error}") from error
-
-
-def _check(degrees: Degrees) -> None:
-    below, rule = 1, ""
-    for state in _STATES:
-        number = getattr(degrees, state)
-        if number % below:
-            raise BadInputError(f"zero.partition.{state} is {number}; expected {rule}")
-        if degrees.ranks % number:
-            raise BadInputError(
-                f"zero.partition.{state} is {number}; expected a divisor of the {degrees.ranks} data-parallel ranks"
-            )
-        below, rule = number, f"a multiple of zero.partition.{state} ({number})"
-    secondary = degrees.secondary
-    if not secondary:
-        return
-    if degrees.weights == 1:
-        raise BadInputError(
-            f"zero.secondary is {secondary}, but every rank holds all weights; it needs zero.stage=3 or "
-            "zero.partition.weights above 1"
-        )
-    for other in (degrees.weights, degrees.gradients, degrees.optimizer, degrees.ranks):
-        if (secondary % other and other % secondary) or secondary > degrees.ranks:
-            raise BadInputError(
-                f"zero.secondary is {secondary}; expected a divisor or a multiple of {other}, as zero.partition is "
-                f"{degrees.weights}, {degrees.gradients}, {degrees.optimizer} of {degrees.ranks} ranks"
-            )
-
-
-def _quantize(given: QuantizeConfig, filled: QuantizeConfig, degrees: Degrees) -> QuantizeConfig:
-    """Turn off what has nothing to act on: quietly where a preset or a single rank is why, else as a mistake."""
-    nothing = {
-        "weights": degrees.optimizer == 1 and "no weights are gathered (zero.partition is all 1)",
-        "secondary": degrees.secondary == 0 and "there is no secondary copy (zero.secondary)",
-        "gradients": degrees.ranks == 1 and "there is one data-parallel rank",
-    }
-    off: dict[str, Any] = {}
-    for key, why in nothing.items():
-        chosen = getattr(filled, key) or "none"
-        if why and chosen != "none" and degrees.ranks > 1 and getattr(given, key) == chosen:
-            raise BadInputError(f"quantize.{key} is {chosen}, but {why}; set it to none")
-        if why or chosen == "none":
-            off[key] = "none"
-    return replace(filled, **off)
+    def __post_init__(self) -> None:
+        if self.gradients == "int4" and self.block % 2:
+            raise ValueError(f"block is {self.block}; int4 packs two elements into a byte, so it must be even")

@@ -10,8 +10,8 @@ from llmtrain_kernels.quantize import dequantize, dequantize_sum, packed_bytes, 
 from torch import Tensor
 
 from llmtrain.sharding.hops import Hop
-from llmtrain.sharding.lane import Job
-from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.stream import Job
+from llmtrain.sharding.workspace import Scratch
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.cluster.levels import Degrees
-from llmtrain.cluster.rounds import sum_over
-from llmtrain.sharding.arena import Arena
+from llmtrain.comm.small_collectives import sum_over
+from llmtrain.sharding.buffer_pool import Arena
 from llmtrain.sharding.collectives import Packing, Stage, all_gather, own_part, reduce_scatter
-from llmtrain.sharding.flights import Flights
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.lane import Ticket
-from llmtrain.sharding.scratch import Scratch
+from llmtrain.sharding.in_flight import Flights
+from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count
+from llmtrain.sharding.workspace import Scratch
 
 # Whole gradients of one size on their way at once: one is filled while another is sent.
 BUFFERS = 2

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.cluster.groups import make_groups
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level, shard_range
-from llmtrain.cluster.ranks import Ranks
-from llmtrain.sharding.lane import Lane, lane
-from llmtrain.sharding.scratch import Scratch
-from llmtrain.sharding.shared import SharedRooms, share_rooms
+from llmtrain.comm.groups import make_groups
+from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.shared_memory import SharedRooms, share_rooms
+from llmtrain.sharding.stream import Lane, lane
+from llmtrain.sharding.workspace import Scratch
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from llmtrain.cluster.levels import Degrees
-from llmtrain.sharding.arena import Arena
+from llmtrain.comm.shared_memory import shared_memory
+from llmtrain.sharding.buffer_pool import Arena
 from llmtrain.sharding.collectives import Packing, Stage, all_gather, all_gather_packed, own_part
-from llmtrain.sharding.flights import Flights
 from llmtrain.sharding.hops import Hop, Hops
-from llmtrain.sharding.lane import Ticket
-from llmtrain.sharding.order import UseOrder
-from llmtrain.sharding.scratch import Scratch
-from llmtrain.sharding.shared import shared_memory
-from llmtrain.sharding.suffix import Suffix
+from llmtrain.sharding.in_flight import Flights
+from llmtrain.sharding.prefetch_order import UseOrder
+from llmtrain.sharding.replicated import Suffix
+from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
+from llmtrain.sharding.workspace import Scratch
 
 Count = Callable[[Iterable[Traffic]], None]
 

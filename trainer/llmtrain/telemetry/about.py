@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from llmtrain.cluster.config import Cluster
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.quantity import quantity
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.recipe.schema import Recipe
-from llmtrain.telemetry.flops import datasheet_peak, flops_per_token
 from llmtrain.telemetry.meters import device_name, measured_peak
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,12 +19,12 @@ from typing import Any, Self
 from llmtrain_data import units
 
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.recipe.resolve import as_data
+from llmtrain.plan.flops import share_of
+from llmtrain.plan.resolve import as_data
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
-from llmtrain.telemetry.flops import share_of
-from llmtrain.telemetry.links import LinkSampler
+from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
 from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file

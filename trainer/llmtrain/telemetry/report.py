@@ -16,10 +16,10 @@ from llmtrain_data.output import printable
 from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.yaml_file import LARGEST_BYTES
 from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import facts, read_run_file
+from llmtrain.yaml.file import LARGEST_BYTES
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 from llmtrain.checkpoint.convert.export import export_hf
-from llmtrain.checkpoint.convert.hf_config import CONFIG
 from llmtrain.checkpoint.convert.import_hf import import_hf
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
+from llmtrain.model.hf_config import CONFIG
 
 SHARD = "5GB"
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from llmtrain_data.progress import progress
 
-from llmtrain.checkpoint.convert.hf_config import CONFIG, to_hf_config
-from llmtrain.checkpoint.convert.mapping import HFTensor, hf_layout
-from llmtrain.checkpoint.convert.read import INDEX, WEIGHTS
+from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
+from llmtrain.checkpoint.convert.hf_weights import INDEX, WEIGHTS
 from llmtrain.checkpoint.convert.target import new_folder
 from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens, tokenizer_of
 from llmtrain.checkpoint.manifest import model_of
@@ -23,6 +22,7 @@ from llmtrain.checkpoint.safetensors_file import (
     safetensors_header,
 )
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.hf_config import CONFIG, to_hf_config
 
 DTYPES = {
     "fp32": ("F32", torch.float32, "float32"),

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from llmtrain_data.progress import progress
 
-from llmtrain.checkpoint.convert.hf_config import read_hf_config
-from llmtrain.checkpoint.convert.mapping import hf_layout
-from llmtrain.checkpoint.convert.read import hf_tensors
+from llmtrain.checkpoint.convert.hf_mapping import hf_layout
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.convert.target import new_folder
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.folder import commit, step_name
 from llmtrain.checkpoint.manifest import ITEM, Manifest
-from llmtrain.checkpoint.part import Range, merge_parts, write_part
 from llmtrain.checkpoint.safetensors_file import bytes_of
+from llmtrain.checkpoint.shard_file import Range, merge_parts, write_part
+from llmtrain.model.hf_config import read_hf_config
 
 
 def import_hf(source: Path, target: Path) -> None:

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.cluster.watch import Watch
-from llmtrain.parallel.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
-from llmtrain.parallel.pipeline.deferred import Deferred, Left, gradients
+from llmtrain.comm.activity import Watch
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.transport import Channel, Transport
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred, Left, gradients
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.gradients import Received, Turn
 

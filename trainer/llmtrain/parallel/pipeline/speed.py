@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.ranks import Ranks
+from llmtrain.comm.ranks import Ranks
 
 # Several windows: what else runs on a machine comes and goes, how fast it is stays.
 WINDOWS, SECONDS = 8, 0.1

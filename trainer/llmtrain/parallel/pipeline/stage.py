@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from llmtrain.model.gpt import GPT
-from llmtrain.parallel.pipeline.pieces import Piece
+from llmtrain.plan.pipeline.stage_layout import Piece
 
 
 def keep(model: GPT, pieces: Sequence[Piece]) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.cluster.rounds import begin_gather, begin_sum, in_one_round
-from llmtrain.cluster.watch import Watch
+from llmtrain.comm.activity import Watch
+from llmtrain.comm.small_collectives import begin_gather, begin_sum, in_one_round
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.weights import Count
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain.cluster.layout import even_share
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.layers import Attention, Embedding, empty_parameter
-from llmtrain.parallel.pipeline.deferred import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
 from llmtrain.parallel.tensor.collectives import TensorMesh
 
 

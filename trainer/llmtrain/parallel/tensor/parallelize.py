@@ -2,8 +2,8 @@
 
 from llmtrain.model.gpt import GPT
 from llmtrain.model.layers import MLP, Block
-from llmtrain.parallel.pipeline.deferred import Deferred
-from llmtrain.parallel.pipeline.layers import defer_products
+from llmtrain.parallel.pipeline.split_backward import defer_products
+from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.cross_entropy import VocabParallelHead
 from llmtrain.parallel.tensor.layers import (

@@ -1,0 +1,42 @@
+"""Reading the description of a cluster. Whatever is wrong becomes one sentence. No torch in here."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.errors import BadInputError
+from llmtrain.yaml.shipped import shipped_folder
+from llmtrain.yaml.strict_file import StrictFile
+
+_FILE = StrictFile(Cluster, "a cluster")
+
+
+def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Cluster:
+    """Return the cluster that a YAML file, a shipped description's name (`frontier`) or plain data describes.
+
+    key: where plain data stands in a recipe, for messages. Raises BadInputError with one sentence for what is wrong.
+    """
+    if isinstance(source, Mapping):
+        return _FILE.parse(source, f"{key}." if key else "")
+    path = find_cluster(str(source))
+    return _FILE.parse({"name": path.stem, **_FILE.read(path)}, f"{path}: ")
+
+
+def shipped_clusters() -> list[str]:
+    """Return the names of the descriptions that come with llmtrain."""
+    return sorted(path.stem for path in (shipped_folder() / "clusters").glob("*.yaml"))
+
+
+def find_cluster(name_or_path: str) -> Path:
+    """Return the file of a shipped description's name, or of a path. Raises BadInputError when there is none."""
+    if name_or_path in shipped_clusters():
+        return shipped_folder() / "clusters" / f"{name_or_path}.yaml"
+    # A recipe says clusters/frontier.yaml for the shipped one wherever it lies itself.
+    for path in (Path(name_or_path), shipped_folder() / name_or_path):
+        if path.is_file():
+            return path
+    near = get_close_matches(Path(name_or_path).stem, shipped_clusters(), n=1)
+    advice = f"did you mean {near[0]}?" if near else f"expected a YAML file, or one of {', '.join(shipped_clusters())}"
+    raise BadInputError(f"there is no description of a cluster {name_or_path}; {advice}")

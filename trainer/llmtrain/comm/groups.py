@@ -1,0 +1,100 @@
+"""Process groups, each on the network card that its ranks can use."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from llmtrain.cluster.description import Cluster, Nic
+from llmtrain.cluster.nic import card_of, nccl_net
+from llmtrain.errors import BadInputError
+
+if TYPE_CHECKING:
+    from llmtrain.comm.ranks import Ranks
+
+# gloo reads it whenever it makes a group.
+_GLOO_CARD = "GLOO_SOCKET_IFNAME"
+
+
+def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """Make process groups of the run's ranks, and return the one that this rank is in. Collective over all ranks.
+
+    See `join_group`; here one has this rank.
+    """
+    group = join_group(ranks, groups, backend)
+    if group is None:
+        raise ValueError(f"rank {ranks.rank} is in none of the groups {groups}")
+    return group
+
+
+def join_group(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+    """Make process groups of the run's ranks, and return the one that this rank is in, if any. Collective over all
+    ranks.
+
+    Without a cluster every group takes the backend's own choice of a card. groups: those that are used at the same
+    time; none overlap. Every rank names all of them in the same order: groups that only their members know are named
+    after what each has made before, which ranks need not agree on. backend: None for the run's. Raises BadInputError
+    when this machine has no such card.
+    """
+    card = card_of(ranks.cluster, groups, ranks.rank)
+    return group_over(ranks.cluster, card, groups, backend, ranks.timeout)
+
+
+def group_over(
+    cluster: Cluster | None, card: Nic | None, groups: Sequence[Sequence[int]], backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup | None:  # fmt: skip
+    """Make process groups as `join_group` does, of which this rank's speaks through `card`; None: as the backend likes.
+
+    timeout: of meeting, and of everything that is done in them; None: torch's own.
+    """
+    backend = backend or dist.get_backend()
+    with gloo_over(card):
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(members) for members in groups],
+            timeout=timeout,
+            backend=backend,
+            pg_options=group_options(backend, cluster, card),
+        )
+    return group
+
+
+@contextmanager
+def gloo_over(card: Nic | None) -> Iterator[None]:
+    """Have the groups that this process makes inside the block speak through `card`; None: as the environment says."""
+    if card is None or card.interface is None:
+        yield
+        return
+    here = [name for _, name in socket.if_nameindex()]
+    if card.interface not in here:
+        raise BadInputError(
+            f"the cluster's description has a card with the interface {card.interface}, but this machine has "
+            f"{', '.join(here)}; correct it, or leave it out for the machine's default"
+        )
+    before = os.environ.get(_GLOO_CARD)
+    os.environ[_GLOO_CARD] = card.interface
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_GLOO_CARD]
+        else:
+            os.environ[_GLOO_CARD] = before
+
+
+def group_options(backend: str, cluster: Cluster | None, card: Nic | None) -> Any:
+    """Return what torch's backend is to be told for a group that speaks through `card`, None for nothing.
+
+    NCCL takes a network for each communicator, but reads its socket interfaces once in a process; `connect` names them.
+    """
+    net = nccl_net(cluster, card)
+    if backend != "nccl" or net is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    # It is there; torch has left it out of its types.
+    options.config.net_name = net  # type: ignore[attr-defined]
+    return options

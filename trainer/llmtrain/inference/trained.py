@@ -1,0 +1,154 @@
+"""Trained models for looking at: evaluated and sampled from outside their run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+
+import torch
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import SPLITS, open_split
+from llmtrain_data.indexed import bin_path
+from llmtrain_data.tokenizer import hf_tokenizer
+from llmtrain_data.waiting import Waiting
+
+from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
+from llmtrain.checkpoint.folder import find_checkpoints
+from llmtrain.checkpoint.load import load
+from llmtrain.checkpoint.manifest import model_of, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.ranks import Ranks, connect
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.inference.generate import Sampling, generate
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.plan.check import found_elsewhere
+from llmtrain.recipe.load import parse_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.sharding.unit import attach
+from llmtrain.telemetry.run_file import read_run_file
+from llmtrain.training.evaluate import mean_loss
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model as a checkpoint holds it, on this machine's device, in fp32.
+
+    folder: the checkpoint's. recipe: None if it was imported.
+    """
+
+    folder: Path
+    model: GPT
+    recipe: Recipe | None
+    step: int
+    tokenizer: Path | None
+    ranks: Ranks
+
+
+def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
+    """Load a checkpoint, or a run's newest sound one; `warn` is told of those that are not, and `waiting` shows how far
+    it is, and what is done with the model later.
+
+    Raises BadInputError when there is none.
+    """
+    for folder in find_checkpoints(source):
+        try:
+            return _open(folder, waiting)
+        except (DamagedError, RunFailedError) as error:
+            warn(f"skipped the checkpoint {folder}: {error}")
+    raise BadInputError(f"{source} holds no sound checkpoint; expected the folder of a run or of a checkpoint")
+
+
+def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
+    ranks = connect(Layout({Axis.DATA: 1}))
+    ranks.watch.begin(f"loading the checkpoint {folder.name}")
+    if waiting is not None:
+        waiting.doing = ranks.watch.doing
+    manifest = read_manifest(folder)
+    config = model_of(manifest)
+    model = GPT(config, ranks.device)
+    weights = [(unit, torch.empty(unit.numel, device=ranks.device)) for unit in model_units(config)]
+    load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
+    for unit, weight in weights:
+        attach(unit, model.unit(unit.name), weight)
+    recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
+    return TrainedModel(
+        folder.resolve(), model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks
+    )
+
+
+def evaluate_on(
+    trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int
+) -> dict[str, float | int | str]:
+    """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split.
+
+    prefix: another prepared set than the recipe's.
+    """
+    if split not in SPLITS:
+        raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
+    data = _data(trained, prefix)
+    for _, path in data.blend():
+        if not bin_path(path).exists() and (found := found_elsewhere(path, ".bin", _folders_of(trained))):
+            raise BadInputError(f"there is no file {path}.bin; {found} with --data")
+    samples = open_split(data, split, trained.model.config.vocab)
+    samples.check_ids()
+    count = min(count or len(samples), len(samples))
+    trained.ranks.watch.begin(f"evaluating {count} samples")
+
+    def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        yield from ((1, [trained.model(rows[:, :-1], rows[:, 1:])]) for rows in batches)
+
+    loss = mean_loss(trained.model, losses_of, samples, count, microbatch, trained.ranks)
+    return {
+        "split": split,
+        "loss": loss,
+        "perplexity": exp(loss),
+        "step": trained.step,
+        "samples": count,
+        "sequence_length": data.sequence_length,
+        "unigram_entropy": samples.unigram_entropy(),
+    }
+
+
+def _folders_of(trained: TrainedModel) -> list[Path]:
+    """Return the folders that the paths of a run may have been relative to."""
+    run = trained.folder.parent.parent
+    started = read_run_file(run).get("cwd")
+    return [*([Path(started)] if started else []), *run.parents]
+
+
+def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
+    if trained.recipe is not None:
+        return trained.recipe.data if prefix is None else replace(trained.recipe.data, path=prefix)
+    if prefix is None:
+        raise BadInputError("this checkpoint was imported and names no data; name a prepared set with --data")
+    return DataConfig(path=prefix, sequence_length=trained.model.config.positions)
+
+
+def complete(
+    trained: TrainedModel, prompt: str, count: int, sampling: Sampling, tokenizer_folder: Path | None
+) -> Iterator[str]:
+    """Yield the prompt and then, piece by piece, the text that the model goes on with."""
+    folder = tokenizer_folder or trained.tokenizer
+    if folder is None or not folder.is_dir():
+        raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
+    tokenizer = hf_tokenizer(folder)
+    start: list[int] = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
+    vocab = trained.model.config.vocab
+    if max(start) >= vocab:
+        raise BadInputError(
+            f"the tokenizer in {folder} makes token {max(start)} of the prompt, but the model's vocabulary is {vocab}; "
+            "name the model's own with --tokenizer"
+        )
+    yield prompt
+    tokens: list[int] = []
+    shown = ""
+    for token in generate(trained.model, start, count, sampling, tokenizer.eos_token_id):
+        tokens.append(token)
+        text = str(tokenizer.decode(tokens))
+        # A character may take several tokens; a piece waits until it is whole.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,191 @@
+"""`llmtrain bench comm`: from the command line's words to a description of the cluster, with what its links do."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain_data import units
+from llmtrain_data.output import Terminal, say, say_json
+
+from llmtrain.cluster.description import Accelerator, Cluster, Nic
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.load import load_cluster
+from llmtrain.cluster.tiers import tiers
+from llmtrain.comm.environment import Launched, heed_launcher, launched
+from llmtrain.errors import BadInputError
+from llmtrain.launch.measure.discover import Machine, discovered, this_machine
+from llmtrain.launch.measure.links import Link, links, socket_links
+from llmtrain.launch.measure.result import Measured, as_data, described, without_slow_cards
+from llmtrain.training.start import check_gpus, ending_as_one
+
+if TYPE_CHECKING:
+    from llmtrain.comm.ranks import Ranks
+
+# Within which ranks that wait for one which is gone end.
+PATIENCE = timedelta(minutes=2)
+
+
+@dataclass(frozen=True)
+class CommBench:
+    """What was asked for. cluster: a description's file or name to start from. output, plot: files to write."""
+
+    cluster: str | None = None
+    output: Path | None = None
+    plot: Path | None = None
+    as_json: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The command line that asks for it."""
+        named = (("--cluster", self.cluster), ("--output", self.output), ("--plot", self.plot))
+        given = [word for option, value in named if value is not None for word in (option, str(value))]
+        return ["bench", "comm", *given, *(["--json"] if self.as_json else [])]
+
+
+def bench_comm(asked: CommBench, nproc: int | None) -> None:
+    """Measure the links between the ranks of the run, or of `nproc` that are started here; by default one for each GPU.
+
+    Raises BadInputError, and RunFailedError when ranks do not reach each other.
+    """
+    heed_launcher()
+    given = load_cluster(asked.cluster) if asked.cluster else None
+    for file in (asked.output, asked.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
+    place = launched(os.environ, nproc)
+    import torch
+
+    world = place.world if place else nproc or torch.cuda.device_count()
+    if world < 2:
+        raise BadInputError(
+            f"there {'is 1 rank' if world else 'are 0 ranks'}, and bench comm measures the links between at least 2; "
+            "add --nproc N, or start it through torchrun, srun or mpirun"
+        )
+    check_gpus(torch.cuda.device_count(), place, world)
+    if place is not None:
+        _measure_as_rank(asked, given, place)
+        return
+    from llmtrain.launch.local import launch
+
+    launch(world, asked.words)
+
+
+def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -> None:
+    from llmtrain.comm.ranks import connect, disconnect
+    from llmtrain.launch.local import die_with_launcher
+
+    os.environ.update(place.variables)
+    die_with_launcher()
+    one_machine = place.ranks_per_node >= place.world
+    if place.world % place.ranks_per_node and not one_machine:
+        raise BadInputError(
+            f"there are {place.world} ranks with {place.ranks_per_node} on the first node; start as many on each"
+        )
+    if given is not None:
+        tiers(given, place.world, place.ranks_per_node)
+    machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
+    ranks = connect(Layout({Axis.DATA: place.world}), timeout=PATIENCE, cluster=given, noted=True)
+    with ending_as_one(ranks):
+        machines = _tell_all(ranks, machine)
+        cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
+        found = _measure(cluster, machines, ranks, one_machine)
+        if ranks.is_main:
+            _report(asked, cluster, found, place.world, discovered=given is None)
+        # Rank 0 has the store that the others need to leave.
+        ranks.all_agree(True)
+    disconnect(ranks)
+
+
+def _tell_all(ranks: "Ranks", machine: Machine) -> list[Machine]:
+    """Return what every rank sees of its machine."""
+    assert ranks.store is not None
+    ranks.store.set(f"machine/{ranks.rank}", json.dumps(machine.as_data()))
+    return [Machine.of(json.loads(ranks.store.get(f"machine/{rank}"))) for rank in range(ranks.layout.world)]
+
+
+def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: int, one_machine: bool) -> Cluster:
+    """Return a description of what is there, with a card for each of the networks."""
+    if given is not None and (given.clusters or one_machine):
+        groups = tuple(group if group.cards else replace(group, nic=Nic()) for group in given.clusters)
+        return replace(given, clusters=groups)
+    found = discovered(machines, per_node, one_machine)
+    if given is not None:
+        return replace(given, clusters=found.clusters, between=found.between)
+    return replace(found, accelerator=_accelerator())
+
+
+def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:
+    from llmtrain.launch.measure.show import name_of
+    from llmtrain.launch.measure.timing import measure
+
+    found: list[Measured] = []
+    sockets = [machine.socket for machine in machines]
+    for link in links(cluster, ranks.layout.world, one_machine, each_card=ranks.device.type == "cpu"):
+        for part in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
+            found.append(measure(part, cluster, ranks))
+            if ranks.is_main:
+                rate = units.rate(found[-1].bandwidth)
+                say(f"measured {name_of(found[-1], cluster)}: {rate}", err=True)
+    return found
+
+
+def _card_socket(link: Link, cluster: Cluster, machines: Sequence[Machine]) -> int | None:
+    """Return the processor of the card that the link's first rank speaks through."""
+    rank = link.groups[0][0]
+    nic = link.nic(cluster, rank)
+    return next((card.socket for card in machines[rank].cards if nic and card.interface == nic.interface), None)
+
+
+def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: int, discovered: bool) -> None:
+    import torch.distributed as dist
+
+    from llmtrain.launch.measure.show import plain, tables
+
+    after = described(cluster, found)
+    if discovered:
+        after = without_slow_cards(after)
+    if asked.output is not None:
+        _write(asked.output, after, f"{world} ranks over {dist.get_backend()}, {date.today()}")
+    if asked.plot is not None:
+        from llmtrain.launch.measure.figure import links_figure
+
+        asked.plot.write_bytes(links_figure(found, cluster))
+    if asked.as_json:
+        say_json(plain(found, cluster, after, dist.get_backend(), world))
+        return
+    console = Terminal()
+    for table in tables(found, cluster):
+        console.print(table, "")
+    if asked.output is not None:
+        console.print(f"a recipe takes it as cluster={asked.output}")
+
+
+def _write(output: Path, cluster: Cluster, how: str) -> None:
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.create(as_data(cluster)))
+    output.write_text(f"# Measured by llmtrain bench comm: {how}.\n{text}", encoding="utf-8")
+
+
+def _accelerator() -> Accelerator | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    card = torch.cuda.get_device_properties(0)
+    return Accelerator(name=card.name, memory=units.size(card.total_memory))
+
+
+def _accelerator_address(local_rank: int) -> str | None:
+    """Return where on its machine's PCI buses a rank's accelerator is."""
+    import torch
+
+    if local_rank >= torch.cuda.device_count():
+        return None
+    # Its places are left out of torch's types.
+    card: Any = torch.cuda.get_device_properties(local_rank)
+    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"

@@ -1,0 +1,239 @@
+"""Starting this machine's ranks through torch's elastic agent, stopping them together, and starting them again."""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+import torch
+from llmtrain_data.output import say
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from llmtrain.comm.crash_notes import NOTES, Ending, Notes
+from llmtrain.comm.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
+from llmtrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    PreemptedError,
+    RunFailedError,
+)
+from llmtrain.launch.monitor import Monitor
+from llmtrain.launch.stop import STOP_SIGNALS, TOLD_EARLY
+
+# How long torch's agent waits for the other ranks once one has ended, in seconds.
+GRACE = 30
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When ranks are started again. most: times in a row without a new checkpoint. newest: gives the newest
+    checkpoint's step. fewer: gives the next smaller number of ranks that the recipe can do with, itself if none."""
+
+    most: int
+    newest: Callable[[], int | None]
+    fewer: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class _End:
+    """How an attempt ended. rank: the one that was lost, None where starting again would change nothing. why: in words,
+    empty where a rank has said it. code: for this process to end with."""
+
+    rank: int | None
+    why: str = ""
+    code: int = EXIT_FAILED
+
+    @property
+    def error(self) -> BaseException:
+        """What ends this process."""
+        if not self.why:
+            return SystemExit(self.code)
+        if self.code == EXIT_PREEMPTED:
+            return PreemptedError(self.why)
+        return RunFailedError(f"{self.why}, so the run stopped; the same command goes on from the last checkpoint")
+
+
+class _NoLogs(LogsSpecs):
+    """Has the ranks write where this process does; torch's own specification makes a folder for each run."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return files for the ranks with these variables: none."""
+        here, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=here, stderrs=here, error_files=none)
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the files."""
+        return os.devnull
+
+
+class _Signals:
+    """Passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, which save and end, or by a second SIGINT end at once. asked:
+    whether one came. interrupts: SIGINTs that came."""
+
+    def __init__(self) -> None:
+        self.asked, self.interrupts = False, 0
+        os.environ[STOP_SIGNAL] = ""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self.interrupts += number == signal.SIGINT
+        # Ranks that are yet to be started read it. One whose environment was copied just now is ended by the agent
+        # when the others end.
+        os.environ[STOP_SIGNAL] = str(number)
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    def ignore(self) -> None:
+        """Have this process, which is about to end, not die of one that comes now: its exit code would be another."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = None) -> None:
+    """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
+
+    SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
+    rank that ended otherwise, RunFailedError when it was killed or hung and was not, or too often, started again, and
+    KeyboardInterrupt where SIGINT came before there was anything to save, or again before it was saved.
+    """
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    # The agent logs its own tables; what went wrong is said here, in one sentence.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    restarts = restarts or Restarts(0, lambda: None, lambda ranks: ranks)
+    signals, threads = _Signals(), os.environ.get("OMP_NUM_THREADS")
+    tried, before, lost = 0, restarts.newest(), None
+    while True:
+        os.environ["OMP_NUM_THREADS"] = threads or str(threads_per_rank(ranks))
+        end = _attempt(ranks, arguments, signals)
+        if end is None:
+            return signals.ignore()
+        newest = restarts.newest()
+        if newest != before:
+            tried, before, lost = 0, newest, None
+        if end.rank is None or signals.asked or tried == restarts.most:
+            signals.ignore()
+            at_once = signals.interrupts > 1 and end.code != EXIT_PREEMPTED
+            raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error
+        tried += 1
+        if end.rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
+            _leave_out(end.rank)
+            ranks = fewer
+        lost = end.rank
+        again = "from the start" if newest is None else f"from step {newest}"
+        why = end.why or f"rank {end.rank} ended with exit code {end.code}"
+        say(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", err=True)
+
+
+def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | None:
+    """Run the ranks once; return how they ended, None for well."""
+    notes = Notes(ranks)
+    if notes.path is not None:
+        os.environ[NOTES] = notes.path
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=_NoLogs(),
+        # The agent's own handlers would end the ranks before they could save.
+        signals_to_handle="SIGQUIT",
+    )
+    monitor = Monitor(ranks, notes)
+    try:
+        elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
+    except ChildFailedError as error:
+        monitor.close()
+        # What others died of tells nothing of those that were ended here.
+        failures = [failure for failure in error.failures.values() if failure.pid not in monitor.killed]
+        first = _first(failures, monitor)
+        return _stopped(failures, first, signals.asked) or _ending(failures, first, notes, monitor)
+    finally:
+        monitor.close()
+        notes.close()
+    return None
+
+
+def _first(failures: list[ProcessFailure], monitor: Monitor) -> ProcessFailure:
+    """Return the failure that led to the others."""
+    # Ranks that lost one which was killed end in the same second, and may be seen before it.
+    died = [failure for failure in failures if failure.pid in monitor.died] or failures
+    return min(died, key=lambda failure: (not _killed(failure), failure.timestamp))
+
+
+def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool) -> _End | None:
+    """Return how a run ended that was told to stop; None where it did not end of that. asked: whether this process was
+    told as well, and not its ranks alone."""
+    codes = {failure.exitcode for failure in failures}
+    if EXIT_PREEMPTED in codes:
+        return _End(None, code=EXIT_PREEMPTED)
+    if codes & {EXIT_INTERRUPTED, -signal.SIGINT}:
+        return _End(None, code=EXIT_INTERRUPTED)
+    # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
+    if -signal.SIGUSR1 in codes or (asked and first.exitcode == -signal.SIGTERM):
+        return _End(None, TOLD_EARLY, EXIT_PREEMPTED)
+    return None
+
+
+def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: Notes, monitor: Monitor) -> _End:
+    """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
+    rank, last = first.local_rank, notes.last(first.local_rank)
+    # What ranks find after one has died is of its death.
+    if verdict := monitor.verdict if monitor.died else notes.verdict:
+        return _End(rank, verdict)
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
+    # The agent ends others by SIGTERM at once, by SIGKILL after its grace.
+    together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
+    endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
+    for failure in together:
+        if endings[failure.local_rank] == Ending.TOLD or failure.exitcode == EXIT_BAD_INPUT:
+            return _End(None, code=failure.exitcode)
+    for failure in together:
+        if endings[failure.local_rank] == Ending.CRASHED:
+            return _End(failure.local_rank, code=failure.exitcode)
+    if Ending.LOST in endings.values():
+        return _End(rank, f"the ranks lost contact with each other {last}")
+    return _End(rank, code=first.exitcode)
+
+
+def _killed(failure: ProcessFailure) -> bool:
+    return failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+
+
+def _leave_out(rank: int) -> None:
+    """Have the ranks do without the GPU of one that was lost again and again."""
+    count = torch.cuda.device_count()
+    if count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[:rank] + visible[rank + 1 :])
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when the process that launched it dies, so that no rank outlives its run."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,109 @@
+"""Which process trains in a run's folder, as the file `lock` says it, and whether that process has ended. No torch."""
+
+import getpass
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+import psutil
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from llmtrain.launch.slurm.queue import still_active
+
+# Later versions may add fields.
+_STRICT = ConfigDict(extra="ignore", strict=True)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Holder:
+    """Whose run trains in a folder. started: of its process, in seconds since 1970. job, cluster: of Slurm, None
+    outside. since: when it took the lock. place: where its pid counts (see `_place`), empty where that is unknown."""
+
+    host: str
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    started: FiniteFloat
+    user: str
+    job: Annotated[str, Field(pattern=r"^\d{1,20}$")] | None
+    cluster: str | None
+    since: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        job = f"job {self.job}, " if self.job else ""
+        return f"{job}process {self.pid} of {self.user} on {self.host}, since {self.since}"
+
+
+def parse(content: bytes) -> Holder | None:
+    """Return the holder that a file names, None where it names none or is damaged."""
+    try:
+        return TypeAdapter(Holder).validate_json(content)
+    except ValidationError:
+        return None
+
+
+def encode(holder: Holder) -> bytes:
+    """Return what `parse` reads."""
+    return TypeAdapter(Holder).dump_json(holder)
+
+
+def is_gone(holder: Holder, unlocked: bool | None) -> bool | None:
+    """Return whether a holder has ended, None where neither this machine nor Slurm knows.
+
+    unlocked: whether the kernel says that no process has the lock, None where the file system has no locks.
+    """
+    mine = this_process(os.environ)
+    if holder.place == mine.place:
+        return unlocked is True or not _lives(holder)
+    # Outside of jobs nothing names the cluster; squeue then asks the one that is there.
+    if holder.job is None or mine.cluster not in (None, holder.cluster):
+        return None
+    # A job runs once at a time: this is a later start of it.
+    if holder.job == mine.job:
+        return True
+    active = still_active(holder.job)
+    return None if active is None else not active
+
+
+def this_process(environment: Mapping[str, str]) -> Holder:
+    """Return this process as a holder from now on."""
+    return Holder(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        user=_user(),
+        job=environment.get("SLURM_JOB_ID"),
+        cluster=environment.get("SLURM_CLUSTER_NAME"),
+        since=time.strftime("%Y-%m-%d %H:%M:%S"),
+        place=_place(),
+    )
+
+
+def _lives(holder: Holder) -> bool:
+    try:
+        return abs(psutil.Process(holder.pid).create_time() - holder.started) < 1
+    except psutil.Error:
+        return False
+
+
+def _place() -> str:
+    """Return the boot and the pid namespace of this process: where they are the same, pids are of the same processes.
+
+    A host's name does not tell that: containers get new names at each start, and those of different machines may share
+    one.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # A container may know no name for it.
+        return str(os.getuid())

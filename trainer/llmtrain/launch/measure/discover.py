@@ -1,0 +1,179 @@
+"""What there is to measure where nobody has said it: each machine's cards, processors, and who is on which network.
+
+Cards reach each other when they are on one network by their addresses. Networks that all nodes are on join them; those
+that only some are on make clusters of them. No torch in here.
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from ipaddress import ip_interface
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import psutil
+from llmtrain_data import units
+
+from llmtrain.cluster.description import Cluster, Host, Nic, Node, NodeGroup
+from llmtrain.errors import BadInputError
+
+SYS = Path("/sys")
+# What the kernel calls InfiniBand in a card's `type`.
+_INFINIBAND = "32"
+_BEST_FIRST = ("infiniband", "roce", "ethernet")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A network card as its machine sees it. network: which it is on, by its address. speed: Mbit/s that it claims, or
+    0. socket: the processor that it hangs off; None if nothing says so.
+    """
+
+    interface: str
+    kind: str
+    address: str
+    network: str
+    speed: int = 0
+    socket: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank sees of its machine. socket: the processor that this rank runs on."""
+
+    cards: tuple[Card, ...]
+    sockets: int
+    socket: int
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> "Machine":
+        """Return what `as_data` made plain."""
+        return Machine(tuple(Card(**card) for card in data["cards"]), data["sockets"], data["socket"])
+
+
+def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = None, sys: Path = SYS) -> Machine:
+    """Look at this machine, and have this rank run on one of its processors alone, if it may run on several.
+
+    accelerator: the PCI address of this rank's, whose processor it takes; without one, neighbours share a processor.
+    sys: where the kernel's files are.
+    """
+    cores = _cores_by_socket(sys)
+    allowed = os.sched_getaffinity(0)
+    usable = [number for number, own in sorted(cores.items()) if own & allowed] or [0]
+    near = _socket_of(sys / "bus/pci/devices" / accelerator, cores) if accelerator else None
+    mine = near if near in usable else usable[local_rank * len(usable) // local_ranks]
+    if len(usable) > 1:
+        os.sched_setaffinity(0, cores[mine] & allowed)
+    return Machine(tuple(_cards(cores, sys)), max(1, len(cores)), mine)
+
+
+def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bool) -> Cluster:
+    """Return the description of nodes that are these machines: clusters, cards and what joins them, without figures.
+
+    one_machine: whether all ranks are on one, so that no card has anything to do. Raises BadInputError when the nodes
+    of a network do not follow each other.
+    """
+    memory = units.size(psutil.virtual_memory().total)
+    host = Host(memory=memory, cores=os.cpu_count(), sockets=machines[0].sockets)
+    node = Node(ranks=ranks_per_node, host=host)
+    if one_machine:
+        return Cluster(node=node)
+    clusters, between = networks(machines)
+    return Cluster(node=node, clusters=clusters, between=between)
+
+
+def networks(machines: Sequence[Machine]) -> tuple[tuple[NodeGroup, ...], Nic | None]:
+    """Return the clusters that nodes form, and the card for what they tell each other."""
+    by_network = [_usable(machine, machines) for machine in machines]
+    common = reduce(lambda one, other: one & other, (set(cards) for cards in by_network))
+    # A network of one node joins nothing.
+    counted = [name for cards in by_network for name in cards]
+    own = [frozenset(name for name in cards if name not in common and counted.count(name) > 1) for cards in by_network]
+    runs = [(names, len(list(same))) for names, same in groupby(own)]
+    if len({names for names, _ in runs}) < len(runs):
+        raise BadInputError(
+            "nodes that share a network are not next to each other among the ranks, so they are no cluster; start the "
+            "ranks in the order of their networks, or describe the cluster with --cluster"
+        )
+    groups, first = [], 0
+    for index, (names, nodes) in enumerate(runs):
+        cards = _best([card for network, card in by_network[first].items() if network in (names or common)])
+        name = "cluster" if len(runs) == 1 else f"cluster{index}"
+        groups.append(NodeGroup(name=name, nodes=nodes, **_as_keys(cards or (Nic(),))))
+        first += nodes
+    joining = sorted((by_network[0][name] for name in common), key=lambda card: -card.speed)
+    return tuple(groups), _best(joining)[0] if len(runs) > 1 and joining else None
+
+
+def _as_keys(cards: tuple[Nic, ...]) -> dict[str, Any]:
+    return {"nics": cards} if len(cards) > 1 else {"nic": cards[0]}
+
+
+def _usable(machine: Machine, machines: Sequence[Machine]) -> dict[str, Card]:
+    """Return a machine's cards by network, without those that have an address or a name of their own on another one."""
+    found = {}
+    for card in machine.cards:
+        alike = [other for each in machines for other in each.cards if other.network == card.network]
+        # The inside of every machine's containers has the same addresses.
+        distinct = len({other.address for other in alike}) == len(alike)
+        if distinct and {other.interface for other in alike} == {card.interface}:
+            found[card.network] = card
+    return found
+
+
+def _best(cards: Sequence[Card]) -> tuple[Nic, ...]:
+    """Return the cards of the best kind there is."""
+    kind = min((card.kind for card in cards), key=_BEST_FIRST.index, default="")
+    return tuple(Nic(kind=kind, interface=card.interface) for card in cards if card.kind == kind)
+
+
+def _cards(cores: Mapping[int, set[int]], sys: Path) -> list[Card]:
+    found, state = [], psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        folder = sys / "class/net" / name
+        own = next((each for each in addresses if each.family == socket.AF_INET and each.netmask), None)
+        up = name in state and state[name].isup
+        if own is None or not up or ip_interface(own.address).is_loopback or (folder / "bridge").exists():
+            continue
+        network = str(ip_interface(f"{own.address}/{own.netmask}").network)
+        found.append(
+            Card(name, _kind(folder), own.address, network, state[name].speed, _socket_of(folder / "device", cores))
+        )
+    return found
+
+
+def _kind(folder: Path) -> str:
+    if _text(folder / "type") == _INFINIBAND:
+        return "infiniband"
+    return "roce" if (folder / "device/infiniband").exists() else "ethernet"
+
+
+def _cores_by_socket(sys: Path) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for file in (sys / "devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"):
+        if (text := _text(file)).isdigit():
+            found.setdefault(int(text), set()).add(int(file.parts[-3].removeprefix("cpu")))
+    return found
+
+
+def _socket_of(device: Path, cores: Mapping[int, set[int]]) -> int | None:
+    """Return the processor that a device hangs off."""
+    local = _text(device / "local_cpulist")
+    if not local or _text(device / "numa_node") == "-1":
+        return None
+    first = int(local.replace(",", "-").split("-")[0])
+    return next((number for number, own in cores.items() if first in own), None)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,114 @@
+"""What was measured, and the description of the cluster that it makes. Pure data, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from llmtrain_data import units
+
+from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
+from llmtrain.cluster.quantity import quantity
+from llmtrain.launch.measure.links import Link
+
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and receive")
+
+# A card that is this much slower than another one is for other purposes, such as managing the nodes.
+MUCH_SLOWER = 4.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One operation. size: bytes of the larger of a rank's buffers. seconds: on the slowest rank."""
+
+    operation: str
+    size: int
+    seconds: float
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes per second that each of `ranks` has to send at least (nccl-tests' "bus bandwidth")."""
+        parts = {"all-reduce": 2 * (ranks - 1) / ranks, OPERATIONS[-1]: 1.0}
+        return self.size / self.seconds * parts.get(self.operation, (ranks - 1) / ranks)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A link as measured. latency: seconds of one message. rate: bytes per second that one rank sends while all do."""
+
+    link: Link
+    latency: float
+    rate: float
+    timings: tuple[Timing, ...]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second in one direction: inside the node of one rank, beyond it of a node's card, or cards."""
+        return self.rate * self.link.sharing
+
+
+def described(cluster: Cluster, found: Sequence[Measured]) -> Cluster:
+    """Return the description with what was measured in the place of what it said; the rest stays."""
+    whole = [measured for measured in found if measured.link.sockets is None]
+    inside = {measured.link.tier: measured for measured in whole if measured.link.tier not in ("cluster", "all")}
+    tiers = list(cluster.node.tiers)
+    if "node" in inside and "node" not in [tier.name for tier in tiers]:
+        tiers.append(NodeTier(name="node", ranks=cluster.node.ranks))
+    between = next((measured for measured in whole if measured.link.tier == "all"), None)
+    return replace(
+        cluster,
+        node=replace(cluster.node, tiers=tuple(_tier(tier, inside.get(tier.name)) for tier in tiers)),
+        clusters=tuple(_group(group, index, whole) for index, group in enumerate(cluster.clusters)),
+        between=_card(cluster.between, between) if cluster.between else None,
+    )
+
+
+def without_slow_cards(cluster: Cluster) -> Cluster:
+    """Return the description without cards that are much slower than their cluster's fastest, or of another kind."""
+    return replace(cluster, clusters=tuple(map(_without_slow_cards, cluster.clusters)))
+
+
+def as_data(cluster: Cluster) -> dict[str, Any]:
+    """Return a description as plain data, without what is not known."""
+    return {key: kept for key, value in asdict(cluster).items() if (kept := _known(value)) is not None}
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: kept for key, item in value.items() if (kept := _known(item)) is not None} or None
+    if isinstance(value, list | tuple):
+        return [_known(item) for item in value] or None
+    return value
+
+
+def _tier(tier: NodeTier, measured: Measured | None) -> NodeTier:
+    if measured is None:
+        return tier
+    return replace(tier, bandwidth=units.rate(measured.bandwidth), latency=units.seconds(measured.latency))
+
+
+def _group(group: NodeGroup, index: int, found: Sequence[Measured]) -> NodeGroup:
+    own = {measured.link.card: measured for measured in found if measured.link.cluster == index}
+    cards = [_card(card, own.get(place), own.get(None), len(group.cards)) for place, card in enumerate(group.cards)]
+    return replace(group, nic=cards[0]) if group.nic else replace(group, nics=tuple(cards))
+
+
+def _card(card: Nic, measured: Measured | None, together: Measured | None = None, cards: int = 1) -> Nic:
+    """Return a card as measured alone, or else as its share of what all `cards` of the node do together."""
+    if measured is not None:
+        together, cards = measured, 1
+    if together is None:
+        return card
+    bandwidth, latency = units.bit_rate(together.bandwidth / cards), units.seconds(together.latency)
+    return replace(card, bandwidth=bandwidth, latency=latency)
+
+
+def _without_slow_cards(group: NodeGroup) -> NodeGroup:
+    rates = [quantity(card.bandwidth, "byte/s") if card.bandwidth else 0.0 for card in group.cards]
+    if len(rates) < 2:
+        return group
+    fastest = group.cards[rates.index(max(rates))]
+    kept = [
+        card
+        for card, rate in zip(group.cards, rates, strict=True)
+        if card.kind == fastest.kind and rate * MUCH_SLOWER > max(rates)
+    ]
+    return replace(group, nic=kept[0], nics=()) if len(kept) == 1 else replace(group, nics=tuple(kept))

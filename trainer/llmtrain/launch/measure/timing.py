@@ -1,0 +1,204 @@
+"""How long collectives and messages take over a link.
+
+Every rank of the run goes through the same measurements at the same time, so that all agree on what comes next; those
+that have no part in one wait for it. What counts is the time of the slowest rank.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from statistics import linear_regression, median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.comm.groups import group_over
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import RunFailedError
+from llmtrain.launch.measure.links import Link
+from llmtrain.launch.measure.result import OPERATIONS, Measured, Timing
+
+Call = Callable[[], object]
+
+# Bytes of a rank's message: quadrupled until one takes LONG seconds.
+SMALLEST, LARGEST_ON_CPU, LARGEST_ON_CUDA = 2**10, 2**24, 2**28
+LONG = 0.05
+# Of what repeats took, the median is the operation's time. A link's own latency and bandwidth come from the shortest,
+# as whatever else the machines do only adds to it.
+# A bandwidth is the slope of the time over the largest sizes: what each message costs beside, such as its latency, or
+# what a shaper lets through at once, does not count. They take STREAM seconds, and are at least LARGE_MESSAGE bytes.
+STREAM, LARGE_MESSAGE = 0.3, 2**20
+# Short calls are repeated for so many seconds at a time, as ranks do not begin at the very same moment.
+BATCH, MOST_CALLS, REPEATS = 0.02, 100, 5
+# Seconds for ranks to find each other over a card. Cards that do not reach each other must not hold up the run.
+MEETING = timedelta(minutes=1)
+
+# As newer versions of torch call them.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def measure(link: Link, cluster: Cluster, ranks: Ranks) -> Measured:
+    """Measure a link; the result is the same on every rank. Collective over all ranks.
+
+    Of a link between ranks that are on given processors, messages alone. Raises RunFailedError when its ranks do not
+    reach each other.
+    """
+    with _Course(link, cluster, ranks) as course:
+        latency = course.latency()
+        operations = OPERATIONS if link.sockets is None else OPERATIONS[-1:]
+        timings = tuple(timing for operation in operations for timing in course.sizes(operation))
+        largest = max((each for each in timings if each.operation == OPERATIONS[-1]), key=lambda each: each.size)
+        return Measured(link, latency, course.bandwidth(largest), timings)
+
+
+class _Course:
+    """The measurements of one link, in a `with` block."""
+
+    def __init__(self, link: Link, cluster: Cluster, ranks: Ranks) -> None:
+        self._link, self._ranks = link, ranks
+        on_cuda = ranks.device.type == "cuda"
+        self._largest = LARGEST_ON_CUDA if on_cuda else LARGEST_ON_CPU
+        self._sync: Call = torch.cuda.synchronize if on_cuda else lambda: None
+        self._members = next((group for group in link.groups if ranks.rank in group), None)
+        self._touched = torch.zeros(1, device=ranks.device)
+        card = link.nic(cluster, ranks.rank)
+        try:
+            self._group = group_over(cluster, card, link.groups, timeout=MEETING)
+            if self._members:
+                # Connections are made when they are first used.
+                self._touch()
+        except RuntimeError as error:
+            over = f" over {card.interface}" if card and card.interface else ""
+            members = " and ".join(map(str, self._members or ()))
+            raise RunFailedError(
+                f"ranks {members} do not reach each other{over}; leave the card out of the description, or correct it"
+            ) from error
+
+    def __enter__(self) -> "_Course":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._members:
+            dist.destroy_process_group(self._group)
+
+    def latency(self) -> float:
+        """Return the seconds of one message: half of what a short one takes there and back, nothing else going on."""
+        pair, rank = self._link.groups[0][:2], self._ranks.rank
+        message = torch.zeros(1, device=self._ranks.device)
+
+        def there() -> None:
+            dist.send(message, pair[1], group=self._group)
+            dist.recv(message, pair[1], group=self._group)
+
+        def back() -> None:
+            dist.recv(message, pair[0], group=self._group)
+            dist.send(message, pair[0], group=self._group)
+
+        call = {pair[0]: there, pair[1]: back}.get(rank)
+        return min(self._repeated(call, call)) / 2
+
+    def sizes(self, operation: str) -> list[Timing]:
+        """Time an operation on messages of growing size."""
+        found: list[Timing] = []
+        size = SMALLEST
+        while size <= self._largest and (not found or found[-1].seconds < LONG):
+            call, numel = self._call(operation, size)
+            found.append(Timing(operation, numel * 4, median(self._repeated(call))))
+            size *= 4
+        return found
+
+    def bandwidth(self, largest: Timing) -> float:
+        """Return the bytes per second that each rank sends while all do.
+
+        largest: the largest message that has been timed.
+        """
+        size = LARGE_MESSAGE
+        while size * 2 <= min(self._largest, largest.size / largest.seconds * STREAM):
+            size *= 2
+        calls = {each: self._exchange(each) for each in (size // 4, size // 2, size)}
+        # The smallest goes before each, so that what a shaper has saved up is spent.
+        spend = calls[size // 4]
+        rounds = [[self._seconds(call, 1, spend) for call in calls.values()] for _ in range(REPEATS)]
+        slope = linear_regression(list(calls), [min(times) for times in zip(*rounds, strict=True)]).slope
+        # So fast that the times of unlike sizes cannot be told apart.
+        return 1 / slope if slope > 0 else largest.size / largest.seconds
+
+    def _call(self, operation: str, size: int) -> tuple[Call | None, int]:
+        """Return what does the operation once, None on ranks without a part in it, and the larger buffer's length."""
+        members = len(self._link.groups[0])
+        numel = -(-size // 4 // members) * members
+        if operation == OPERATIONS[-1]:
+            return self._exchange(size), size // 4
+        if not self._members:
+            return None, numel
+        whole, part = self._buffers(numel, numel // members)
+        other, group = (self._buffers(numel)[0] if operation == "all-to-all" else whole), self._group
+        calls: dict[str, Call] = {
+            "all-reduce": lambda: dist.all_reduce(whole, group=group),
+            "all-gather": lambda: _ALL_GATHER(whole, part, group=group),
+            "reduce-scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
+            "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
+        }
+        return calls[operation], numel
+
+    def _exchange(self, size: int) -> Call | None:
+        """Return what sends `size` bytes to the next rank of the group and receives as many from the one before."""
+        if not self._members:
+            return None
+        place = self._members.index(self._ranks.rank)
+        after, before = self._members[(place + 1) % len(self._members)], self._members[place - 1]
+        sent, received = self._buffers(size // 4, size // 4)
+
+        def exchange() -> None:
+            # What gloo tells a sender, that it may begin, would wait behind data that goes the same way.
+            messages = [
+                dist.P2POp(dist.irecv, received, before, self._group),
+                dist.P2POp(dist.isend, sent, after, self._group),
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+
+        return exchange
+
+    def _buffers(self, *numels: int) -> list[torch.Tensor]:
+        # Of zeros, which sums leave as they are.
+        return [torch.zeros(numel, device=self._ranks.device) for numel in numels]
+
+    def _repeated(self, call: Call | None, before: Call | None = None) -> list[float]:
+        """Return times of a call, each the mean of some in a row if they are short.
+
+        before: what has all that take part begin together; None: the call itself if it is short, which is as quick as
+        it gets, or else a small sum over the group.
+        """
+        # The first one has connections and buffers made.
+        first = self._seconds(call, 1, call)
+        times = min(max(int(BATCH / first), 1), MOST_CALLS)
+        before = before or (call if times > 1 else self._touch)
+        return [self._seconds(call, times, before) for _ in range(REPEATS)]
+
+    def _touch(self) -> None:
+        dist.all_reduce(self._touched, group=self._group)
+
+    def _seconds(self, call: Call | None, times: int, before: Call | None) -> float:
+        """Return the mean time of calls in a row on the slowest rank. Collective.
+
+        before: what comes first and has the ranks that take part begin together.
+        """
+        self._ranks.watch.note(f"measuring {self._link.tier}")
+        self._slowest(0.0)
+        if call is None or before is None:
+            return self._slowest(0.0)
+        before()
+        self._sync()
+        begin = perf_counter()
+        for _ in range(times):
+            call()
+        self._sync()
+        return self._slowest((perf_counter() - begin) / times)
+
+    def _slowest(self, seconds: float) -> float:
+        found = torch.tensor(seconds, dtype=torch.float64, device=self._ranks.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)

@@ -1,0 +1,259 @@
+"""Who trains in a run's folder: one run at a time. No torch in here.
+
+The first rank holds a POSIX lock on the file `lock` of the folder. The kernel frees it when the process ends in
+whatever way, and network file systems pass it on to other hosts, if their mount options say so. For where they do not,
+the file says who holds it, and its time of modification is a lease, which the holder renews every few seconds. A start
+that cannot tell otherwise whether the holder lives watches the lease, and takes the folder when it stays as it is.
+
+A start takes the folder by creating a file whose name tells which lease it takes over, which only one can do on any
+file system. A lease is compared with itself, as the clocks of two hosts may differ, and watched for a number of
+looks instead of seconds, so that a machine that is suspended as a whole may sleep as long as it likes.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from llmtrain.errors import RunFailedError
+from llmtrain.launch.lock_holder import Holder, encode, is_gone, parse, this_process
+
+LOCK = "lock"
+# Seconds between renewals of the lease, and between two looks at it.
+RENEWAL, LOOK = 2.0, 1.0
+# Looks without a renewal after which the folder is free: where the kernel knows of no lock, which may be one that a
+# network file system keeps to another host, and where the file system has no locks.
+UNLOCKED_LOOKS, LOCKLESS_LOOKS = 10, 60
+# How many of them there are however old the lease seems to be, as clocks may differ.
+FEWEST_LOOKS = 5
+_HELD = (errno.EACCES, errno.EAGAIN)
+# Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid.
+_FLOCK = "hhqqi0q"
+# The file has this length while it is held, so that one write replaces all of it.
+_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the file is like at a look. renewed: its time of modification, in ns."""
+
+    content: bytes
+    renewed: int
+
+    @property
+    def holder(self) -> Holder | None:
+        return parse(self.content)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last renewal, by the clock of this host."""
+        return time.time() - self.renewed / 1e9
+
+
+class _Lookout:
+    """What a start that wants the folder has seen. turn: how many others have tried to take over the lease that it
+    sees, and have ended over it. why: what it waits for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: _State | None = None
+        self._left = self._limit = self.turn = 0
+        self.why = ""
+
+    def judge(self, state: _State, unlocked: bool | None) -> bool | None:
+        """Return whether the folder is free, None where more looks have to tell. unlocked: whether the kernel gave its
+        lock, None where the file system has none."""
+        if unlocked is False:
+            return False
+        if self._seen is None or state.content != self._seen.content or (state != self._seen and state.holder is None):
+            gone = state.holder is None or is_gone(state.holder, unlocked)
+            if gone is False:
+                return False
+            self._limit = LOCKLESS_LOOKS if unlocked is None else UNLOCKED_LOOKS
+            self._seen, self.turn, self._left = state, 0, 0 if gone else _looks(state.age, self._limit)
+            self.why = f"{self._folder} was last trained in by {state.holder}; {self._patience} whether it has ended"
+        elif state != self._seen:
+            # The lease was renewed.
+            return False
+        self._left -= 1
+        return self._left < 0 or None
+
+    def give_way(self) -> None:
+        """Watch on, as another start is about to take the folder."""
+        self.turn, self._left = self.turn + 1, self._limit
+        self.why = f"another start is about to train in {self._folder}; {self._patience} whether it does"
+
+    @property
+    def _patience(self) -> str:
+        return f"waiting up to {self._left * LOOK:g} s to see"
+
+
+class RunLock:
+    """The lock of a run's folder, which exists. `take` it; the end of a `with` block, or of the process, frees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        # Closing any of them gives up the kernel's lock.
+        self._files: list[int] = []
+        self._content = b""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._lost = False
+
+    def take(self, pause: Callable[[str], None]) -> str | None:
+        """Take the lock and return None, or change nothing and return a sentence that says who has it.
+
+        pause: is called between two looks, with a sentence on what is waited for; returns after `LOOK` seconds.
+        Raises OSError where the folder cannot be written.
+        """
+        lookout = _Lookout(self._path.parent)
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            unlocked, state = _lock(file), _look(file)
+            free = lookout.judge(state, unlocked)
+            if free and self._claim(file, state, lookout.turn):
+                return None
+            os.close(file)
+            if free is False:
+                return f"{self._path.parent} is being trained in by {state.holder or 'another process'}"
+            if free:
+                lookout.give_way()
+            pause(lookout.why)
+
+    def check(self) -> None:
+        """Raise RunFailedError where another run has taken the folder, as of the last renewal."""
+        if self._lost:
+            raise RunFailedError(
+                f"{self._path.parent} is now being trained in by {holder_of(self._path.parent) or 'another process'}, "
+                "which took it while this run stood still"
+            )
+
+    def confirm(self) -> None:
+        """Raise RunFailedError where another run has taken the folder by now."""
+        self._lost = self._lost or not self._is_mine()
+        self.check()
+
+    def release(self) -> None:
+        """Let others have the folder; releasing what was not taken is harmless."""
+        if not self._files:
+            return
+        self._over.set()
+        # One that waits for a server that is gone does not touch the file any more.
+        self._thread.join(LOOK)
+        if self._is_mine():
+            os.ftruncate(self._files[-1], 0)
+            os.fsync(self._files[-1])
+        while self._files:
+            os.close(self._files.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _claim(self, file: int, state: _State, turn: int) -> bool:
+        """Take over the lease `state`, unless another start has; return whether it worked.
+
+        turn: how many starts have tried to before, and have ended over it.
+        """
+        claim, following = (self._path.with_name(f"{LOCK}.{state.renewed}-{turn + more}") for more in (0, 1))
+        try:
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
+            return False
+        # Network file systems show what others wrote to who opens the file anew. Some start may have taken over the
+        # lease since it was looked at, and cleaned up.
+        again = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._files = [file, again]
+        if _look(again) != state or following.exists():
+            claim.unlink(missing_ok=True)
+            os.close(self._files.pop())
+            self._files.clear()
+            return False
+        self._content = encode(this_process(os.environ)).ljust(_LENGTH - 1) + b"\n"
+        os.pwrite(again, self._content, 0)
+        os.ftruncate(again, len(self._content))
+        # A network file system shows it to others once it is written out.
+        os.fsync(again)
+        for path in self._path.parent.glob(f"{LOCK}.{state.renewed}-*"):
+            path.unlink(missing_ok=True)
+        self._thread.start()
+        return True
+
+    def _renew(self) -> None:
+        """Renew the lease until it is released, or until another run has it."""
+        while not self._over.wait(RENEWAL):
+            self._lost = not self._is_mine()
+            if self._lost:
+                return
+            # The file system's own clock, and no data that would have to be written out.
+            with suppress(OSError):
+                os.utime(self._files[-1])
+
+    def _is_mine(self) -> bool:
+        """Whether no other run has taken the folder, as far as the file can be read."""
+        try:
+            same = os.path.samestat(os.fstat(self._files[-1]), self._path.stat())
+            return same and os.pread(self._files[-1], _LENGTH, 0) == self._content
+        except OSError:
+            return True
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """Return who trains in a run's folder, as far as can be told from here and now; None for nobody.
+
+    Only asks: the folder may be someone else's, and a run that starts just now must find the lock free.
+    """
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        unlocked, state = _is_unlocked(file), _look(file)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    if state.holder is None or unlocked is False:
+        return state.holder
+    gone = is_gone(state.holder, unlocked)
+    limit = (LOCKLESS_LOOKS if unlocked is None else UNLOCKED_LOOKS) * LOOK
+    return None if gone or (gone is None and state.age > limit) else state.holder
+
+
+def _looks(age: float, limit: int) -> int:
+    """Return for how many looks a lease of that age, in seconds, is watched."""
+    return min(limit, max(FEWEST_LOOKS, limit - int(age / LOOK)))
+
+
+def _look(file: int) -> _State:
+    return _State(os.pread(file, _LENGTH, 0), os.fstat(file).st_mtime_ns)
+
+
+def _is_unlocked(file: int) -> bool | None:
+    """Return whether no other process has the lock, None where the file system has none."""
+    try:
+        answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    return struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
+
+
+def _lock(file: int) -> bool | None:
+    """Return whether the kernel gave the lock, None where the file system has none."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in _HELD else None
+    return True

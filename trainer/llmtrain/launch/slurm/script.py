@@ -1,0 +1,170 @@
+"""The batch script of a run. Pure: from what is known of the run and the site to text."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import llmtrain
+from llmtrain.errors import BadInputError
+from llmtrain.launch.slurm.config import Site
+from llmtrain.recipe.explain import shown
+
+INDEX = "$SLURM_ARRAY_TASK_ID"
+# The largest index that Slurm can be set up for, and more runs than anybody trains of one recipe.
+LARGEST_SEED, MOST_SEEDS = 4_000_000, 10_000
+_NUMBER, _STEP = "[0-9]{1,18}", "0*[1-9][0-9]{0,17}"
+_RANGE = f"{_NUMBER}(?:-{_NUMBER})?(?::{_STEP})?"
+_ARRAY = re.compile(f"{_RANGE}(?:,{_RANGE})*(?:%{_NUMBER})?")
+_PART = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?(?::({_STEP}))?")
+# No line of a recipe in YAML.
+_END = "END OF RECIPE"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as Slurm sees it.
+
+    name: of the run. folder: of the run, absolute. command: what every rank runs, with the recipe's file after it.
+    recipe: the file's content, which the job's script has in it. sources: the files that it was made of. array: seeds,
+    as sbatch's --array takes them, each of a run of its own; None for one run. chained: whether another job goes on
+    where this one stops.
+    """
+
+    name: str
+    folder: Path
+    nodes: int
+    ranks_per_node: int
+    command: tuple[str, ...]
+    recipe: str
+    sources: tuple[Path, ...] = ()
+    array: str | None = None
+    chained: bool = False
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of `array`; none without."""
+        return [] if self.array is None else array_indices(self.array)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of all runs of the job, in the order of their seeds."""
+        if self.array is None:
+            return [self.folder]
+        return [self.folder.with_name(seed_name(self.folder.name, str(seed))) for seed in self.seeds]
+
+    @property
+    def log(self) -> Path:
+        """Where the job's output goes, with Slurm's %j, or %A and %a, for the job's number."""
+        if self.array is None:
+            return self.folder / "slurm" / "%j.log"
+        return self.folder.with_name(seed_name(self.folder.name, "%a")) / "slurm" / "%A_%a.log"
+
+    @property
+    def recipe_file(self) -> str:
+        """Where the job writes its recipe, as the shell takes it."""
+        if self.array is None:
+            return f"{shlex.quote(str(self.folder))}/slurm/$SLURM_JOB_ID.yaml"
+        folder = shlex.quote(seed_name(str(self.folder), ""))
+        return f"{folder}{INDEX}/slurm/${{SLURM_ARRAY_JOB_ID}}_{INDEX}.yaml"
+
+
+def seed_name(name: str, seed: str) -> str:
+    """Return the name of the run of one seed of an array."""
+    return f"{name}-seed{seed}"
+
+
+def array_indices(array: str) -> list[int]:
+    """Return the indices that `0-3`, `1,5,9` or `0-8:2%3` stands for. Raises BadInputError."""
+    given = f"--array is {shown(array)!r}; expected"
+    if not _ARRAY.fullmatch(array):
+        raise BadInputError(f"{given} seeds such as 0-3, or 1,5,9, or 0-9%2 for two at a time")
+    ranges = [
+        range(int(first), int(last or first) + 1, int(step or 1))
+        for first, last, step in _PART.findall(array.partition("%")[0])
+    ]
+    if max(part.stop for part in ranges) > LARGEST_SEED + 1 or sum(map(len, ranges)) > MOST_SEEDS:
+        raise BadInputError(f"{given} at most {MOST_SEEDS:,} seeds, of up to {LARGEST_SEED:,}")
+    found = [seed for part in ranges for seed in part]
+    if not found or len(set(found)) < len(found):
+        raise BadInputError(f"{given} seeds that differ, such as 0-3, or 0-9%2 for two at a time")
+    return found
+
+
+def render(job: Job, site: Site) -> str:
+    """Return the batch script, which needs no more than to be handed to sbatch."""
+    lines = ["#!/bin/bash" + (" -l" if site.modules else "")]
+    lines += [f"#SBATCH {option}" for option in _options(job, site)]
+    lines += [
+        "",
+        "# Written by `llmtrain submit`, which made the folder of the log too:",
+        f"# mkdir -p {' '.join(shlex.quote(str(folder / 'slurm')) for folder in job.folders)}",
+        *(f"module load {shlex.quote(module)} || exit 1" for module in site.modules),
+        *(f"export {name}={shlex.quote(str(value))}" for name, value in site.environment.items()),
+        *(["requeue=no"] if job.chained else []),
+        "# The recipe as it was submitted; what is edited later does not change this job.",
+        f"recipe={job.recipe_file}",
+        f"cat > \"$recipe\" <<'{_END}' || exit 1",
+        f"{job.recipe}{_END}",
+        f"srun_options=({' '.join(map(shlex.quote, _srun_options(site)))})",
+        f"set -- {' '.join(_command(job, site))}",
+        "",
+    ]
+    return "\n".join(lines) + train_script()
+
+
+def train_script() -> str:
+    """Return the lines that run a command as ranks, those for people who write their own script left out."""
+    package = Path(llmtrain.__file__).resolve().parent
+    shipped = package / "cluster" / "slurm" / "train.sh"
+    path = shipped if shipped.is_file() else package.parents[1] / "tools" / "slurm" / "train.sh"
+    return path.read_text(encoding="utf-8").partition("\n\n")[2]
+
+
+def _options(job: Job, site: Site) -> Iterator[str]:
+    values = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "cpus-per-task": site.cpus_per_rank,
+        "gpus-per-node": site.gpus_per_node,
+        "time": site.time,
+        "account": site.account,
+        "partition": site.partition,
+        "qos": site.qos,
+        "constraint": site.constraint,
+        "reservation": site.reservation,
+        "array": job.array,
+        "output": job.log,
+        # Only the script, which asks the ranks.
+        "signal": f"B:USR1@{site.margin}",
+        "open-mode": "append",
+    }
+    yield from (f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None)
+    yield "--requeue"
+    if site.exclusive:
+        yield "--exclusive"
+    yield from map(shlex.quote, site.sbatch)
+
+
+def _srun_options(site: Site) -> list[str]:
+    options = list(site.srun)
+    if site.container is not None and site.container.runtime == "pyxis":
+        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in site.container.mounts]
+        options.append(f"--container-image={site.container.image}")
+        options += [f"--container-mounts={','.join(mounts)}"] if mounts else []
+    return options
+
+
+def _command(job: Job, site: Site) -> Iterator[str]:
+    if site.container is not None and site.container.runtime == "apptainer":
+        # --nv finds a GPU's libraries, and only warns where there are none.
+        yield "apptainer exec --nv"
+        yield from (f"--bind {shlex.quote(mount)}" for mount in site.container.mounts)
+        yield shlex.quote(site.container.image)
+    yield from map(shlex.quote, job.command)
+    yield '"$recipe"'
+    if job.array is not None:
+        name = shlex.quote(seed_name(f"name={job.name}", ""))
+        yield f'{name}"{INDEX}" seed="{INDEX}"'

@@ -1,0 +1,158 @@
+"""How far runs are and what became of their jobs: read from their folders, and asked of Slurm where there is one."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain_data.untrusted import UnreadableError, reason, regular
+
+from llmtrain.errors import BadInputError
+from llmtrain.launch.run_lock import holder_of
+from llmtrain.launch.slurm import queue
+from llmtrain.launch.slurm.queue import QueuedJob
+from llmtrain.launch.slurm.record import changed_sources, jobs_of, log_of
+from llmtrain.telemetry.metrics import Row, last_rows
+from llmtrain.telemetry.run_file import checked_run_file
+
+# Seconds between looks at a log that is followed, and between questions whether its job has ended.
+_LOOK, _ASK = 0.5, 10.0
+# Characters of a log that are read at once.
+_PIECE = 2**20
+# Files that were edited since the job was submitted that are named.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run. state: running, finished, preempted, failed, stopped (it ended without a word), or what Slurm says of
+    its job. step, loss: as last logged, of `steps`. seconds_left: of a running one. job: of Slurm, the one at hand or
+    the newest. detail: where it runs, why it waits, how it ended, what is damaged, or what was edited since."""
+
+    name: str
+    folder: str
+    state: str
+    step: int | None
+    steps: int | None
+    loss: float | None
+    seconds_left: float | None
+    job: str | None
+    detail: str
+
+
+def statuses(paths: Sequence[Path]) -> list[RunStatus]:
+    """Return the status of each run. paths: folders of runs, or folders that hold some. Raises BadInputError."""
+    folders = [folder for path in paths for folder in _runs_in(path)]
+    known = queue.jobs([number for folder in folders for number in jobs_of(folder)]) or {}
+    return [_status(folder, known) for folder in folders]
+
+
+def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
+    """Yield what a run's job wrote, in pieces; with `follow` until it has ended.
+
+    number: of the job, None for the newest that has begun. Raises BadInputError where there is no such log.
+    """
+    numbers = jobs_of(run)
+    if not numbers:
+        raise BadInputError(f"{run} was not submitted to Slurm; its output went to where it was started")
+    if number is None:
+        number = next((each for each in reversed(numbers) if log_of(run, each).exists()), numbers[-1])
+    if number not in numbers:
+        raise BadInputError(f"--job is {number}, which is no job of {run}; expected one of {', '.join(numbers)}")
+    if not log_of(run, number).exists() and not follow:
+        job = (queue.jobs([number]) or {}).get(number)
+        state = f"; Slurm says {job.state}, {job.detail}" if job else ""
+        raise BadInputError(f"job {number} of {run} has written nothing{state}")
+    yield from _pieces(log_of(run, number), number if follow else None)
+
+
+def _pieces(path: Path, number: str | None) -> Iterator[str]:
+    """Yield a file's text; with a job's number, also what is added until the job has ended."""
+    position, asked, over = 0, time.monotonic(), number is None
+    while True:
+        if path.exists():
+            with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+                file.seek(position)
+                while piece := file.read(_PIECE):
+                    yield piece
+                position = file.tell()
+        if over:
+            return
+        time.sleep(_LOOK)
+        if number is not None and time.monotonic() - asked > _ASK:
+            # What it wrote last is read once more. A Slurm that does not answer says nothing of the job.
+            asked, over = time.monotonic(), queue.still_active(number) is False
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs")
+    found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+    if not found:
+        raise BadInputError(f"{path} is not the folder of a run and holds none")
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return any(os.path.exists(path / name) for name in ("run.json", "metrics.jsonl", "slurm"))
+
+
+def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
+    rows, steps, damage = _read(folder)
+    holder, job = holder_of(folder), _job(folder, known)
+    last: Row = next((row for row in reversed(rows) if "event" not in row), {})
+    end = rows[-1] if rows and rows[-1].get("event") == "end" else None
+    state, detail = "not begun", job.detail if job else ""
+    if holder is not None:
+        state, detail = "running", job.detail if job else f"process {holder.pid} on {holder.host}"
+    elif job is not None and job.active:
+        state = job.state.lower()
+    elif end is not None:
+        state, detail = end.get("outcome", "ended"), end.get("reason", "")
+    elif rows or damage:
+        state = "stopped"
+    elif job is not None:
+        state = job.state.lower()
+    left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
+    # Once all is trained as submitted, edits are the next run's.
+    edited = [] if state == "finished" else changed_sources(folder)
+    found = [f"damaged: {sentence}" for sentence in damage]
+    found += [f"{path.name} changed since submission" for path in edited[:_SHOWN]]
+    found += [f"{len(edited) - _SHOWN} more files changed since submission"] if len(edited) > _SHOWN else []
+    detail = "; ".join(filter(None, (detail, *found)))
+    number = job.number if job else next(reversed(jobs_of(folder)), None)
+    return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)
+
+
+def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:
+    """Return the job that matters: the first that is running or waits, else the newest."""
+    jobs = [known[number] for number in jobs_of(folder) if number in known]
+    active = [job for job in jobs if job.active]
+    return next(iter(active), jobs[-1] if jobs else None)
+
+
+def _read(folder: Path) -> tuple[list[Row], int | None, list[str]]:
+    """Return a run's last rows, its steps, and what is wrong with its files: one damaged run must not hide others."""
+    rows: list[Row] = []
+    run: dict[str, Any] = {}
+    damage: list[str] = []
+    try:
+        rows, lost = last_rows(folder / "metrics.jsonl")
+        damage += [lost] if lost else []
+    except OSError as error:
+        damage.append(f"metrics.jsonl cannot be read, {reason(error)}")
+    try:
+        run = checked_run_file(folder)
+    except UnreadableError as error:
+        damage.append(f"run.json cannot be read, {error}")
+    return rows, run.get("steps"), damage
+
+
+def run_folder(name: Path) -> Path:
+    """Return a run's folder: `name` itself, or the one of that name in `runs`. Raises BadInputError."""
+    for folder in (name, Path("runs") / name):
+        if folder.is_dir() and _is_run(folder):
+            return folder
+    raise BadInputError(f"{name} is not the folder of a run, nor is there one of that name in runs")

@@ -1,0 +1,85 @@
+"""Being asked to stop: remembered until the step at hand is done."""
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+from llmtrain_data.output import say
+
+from llmtrain.comm.environment import LAUNCHER_PID
+from llmtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+# What asks a run to stop: Ctrl-C, schedulers and people, and Slurm some time before a job's end.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Where launchers tell a process its rank.
+_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+# What is said of it where a run has not begun to train.
+TOLD_EARLY = "told to stop before anything was done; the same command starts again"
+
+
+class StopRequest:
+    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once.
+
+    After the block SIGUSR1 is ignored, as the process is about to end.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, signal._HANDLER] = {}
+        self._arrived: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        # Python calls a handler once for all signals that arrive during one call of C, but writes a byte for each.
+        self._arrived = os.pipe()
+        for end in self._arrived:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._arrived[1], warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        assert self._arrived is not None
+        for end in self._arrived:
+            os.close(end)
+        # What has ended must not die of being asked to: its exit code would tell that it has to be run again.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        assert self._arrived is not None
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # The byte may come a moment after the handler is called.
+            with suppress(BlockingIOError):
+                if os.read(self._arrived[0], 4096).count(signal.SIGINT) > 1:
+                    raise KeyboardInterrupt
+
+
+def end_early() -> None:
+    """Have this process end at once when it is told to stop, until `heed_defaults`: it has nothing to save yet, and an
+    exception may not get through what it imports. Ranks that `llmtrain run` started leave that to their launcher."""
+    if LAUNCHER_PID not in os.environ:
+        for number in STOP_SIGNALS:
+            signal.signal(number, _end)
+
+
+def heed_defaults() -> None:
+    """Give signals back what Python does with them: from here on this process may wait for others outside of Python."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) == _end:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    interrupted = number == signal.SIGINT
+    # One rank says it for all.
+    if {os.environ.get(name, "0") for name in _RANK} == {"0"}:
+        say(f"llmtrain: {'interrupted' if interrupted else TOLD_EARLY}", err=True)
+    os._exit(EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED)

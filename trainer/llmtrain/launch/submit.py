@@ -1,0 +1,186 @@
+"""From a recipe and a site's profile to jobs in Slurm's queue. No torch in here."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.load import find_cluster, load_cluster
+from llmtrain.cluster.topology import check_world
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.launch.measure.result import as_data
+from llmtrain.launch.run_lock import holder_of
+from llmtrain.launch.slurm import queue
+from llmtrain.launch.slurm.config import Site
+from llmtrain.launch.slurm.record import jobs_of, note_job, note_sources, slurm_folder
+from llmtrain.launch.slurm.script import Job, render
+from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.prepare import folders_above, settle
+from llmtrain.plan.resolve import Facts
+from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
+from llmtrain.recipe.schema import Recipe
+from llmtrain.yaml.file import check_size
+from llmtrain.yaml.strict_file import StrictFile
+from llmtrain.yaml.yaml11 import as_meant
+
+_FILE = StrictFile(Site, "a site")
+
+
+def default_site() -> Path:
+    """Return where the user's own profile is looked for."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "llmtrain" / "site.yaml"
+
+
+def load_site(path: Path | None) -> Site:
+    """Return a site's profile: of a file, or the user's own, which need not exist. Raises BadInputError."""
+    if path is None and not default_site().exists():
+        return Site()
+    path = path or default_site()
+    return _FILE.parse(_FILE.read(path), f"{path}: ")
+
+
+def plan(
+    name: str, overrides: Sequence[str], site: Site, nodes: int | None = None, array: str | None = None, chain: int = 1
+) -> Job:
+    """Check a recipe for the ranks that it will have, and return its job. Raises BadInputError; writes nothing.
+
+    name: of a recipe, or its file. nodes: None for what the recipe says. array: seeds. chain: jobs after each other.
+    """
+    if array is not None and chain > 1:
+        raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
+    given = read_recipe(name, overrides)
+    recipe = parse_recipe(given)
+    if recipe.checkpoint.resume == "never":
+        raise BadInputError(
+            "checkpoint.resume is never, but a job that is stopped and queued again goes on from its checkpoints; "
+            "leave checkpoint.resume out"
+        )
+    nodes, ranks_per_node = _size(recipe, site, nodes)
+    check_world(nodes * ranks_per_node)
+    if site.container is None:
+        # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
+        facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
+        settle(recipe, facts, read_hf_config, folders_above(name))
+    folder = Path(recipe.logging.dir, recipe.name).absolute()
+    if "%" in str(folder):
+        raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
+    python = site.python or ("python" if site.container else sys.executable)
+    # srun says nothing of ranks to a single one, which would start one for each GPU.
+    alone = ["--nproc", "1"] if nodes * ranks_per_node == 1 else []
+    command = (python, "-m", "llmtrain", "run", *alone)
+    text, files = _as_submitted(given, recipe), _sources(name, recipe)
+    return Job(recipe.name, folder, nodes, ranks_per_node, command, text, files, array, chained=chain > 1)
+
+
+def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
+    """Return the files that a submitted recipe is made of: its own, what it extends, its cluster's description."""
+    cluster = recipe.cluster
+    described = [] if isinstance(cluster, Cluster) or cluster == "auto" else [find_cluster(cluster)]
+    return (*recipe_files(name), *described)
+
+
+def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
+    """Return a recipe as YAML that needs no other file of its kind; what is auto stays so, as the job's nodes decide
+    it. Raises BadInputError where the job could not read it."""
+    given = as_meant(given, Recipe)
+    if (cluster := _cluster(recipe.cluster)) is not None:
+        given["cluster"] = as_data(cluster)
+    text = OmegaConf.to_yaml(OmegaConf.create(given))
+    try:
+        # Each of its files was small enough by itself.
+        check_size(text)
+    except ValueError as error:
+        raise BadInputError(
+            f"{recipe.name} cannot be submitted with all that it extends and its cluster's description: {error}; "
+            "make one of them shorter"
+        ) from error
+    return text
+
+
+def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
+    """Hand a job in, `chain` times in a row, and return the jobs' numbers.
+
+    Writes the script, which has the recipe in it, into the run's folder, and notes the numbers there. Raises
+    BadInputError where the run is in the queue already, RunFailedError where Slurm refuses.
+    """
+    for folder in job.folders:
+        _refuse_second(folder)
+    for folder in job.folders:
+        slurm_folder(folder).mkdir(parents=True, exist_ok=True)
+        script = slurm_folder(folder) / "job.sh"
+        script.write_text(render(job, site), encoding="utf-8")
+        note_sources(folder, job.sources)
+    numbers: list[str] = []
+    for _ in range(chain):
+        try:
+            number = queue.submit(script, after=numbers)
+        except RunFailedError as error:
+            if not numbers:
+                raise
+            raise RunFailedError(
+                f"{error}; of the chain of {chain} jobs {', '.join(numbers)} are in the queue, take them out with "
+                f"`scancel {' '.join(numbers)}` or let them run"
+            ) from error
+        numbers.append(number)
+        if job.array is None:
+            note_job(job.folder, number)
+        for folder, seed in zip(job.folders, job.seeds, strict=False):
+            note_job(folder, f"{number}_{seed}")
+    return numbers
+
+
+def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
+    """Return (nodes, ranks of each) for a run. Raises BadInputError where nothing says it."""
+    parallel, cluster = recipe.parallel, _cluster(recipe.cluster)
+    per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
+    model = parallel.tensor * parallel.pipeline
+    wanted = None if parallel.data == "auto" else model * parallel.data
+    if per_node is None:
+        if wanted != 1:
+            raise BadInputError(
+                "nothing says how many ranks a node has; set ranks_per_node in the site's profile, or describe the "
+                "recipe's cluster"
+            )
+        per_node = 1
+    if nodes is not None:
+        return nodes, per_node
+    if wanted is None:
+        raise BadInputError(
+            "parallel.data is auto, so nothing says how many nodes to ask for; add --nodes N, or set parallel.data"
+        )
+    if wanted <= per_node:
+        return 1, wanted
+    if wanted % per_node:
+        raise BadInputError(
+            f"parallel.data x pipeline x tensor is {wanted} ranks, which do not fill nodes of {per_node}; set "
+            f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
+        )
+    return wanted // per_node, per_node
+
+
+def _cluster(source: str | Cluster) -> Cluster | None:
+    if isinstance(source, Cluster):
+        return source
+    return None if source == "auto" else load_cluster(source)
+
+
+def _gpus(site: Site) -> int | None:
+    """Return the GPUs of a node, as `4` or `a100:4` says it."""
+    number = str(site.gpus_per_node).rpartition(":")[2]
+    return int(number) or None if re.fullmatch("[0-9]{1,4}", number) else None
+
+
+def _refuse_second(folder: Path) -> None:
+    active = [job for job in (queue.jobs(jobs_of(folder)) or {}).values() if job.active]
+    if active:
+        raise BadInputError(
+            f"job {active[0].number} ({active[0].state}) is there for {folder} already; `scancel {active[0].number}` "
+            "first, or give this run another name"
+        )
+    if (holder := holder_of(folder)) is not None:
+        raise BadInputError(f"{folder} is being trained in by {holder}; stop it first, or give this run another name")

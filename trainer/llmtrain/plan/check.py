@@ -1,0 +1,216 @@
+"""What types alone cannot tell: keys that contradict each other, the number of ranks, files that are not there.
+
+All of it is refused before any process starts and before anything is written; each refusal is one sentence.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+
+from llmtrain_data import units
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.memory import machine_memory
+from llmtrain.cluster.topology import placement_advice
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.presets import PRESETS
+from llmtrain.plan.passes import hands_back
+from llmtrain.plan.pipeline.schedules import schedule_problems, schedule_warning
+from llmtrain.plan.resolve import Facts, replica_share, shape, state_bytes
+from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.recipe.schema import EveryK, Recipe
+
+
+def check_given(recipe: Recipe) -> None:
+    """Check what a recipe says before it is resolved: one model, and keys that apply to it. Raises BadInputError."""
+    model = recipe.model
+    ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
+    if not ways:
+        raise BadInputError("model says nothing; expected model.preset, model.hf, or model.family with its sizes")
+    if model.preset is not None and len(ways) > 1:
+        raise BadInputError(
+            f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "
+            "set the other to null"
+        )
+    if model.preset is not None and model.preset not in PRESETS:
+        near = get_close_matches(model.preset, PRESETS, n=1)
+        advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
+        raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
+    family = PRESETS[model.preset].family if model.preset else model.family
+    for key in ("rope_theta", "rotary_fraction"):
+        if family == "gpt2" and getattr(model, key) is not None:
+            raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
+    pipeline = recipe.pipeline
+    # A resolved recipe has the layers that alpha led to.
+    if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
+        raise BadInputError(
+            f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "
+            "stages' speeds; leave alpha out, or set pipeline.split to auto"
+        )
+
+
+def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
+    """Check that the folders and files that a recipe names are there. others: folders that its paths may have been
+    relative to. Raises BadInputError."""
+    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
+    _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
+    # A run that has begun goes on from its own checkpoints, and the folder that it began from may be gone.
+    begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
+    if recipe.checkpoint.resume not in ("auto", "never") and not begun:
+        _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
+    for _, prefix in recipe.data.blend():
+        for suffix in (".bin", ".idx"):
+            if not Path(f"{prefix}{suffix}").is_file():
+                raise BadInputError(
+                    f"data.path is {prefix}, but there is no file {prefix}{suffix}; "
+                    + (
+                        found_elsewhere(prefix, suffix, others)
+                        or "expected the prefix that `llmtrain data prepare` wrote"
+                    )
+                )
+    _expect_writable(Path(recipe.logging.dir), recipe.name)
+
+
+def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
+    """Return which of `folders` has the file or folder of a relative path, and what to do; empty where none has it."""
+    for folder in folders:
+        if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
+            return f"there is one in {folder}: run from there, or give {folder / path}"
+    return ""
+
+
+def check(recipe: Recipe, facts: Facts) -> None:
+    """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
+    config = shape(recipe)
+    _check_batch(recipe)
+    _check_parallel(recipe, config)
+    _check_model(config, facts)
+    if recipe.model.hf is not None and facts.hf is not None:
+        _check_same_model(config, facts.hf)
+    if recipe.data.sequence_length > config.positions:
+        raise BadInputError(
+            f"data.sequence_length is {recipe.data.sequence_length}; expected at most model.positions "
+            f"({config.positions}), lower the one or raise the other"
+        )
+    if recipe.optimizer.warmup > recipe.train.steps:
+        raise BadInputError(
+            f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
+        )
+    if recipe.train.eval_every and not recipe.data.split[1]:
+        raise BadInputError(
+            f"train.eval_every is {recipe.train.eval_every}, but data.split leaves nothing to validate on; give its "
+            "second number a share, or set train.eval_every=0"
+        )
+    if recipe.optimizer.backend == "apex" and not (facts.apex and facts.device == "cuda"):
+        raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
+    every = recipe.activation_checkpointing
+    if isinstance(every, EveryK) and every.every > config.layers:
+        raise BadInputError(
+            f"activation_checkpointing.every is {every.every}; expected at most model.layers ({config.layers})"
+        )
+
+
+def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]:
+    """Return what a resolved recipe may do, but is likely not meant to: a sentence each."""
+    parallel, pipeline = recipe.parallel, recipe.pipeline
+    found = placement_advice(cluster, layout)
+    if parallel.pipeline > 1:
+        count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
+        sizes = (parallel.pipeline, int(pipeline.chunks), count)
+        limit = None if pipeline.limit == "auto" else pipeline.limit
+        warning = schedule_warning(pipeline.schedule, *sizes, hands_back(recipe), limit)
+        found += [] if warning is None else [warning]
+    return [*found, *_without_effect(recipe)]
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence for each key that is set but does nothing as the others are. A resolved limit is the number of
+    stages where it was left out, and a resolved `hierarchical` is true."""
+    pipeline, stages, zero, spike = recipe.pipeline, recipe.parallel.pipeline, recipe.zero, recipe.on_spike
+    if spike.action != "skip" and not spike.threshold:
+        yield f"on_spike.action is {spike.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
+    if stages > 1 and pipeline.limit not in ("auto", stages) and pipeline.schedule != "message-driven":
+        yield (
+            f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.schedule} does not have; leave it "
+            "out, or set pipeline.schedule to message-driven"
+        )
+    if zero.hierarchical is False and zero.partition.weights == 1 and int(recipe.parallel.data) > 1:
+        yield (
+            "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
+            "changes no gather; leave it out, or set zero.stage to 3"
+        )
+
+
+def memory_problem(recipe: Recipe, facts: Facts) -> str | None:
+    """Return why this machine cannot train a resolved recipe: the states of one rank alone are larger than its memory.
+    None where they are not, and for GPUs, which say so themselves."""
+    if facts.device != "cpu":
+        return None
+    needed, there = state_bytes(recipe), machine_memory(swap=True)
+    if needed <= there:
+        return None
+    return (
+        f"the model's states take {units.size(needed)} on a rank, but this machine has {units.size(there)} of memory; "
+        "take a smaller model, or cut the states over more ranks with zero.stage"
+    )
+
+
+def _check_batch(recipe: Recipe) -> None:
+    data, microbatch = recipe.parallel.data, recipe.train.microbatch
+    assert data != "auto"
+    assert microbatch != "auto"
+    share = replica_share(recipe, data)
+    if share % microbatch:
+        raise BadInputError(
+            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} "
+            f"replicas takes of train.global_batch ({recipe.train.global_batch})"
+        )
+
+
+def _check_parallel(recipe: Recipe, config: GPTConfig) -> None:
+    parallel, pipeline = recipe.parallel, recipe.pipeline
+    microbatches = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
+    problem = tensor_problems(config, parallel, recipe.data.sequence_length)
+    if problem is None:
+        # One stage has no schedule to choose.
+        name, chunks = (pipeline.schedule, int(pipeline.chunks)) if parallel.pipeline > 1 else ("1f1b", 1)
+        problem = schedule_problems(name, parallel.pipeline, chunks, microbatches)
+    if problem is not None:
+        raise BadInputError(problem)
+
+
+def _check_model(config: GPTConfig, facts: Facts) -> None:
+    if facts.tokenizer is not None and config.vocab < facts.tokenizer:
+        raise BadInputError(
+            f"model.vocab is {config.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
+        )
+
+
+def _check_same_model(config: GPTConfig, hf: GPTConfig) -> None:
+    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions"}
+    for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
+        if getattr(config, key) != getattr(hf, key):
+            raise BadInputError(
+                f"model.{key} is {getattr(config, key)}, but the model in model.hf has {getattr(hf, key)}; leave it out"
+            )
+
+
+def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path] = ()) -> None:
+    if value is not None and not Path(value).is_dir():
+        advice = found_elsewhere(value, "", others) or f"expected {what}"
+        raise BadInputError(f"{key} is {value}, which is not a folder; {advice}")
+
+
+def _expect_writable(folder: Path, name: str) -> None:
+    target = folder / name
+    nearest = next(
+        path for path in (target, *target.parents) if os.path.lexists(path) or path == Path(target.anchor or ".")
+    )
+    if not nearest.is_dir():
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} is a file; expected a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} may not be written to; choose another folder")

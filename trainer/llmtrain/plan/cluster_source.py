@@ -1,0 +1,96 @@
+"""From the words of a command line to a cluster and a layout of ranks on it. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.load import load_cluster, shipped_clusters
+from llmtrain.cluster.tiers import Tier, tiers
+from llmtrain.cluster.topology import layout_degrees
+from llmtrain.errors import BadInputError
+from llmtrain.recipe.load import load_recipe, merge_overrides, parse_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.yaml.file import read_yaml
+from llmtrain.yaml.shipped import shipped_names
+
+
+def run_on(
+    source: str | None, overrides: Sequence[str], ranks: int | None
+) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
+    """Return the cluster that a recipe or a description names, its tiers, and the layout of a run's ranks on it.
+
+    source: a recipe's or a description's name or file; None for a recipe that says nothing. ranks: of the run; None for
+    all that are described. Raises BadInputError.
+    """
+    if source is not None and "=" in source and not Path(source).exists():
+        # The first of the overrides, as no recipe is named.
+        overrides, source = [source, *overrides], None
+    recipe = _recipe(source, overrides)
+    cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
+    if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
+        cluster = load_cluster(recipe.cluster)
+    world = ranks or _described(cluster, recipe.parallel)
+    per_node = cluster.node.ranks if cluster else world
+    return (
+        cluster,
+        tiers(cluster, world, per_node),
+        Layout(layout_degrees(recipe.parallel, world)),
+    )
+
+
+def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
+    if source is not None and not _is_description(source):
+        return load_recipe(source, overrides, complete=False)
+    given = OmegaConf.to_container(merge_overrides(OmegaConf.create(), overrides))
+    assert isinstance(given, dict)
+    if source is not None and "cluster" in given:
+        raise BadInputError(f"the overrides have keys of cluster, which is {source} here; change that, or a copy of it")
+    # What a recipe cannot be without, and says nothing of where ranks are.
+    rest: dict[str, Any] = {"name": "none", "model": {}, "data": {"path": "none"}, "cluster": source or "auto"}
+    whole: dict[str, Any] = {**rest, **{str(key): value for key, value in given.items()}}
+    if isinstance(whole["data"], dict):
+        whole["data"] = {**rest["data"], **whole["data"]}
+    return parse_recipe(whole)
+
+
+def _is_description(source: str) -> bool:
+    """Whether a name or a file is a cluster's description: has keys of one, and none of a recipe."""
+    if source in shipped_names():
+        return False
+    path = Path(source)
+    if not path.is_file():
+        # A name that is neither is told what it was most likely meant to be.
+        names = [*shipped_names(), *shipped_clusters()]
+        near = get_close_matches(path.stem, names, n=1)
+        if not near and not path.exists():
+            raise BadInputError(
+                f"there is no recipe and no cluster's description {source}; expected a YAML file, or one of "
+                f"{', '.join(names)}"
+            )
+        return bool(near) and near[0] in shipped_clusters()
+    try:
+        given = read_yaml(path, "is no description")
+    except BadInputError:
+        # Whatever is wrong with it is told of it as a recipe.
+        return False
+    keys = set(given) if isinstance(given, DictConfig) else set()
+    of_cluster, of_recipe = ({field.name for field in fields(form)} for form in (Cluster, Recipe))
+    return bool(keys & (of_cluster - of_recipe)) and not keys & (of_recipe - of_cluster)
+
+
+def _described(cluster: Cluster | None, parallel: ParallelConfig) -> int:
+    """Return how many ranks there are where nobody says it: all that are described, or as few as fill nodes."""
+    wanted = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
+    if cluster is None:
+        return wanted
+    nodes = [group.nodes for group in cluster.clusters]
+    if not nodes or None in nodes:
+        return lcm(wanted, cluster.node.ranks)
+    return sum(count or 0 for count in nodes) * cluster.node.ranks

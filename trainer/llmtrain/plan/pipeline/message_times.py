@@ -1,0 +1,66 @@
+"""How long a pipeline's messages take over the links that a cluster's description states. No torch in here."""
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.tiers import link
+from llmtrain.cluster.topology import clusters_of, node_of
+from llmtrain.plan.pipeline.actions import Schedule
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Of each hop from a stage to the next: the seconds in which a message has the link, its latency, and what the two
+    ranks send over, as `Durations` takes them. unknown: whether the bandwidth of any is not stated."""
+
+    transfer: tuple[float, ...]
+    latency: tuple[float, ...]
+    links: tuple[tuple[Hashable, Hashable], ...]
+    unknown: bool
+
+
+def hops_of(cluster: Cluster | None, layout: Layout, stages: Schedule, message: float) -> Hops:
+    """Return the hops of a pipeline. What the description does not state takes no time. message: bytes that a rank
+    sends.
+
+    A rank sends to the stage before and to the one behind over the same card, unless one of them is in its node or in
+    another cluster; and all ranks of a node that send to others share what leaves it. Of all replicas and
+    tensor-parallel ranks, the slowest counts.
+    """
+    places = [(stages.place(stage)[0], stages.place(stage + 1)[0]) for stage in range(stages.stages - 1)]
+    groups = layout.groups(Axis.PIPELINE)
+    sends = [
+        [one for group in groups for one in ((group[here], group[there]), (group[there], group[here])) if here != there]
+        for here, there in places
+    ]
+    senders: dict[Hashable, set[int]] = defaultdict(set)
+    for one, other in (pair for hop in sends for pair in hop):
+        senders[node_of(cluster, one) if cluster else 0, _medium(cluster, one, other)].add(one)
+    transfer, latency, unknown = [], [], False
+    for hop in sends:
+        seconds, late = [0.0], [0.0]
+        for one, other in hop:
+            bandwidth, waits = (None, None) if cluster is None else link(cluster, one, other)
+            medium = _medium(cluster, one, other)
+            sharing = 1 if cluster is None or medium == "node" else len(senders[node_of(cluster, one), medium])
+            unknown = unknown or bandwidth is None
+            seconds.append(sharing * message / bandwidth if bandwidth else 0.0)
+            late.append(waits or 0.0)
+        transfer.append(max(seconds))
+        latency.append(max(late))
+    first = groups[0]
+    links = [
+        ((here, _medium(cluster, first[here], first[there])), (there, _medium(cluster, first[there], first[here])))
+        for here, there in places
+    ]
+    return Hops(tuple(transfer), tuple(latency), tuple(links), unknown)
+
+
+def _medium(cluster: Cluster | None, one: int, other: int) -> str:
+    """Return what a rank sends to another one over: the node, its cluster's cards, or the network between clusters."""
+    if cluster is None or node_of(cluster, one) == node_of(cluster, other):
+        return "node"
+    return "between" if cluster.between is not None and len(clusters_of(cluster, (one, other))) > 1 else "cards"

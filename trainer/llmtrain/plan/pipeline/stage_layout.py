@@ -1,0 +1,63 @@
+"""Which part of the model each rank of a pipeline holds, as pure data. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.recipe.pipeline import PipelineConfig
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive blocks `[first, end)`, which make up `stage`. opens: the embedding is before them; closes: the head
+    after them. tied: the head computes with the embedding's matrix."""
+
+    stage: int
+    first: int
+    end: int
+    opens: bool
+    closes: bool
+    tied: bool
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """Names of the units that it computes with, in the order of the model."""
+        names = [f"blocks.{index}" for index in range(self.first, self.end)]
+        if self.opens or (self.closes and self.tied):
+            names.insert(0, "embedding")
+        return (*names, "head") if self.closes else tuple(names)
+
+
+def stages_of(pipeline: PipelineConfig, ranks: int) -> Schedule:
+    """Return where the stages of a pipeline over `ranks` lie: a schedule whose actions are still open."""
+    several = pipeline.schedule in ("interleaved", "zero-bubble-v")
+    chunks = int(several) + 1 if pipeline.chunks == "auto" else pipeline.chunks
+    return Schedule(ranks, chunks if ranks > 1 else 1, 0, (), folded=pipeline.schedule == "zero-bubble-v")
+
+
+def pieces_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[Piece, ...]:
+    """Return the pieces of a rank of the pipeline, in the order of its chunks. split: layers of each stage."""
+    borders = list(accumulate(split, initial=0))
+    stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    return tuple(
+        Piece(
+            stage,
+            borders[stage],
+            borders[stage + 1],
+            opens=stage == 0,
+            closes=stage == schedule.stages - 1,
+            tied=config.tie_embeddings,
+        )
+        for stage in stages
+    )
+
+
+def units_of(config: GPTConfig, pieces: Sequence[Piece], place: int, parts: int) -> list[UnitSpec]:
+    """Return the units of a rank's pieces, in the order of the model, as the tensor-parallel rank at `place` of `parts`
+    holds them."""
+    names = {name for piece in pieces for name in piece.units}
+    return [unit.slice(place, parts) for unit in model_units(config) if unit.name in names]

@@ -1,0 +1,234 @@
+"""What a pipeline will do, before it does: its timeline, its waiting, its memory. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from llmtrain_data import units
+from llmtrain_data.tokenizer import tokenizer_size
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.topology import layout_degrees, stage_speeds
+from llmtrain.errors import BadInputError
+from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan import passes
+from llmtrain.plan.check import check_given
+from llmtrain.plan.cluster_source import run_on
+from llmtrain.plan.pipeline.actions import Schedule, peak_live
+from llmtrain.plan.pipeline.layer_split import StageCosts, stage_costs
+from llmtrain.plan.pipeline.message_times import Hops, hops_of
+from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
+from llmtrain.plan.pipeline.stage_layout import stages_of
+from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
+from llmtrain.plan.resolve import Facts, replica_share, resolve, shape
+from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.pipeline import ScheduleName
+from llmtrain.recipe.schema import Recipe
+
+# What time is counted in where nobody says how fast a rank is.
+LAYERS = "forward passes of one layer"
+
+
+@dataclass(frozen=True)
+class PipelineView:
+    """A pipeline and its timeline.
+
+    split: layers of each stage. bound: the most activations that each rank may come to hold, as `live_bound` counts.
+    warning: what is wrong with it, though it works. unit: of its time. links: what messages take, or why
+    they take nothing.
+    """
+
+    name: ScheduleName
+    schedule: Schedule
+    split: tuple[int, ...]
+    timeline: Timeline
+    bound: tuple[int, ...]
+    warning: str | None = None
+    unit: str = LAYERS
+    links: str | None = None
+
+    @property
+    def live(self) -> list[int]:
+        """The most activations that each rank holds at once, in microbatches of one piece of the model."""
+        return peak_live(self.schedule)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long a step takes as on ranks that share the work evenly and never wait."""
+        return 1 + self.timeline.bubble_over_ideal
+
+    def as_data(self) -> dict[str, Any]:
+        """Return all of it as plain data, for JSON."""
+        stages = [(stage, *self.schedule.place(stage), layers) for stage, layers in enumerate(self.split)]
+        return {
+            "schedule": self.name,
+            "ranks": self.schedule.ranks,
+            "chunks": self.schedule.chunks,
+            "microbatches": self.schedule.microbatches,
+            "stages": [dict(zip(("stage", "rank", "chunk", "layers"), stage, strict=True)) for stage in stages],
+            "bubble": self.timeline.bubble,
+            "bubble_over_ideal": self.timeline.bubble_over_ideal,
+            "slowdown": self.slowdown,
+            "step_time": self.timeline.makespan,
+            "unit": self.unit,
+            "peak_live": self.live,
+            "live_bound": list(self.bound),
+            "warning": self.warning,
+            "links": self.links,
+            "actions": [
+                [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
+                for spans in self.timeline.ranks
+            ],
+        }
+
+
+def show(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    name: ScheduleName,
+    split: Sequence[int],
+    durations: Durations,
+    limit: int | None = None,
+    hands_back: bool = False,
+) -> PipelineView:
+    """Return the view of a pipeline. split: layers of each stage. limit: microbatches that message-driven has under way
+    (None: as many as ranks). hands_back: see `Schedule`. Raises BadInputError for a schedule that cannot be.
+    """
+    problem = schedule_problems(name, ranks, chunks, microbatches)
+    if problem is not None:
+        raise BadInputError(problem)
+    if name == "message-driven":
+        timeline = simulate_message_driven(ranks, microbatches, limit or ranks, durations, hands_back)
+        schedule = Schedule(ranks, 1, microbatches, timeline.actions)
+    else:
+        schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
+        timeline = simulate(schedule, durations)
+    bound = live_bound(name, ranks, chunks, microbatches, limit)
+    warning = schedule_warning(name, ranks, chunks, microbatches, hands_back, limit)
+    return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
+
+
+def durations_by_work(
+    split: Sequence[int],
+    costs: StageCosts,
+    speeds: Sequence[float] | None,
+    stages: Schedule,
+    layer: float = 1.0,
+    recomputed: bool = False,
+) -> Durations:
+    """Return the durations of stages by their FLOPs and the speeds of their ranks (None: all 1). layer: time of a
+    forward pass of one layer at speed 1. A forward pass, the backward pass of the inputs and that of the weights have
+    as many FLOPs each; messages take no time. recomputed: whether backward passes compute their layers forward again.
+    """
+    own = [layer / (1.0 if speeds is None else speeds[stages.place(stage)[0]]) for stage in range(stages.stages)]
+    times = [work / costs.layer * unit for work, unit in zip(costs.of(split), own, strict=True)]
+    again = [recomputed * layers * unit for layers, unit in zip(split, own, strict=True)]
+    return Durations(times, list(map(add, times, again)), times, [0.0] * (stages.stages - 1))
+
+
+def show_recipe(
+    name_or_path: str, overrides: Sequence[str], ranks: int | None, flops: str | None = None
+) -> PipelineView:
+    """Return the view of a recipe's pipeline, by FLOPs and the speeds that the cluster states.
+
+    The data need not be there. ranks: of the run; None for as many as the cluster has, or, where nothing says how many,
+    as one replica needs. flops: what a rank of speed 1 computes in a second, such as 150TFLOP/s; with it, times are in
+    seconds, and messages take theirs by the bandwidths and latencies that the cluster states. Raises BadInputError.
+    """
+    recipe = load_recipe(name_or_path, overrides, complete=False)
+    check_given(recipe)
+    parallel = recipe.parallel
+    if parallel.pipeline == 1:
+        raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
+    cluster, _, layout = run_on(name_or_path, overrides, ranks)
+    layout = Layout(layout_degrees(parallel, layout.world))
+    facts = _facts(recipe, cluster, layout.world)
+    resolved = resolve(recipe, facts)
+    if (problem := tensor_problems(shape(resolved), parallel, resolved.data.sequence_length)) is not None:
+        raise BadInputError(problem)
+    pipeline, train = resolved.pipeline, resolved.train
+    share, microbatch = replica_share(resolved, int(resolved.parallel.data)), int(train.microbatch)
+    if share % microbatch:
+        raise BadInputError(
+            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that a pipeline takes of "
+            f"train.global_batch ({train.global_batch})"
+        )
+    assert not isinstance(pipeline.split, str)
+    stages = stages_of(pipeline, parallel.pipeline)
+    costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
+    message = _message_bytes(resolved)
+    hops = hops_of(cluster, layout, stages, message)
+    layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
+    recomputed = passes.recompute_of(resolved) > 0
+    durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
+    view = show(
+        parallel.pipeline,
+        stages.chunks,
+        share // microbatch,
+        pipeline.schedule,
+        pipeline.split,
+        durations
+        if flops is None
+        else replace(durations, transfer=hops.transfer, latency=hops.latency, links=hops.links),
+        None if pipeline.limit == "auto" else pipeline.limit,
+        passes.hands_back(resolved),
+    )
+    if flops is None:
+        return replace(view, links=_UNCOUNTED if any((*hops.transfer, *hops.latency)) else None)
+    # No number, where it is too long for one.
+    if not view.timeline.makespan < _FOREVER:
+        raise BadInputError("a step takes millions of years; check --flops and the bandwidths of the cluster")
+    return replace(view, unit="s", links=_about_links(resolved, message, hops))
+
+
+# Seconds; what takes longer need not be drawn.
+_FOREVER = 1e14
+_UNCOUNTED = (
+    "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
+    "by the cluster's links"
+)
+
+
+def _about_links(recipe: Recipe, message: int, hops: Hops) -> str:
+    """Return a sentence on what messages take, and what is not counted."""
+    most = units.seconds(max(map(add, hops.transfer, hops.latency)))
+    said = f"messages are {units.size(message)}, in {recipe.precision.compute}, and take up to {most}"
+    if hops.unknown:
+        said += "; no description states the bandwidth of some of the links, which take but their latency"
+    return f"{said}; sums over ranks and the optimizer come besides"
+
+
+def _layer_seconds(recipe: Recipe, costs: StageCosts, flops: str) -> float:
+    """Return how long a rank takes for the forward pass of its part of a layer."""
+    try:
+        rate = quantity(flops, "FLOP/s")
+    except ValueError as error:
+        raise BadInputError(f"--flops is {flops!r}; {error}") from None
+    # A third of a layer's work is in the forward pass.
+    return costs.layer / 3 * int(recipe.train.microbatch) * recipe.data.sequence_length / recipe.parallel.tensor / rate
+
+
+def _message_bytes(recipe: Recipe) -> int:
+    """Return the bytes that a rank sends to the next stage for a microbatch."""
+    tokens = int(recipe.train.microbatch) * recipe.data.sequence_length
+    numel = tokens // (recipe.parallel.tensor if recipe.parallel.sequence else 1) * shape(recipe).hidden
+    return numel * (4 if recipe.precision.compute == "fp32" else 2)
+
+
+def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:
+    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    return Facts(
+        world=world,
+        # What a described accelerator computes in, wherever this is asked.
+        device="cuda" if cluster is not None and cluster.accelerator is not None else "cpu",
+        ranks_per_node=None if cluster is None else cluster.node.ranks,
+        cluster=cluster,
+        tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
+        hf=None if folder is None else read_hf_config(Path(folder)),
+    )

@@ -1,0 +1,117 @@
+"""Schedules that run the backward pass of the weights apart, where a rank would otherwise wait (Qi et al. 2024).
+
+Each is an order of forwards and input backwards per rank. The weight backwards go into its gaps: found by playing the
+order with a forward, an input backward and a weight backward that take the same, and with a limit on the microbatches
+whose activations a rank holds until their weight backward.
+"""
+
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
+from llmtrain.plan.pipeline.timeline import needs
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.1 and figure 3): 1F1B's order, and
+    activations of at most p microbatches on each rank, as on the first rank of 1F1B.
+
+    With m >= p microbatches a step takes 3m+p-1, of which p-1 is idle: a third of 1F1B's 3(p-1). With fewer, p-m more.
+    """
+    orders = []
+    for rank in range(ranks):
+        order = _Order(microbatches)
+        order.add(ranks - 1 - rank, (Kind.F, 0))
+        while not order.ended(Kind.F, 0):
+            order.add(1, (Kind.F, 0), (Kind.B, 0))
+        orders.append(order.finish((Kind.B, 0)))
+    return _fill(Schedule(ranks, 1, microbatches, tuple(orders), splits_backward=True), ranks)
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """ZB-V (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 6): a rank holds a piece on the way down and one
+    on the way back, so that the first rank has the loss; activations of at most 2p half-size pieces on each rank.
+
+    With m >= p microbatches a step takes 6m+p-1 in units of a half-size piece, of which p-1 is idle: a sixth of 1F1B's
+    6(p-1). That remainder is the way of the first forward down the ranks.
+    """
+    first, second = 0, 1
+    orders = []
+    for rank in range(ranks):
+        order = _Order(microbatches)
+        # As many as fit until the first of them comes back on its way up.
+        order.add(2 * (ranks - rank) - 1, (Kind.F, first))
+        order.add(rank, (Kind.F, second), (Kind.F, first))
+        order.add(ranks - rank, (Kind.F, second), (Kind.B, second))
+        while not order.ended(Kind.F, first):
+            order.add(1, (Kind.B, first), (Kind.F, first), (Kind.F, second), (Kind.B, second))
+        orders.append(order.finish((Kind.B, first), (Kind.F, second), (Kind.B, second)))
+    schedule = Schedule(ranks, 2, microbatches, tuple(orders), folded=True, splits_backward=True)
+    return _fill(schedule, 2 * ranks)
+
+
+class _Order:
+    """A rank's forwards and input backwards, each stage's in the order of the microbatches."""
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._actions: list[Action] = []
+        self._next: dict[tuple[Kind, int], int] = {}
+
+    def add(self, times: int, *steps: tuple[Kind, int]) -> None:
+        """Add the next microbatch of each step (kind, chunk) in turn, so many times; those that ended are left out."""
+        for kind, chunk in steps * times:
+            if not self.ended(kind, chunk):
+                index = self._next.get((kind, chunk), 0)
+                self._actions.append(Action(index, chunk, kind))
+                self._next[kind, chunk] = index + 1
+
+    def ended(self, kind: Kind, chunk: int) -> bool:
+        return self._next.get((kind, chunk), 0) == self._microbatches
+
+    def finish(self, *steps: tuple[Kind, int]) -> tuple[Action, ...]:
+        """Add the steps in turn until all have ended; return the whole order."""
+        while not all(self.ended(*step) for step in steps):
+            self.add(1, *steps)
+        return tuple(self._actions)
+
+
+def _fill(schedule: Schedule, limit: int) -> Schedule:
+    """Return a schedule with its weight backwards put where a rank waits, or where it holds `limit` activations."""
+    orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    waiting: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    at, held = [0] * schedule.ranks, [0] * schedule.ranks
+    ended: dict[tuple[Kind, int, int], int] = {}
+    now, left = 0, sum(map(len, schedule.actions)) * 3 // 2
+    while left:
+        backwards: list[tuple[int, Action]] = []
+        for rank, order in enumerate(schedule.actions):
+            action = order[at[rank]] if at[rank] < len(order) else None
+            if action is not None and action.kind is Kind.F and held[rank] == limit:
+                action = None
+            if action is not None and _ready(schedule, rank, action, ended, now):
+                at[rank] += 1
+                held[rank] += action.kind is Kind.F
+                ended[action.kind, schedule.stage(rank, action.chunk), action.microbatch] = now + 1
+                if action.kind is Kind.B:
+                    backwards.append((rank, Action(action.microbatch, action.chunk, Kind.W)))
+            elif waiting[rank]:
+                action = waiting[rank].pop(0)
+                held[rank] -= 1
+            else:
+                continue
+            orders[rank].append(action)
+            left -= 1
+        for rank, action in backwards:
+            waiting[rank].append(action)
+        now += 1
+    return Schedule(
+        schedule.ranks,
+        schedule.chunks,
+        schedule.microbatches,
+        tuple(map(tuple, orders)),
+        folded=schedule.folded,
+        splits_backward=True,
+    )
+
+
+def _ready(schedule: Schedule, rank: int, action: Action, ended: dict[tuple[Kind, int, int], int], now: int) -> bool:
+    required = needs(schedule.stages, schedule.stage(rank, action.chunk), action.kind)
+    return all(ended.get((kind, stage, action.microbatch), now + 1) <= now for kind, stage in required)

@@ -1,0 +1,83 @@
+"""What a run will be, in figures, before it starts. No torch in here."""
+
+from dataclasses import asdict, dataclass
+
+from llmtrain_data import units
+from llmtrain_data.dataset import open_split
+from llmtrain_data.errors import DataError
+
+from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.resolve import decisions, shape, state_bytes
+from llmtrain.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a resolved recipe.
+
+    tokens: trained on, in all. training_tokens: those of the training split, and epochs: how often the run goes through
+    them; None where the data cannot be opened, for which data_problem is why. flops: of the whole run.
+    state_bytes_per_rank: of the model states of the rank that holds most. auto: what was decided, a line each.
+    """
+
+    parameters: int
+    ranks: int
+    device: str
+    steps: int
+    tokens_per_step: int
+    tokens: int
+    training_tokens: int | None
+    epochs: float | None
+    data_problem: str | None
+    flops: float
+    state_bytes_per_rank: int
+    auto: list[str]
+
+    def as_data(self) -> dict[str, object]:
+        """Return all of it as plain data, for JSON."""
+        return asdict(self)
+
+    def comments(self) -> str:
+        """Return a table as lines of YAML comments."""
+        tokens = f"{units.number(self.tokens)}, {units.number(self.tokens_per_step)} per step"
+        epochs = f"not known: {self.data_problem}"
+        if self.epochs is not None and self.training_tokens is not None:
+            epochs = f"{self.epochs:.3g} of the {units.number(self.training_tokens)} tokens of the training split"
+        rows = [
+            ("parameters", units.number(self.parameters)),
+            ("steps", str(self.steps)),
+            ("tokens", tokens),
+            ("epochs", epochs),
+            ("FLOPs", f"{self.flops:.2e}"),
+            ("ranks", f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device),
+            ("states per rank", f"{units.size(self.state_bytes_per_rank)} of weights, gradients and optimizer states"),
+            *(("auto" if index == 0 else "", line) for index, line in enumerate(self.auto)),
+        ]
+        # In one line each: a path may hold a line end, and what comes after it would be YAML.
+        return "".join(f"# {name:<17}{' '.join(value.split())}\n" for name, value in rows)
+
+
+def summarize(recipe: Recipe, resolved: Recipe, ranks: int, device: str) -> Summary:
+    """Return the summary of a recipe that became `resolved` for as many ranks on `device`. Opens the data."""
+    config, steps = shape(resolved), resolved.train.steps
+    per_step = resolved.train.global_batch * resolved.data.sequence_length
+    training, problem = None, None
+    try:
+        training = sum(source.token_count for source in open_split(resolved.data, "train", config.vocab).sources)
+    except DataError as error:
+        problem = str(error)
+    return Summary(
+        parameters=parameter_count(config),
+        ranks=ranks,
+        device=device,
+        steps=steps,
+        tokens_per_step=per_step,
+        tokens=per_step * steps,
+        training_tokens=training,
+        epochs=per_step * steps / training if training else None,
+        data_problem=problem,
+        flops=float(flops_per_token(config, resolved.data.sequence_length)) * per_step * steps,
+        state_bytes_per_rank=state_bytes(resolved),
+        auto=decisions(recipe, resolved),
+    )

@@ -1,0 +1,55 @@
+"""What tensor-parallel ranks hold alike, brought to all data-parallel ranks as it is: packed, it would be rounded with
+what lies beside it in a block, and so by each of them in its own way."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from llmtrain.comm.small_collectives import in_one_round, sum_over
+from llmtrain.sharding.collectives import Stage
+from llmtrain.sharding.hops import Hop
+from llmtrain.sharding.traffic import Traffic
+from llmtrain.sharding.unit import ShardedUnit
+
+
+class Suffix:
+    """The replicated suffix of one unit, whole on every rank, in the dtype of the weights."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._unit = unit
+        size = unit.spec.numel - unit.spec.replicated
+        self._values = torch.zeros(size, dtype=unit.weight.dtype, device=unit.weight.device)
+
+    def stages(self, hops: Sequence[Hop]) -> list[Stage]:
+        """Return what brings it up to date with the masters, which are cut over `hops`, and the weights with it."""
+        found = [Stage(hop, partial(sum_over, self._values, hop.group)) for hop in hops]
+        found[0] = found[0].first(self._take)
+        found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.cut.weights[0]))
+        return found
+
+    def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:
+        """Return what `stages` put on the links."""
+        size = self._values.nbytes
+        return [Traffic("update", "all_reduce", hop.tier, size, _sent(self._values, hop.radix), False) for hop in hops]
+
+    def put(self, weights: Tensor, offset: int) -> None:
+        """Write it where it belongs in `weights`, which begin at `offset` of the unit."""
+        first = self._unit.spec.replicated
+        start, end = max(first, offset), min(self._unit.spec.numel, offset + len(weights))
+        if start < end:
+            weights[start - offset : end - offset].copy_(self._values[start - first : end - first])
+
+    def _take(self) -> None:
+        """Take this rank's part from its masters; the sum with those of the others is the whole."""
+        unit, first = self._unit, self._unit.spec.replicated
+        start, end = (min(max(place, first), unit.spec.numel) for place in unit.cut.optimizer)
+        offset = unit.cut.optimizer[0]
+        self._values.zero_()
+        self._values[start - first : end - first].copy_(unit.master[start - offset : end - offset])
+
+
+def _sent(values: Tensor, ranks: int) -> int:
+    sent = values.nbytes * (ranks - 1)
+    return sent if in_one_round(values, ranks) else 2 * sent // ranks

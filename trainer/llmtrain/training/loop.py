@@ -1,0 +1,269 @@
+"""The training loop."""
+
+import time
+from collections.abc import Iterator, Sequence
+from math import isfinite, sqrt
+from typing import NamedTuple, NoReturn
+
+import torch
+from llmtrain_data.domain import validation_warnings
+from llmtrain_data.waiting import Waiting
+
+from llmtrain.checkpoint.folder import step_folders
+from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.launch.stop import StopRequest
+from llmtrain.optim.lr_schedule import learning_rate
+from llmtrain.optim.spike import is_spike, remember
+from llmtrain.optim.step import clip_divisor, step_range
+from llmtrain.plan.resolve import replica_share
+from llmtrain.recipe.schema import Recipe
+from llmtrain.telemetry.logger import StepRecord, is_logged
+from llmtrain.training.evaluate import mean_loss
+from llmtrain.training.replica_check import compare
+from llmtrain.training.run import Run, compose, go_back, resume, save
+
+
+def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
+    """Run a resolved and checked recipe from its newest checkpoint, or from the start, to its last step. Collective.
+
+    decisions: what was resolved, for the user to read. waiting: says what the start waits for until then.
+    Raises PreemptedError when told to stop, RunFailedError when the run cannot go on.
+    """
+    steps = recipe.train.steps
+    with StopRequest() as stop, compose(recipe, ranks, stop) as run:
+        goes_on = resume(run)
+        if waiting is not None:
+            waiting.stop()
+        changed = [f"{change}, changed since the last start" for change in run.changed]
+        run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
+        warn_of_validation(run)
+        if not goes_on or run.progress.step == 0:
+            begin(run)
+        ranks.watch.phase = first_step(recipe)
+        while run.progress.step < steps:
+            before = run.progress.step
+            stopping = train_step(run, before)
+            done = run.progress.step
+            # Where the run went back instead, all of this is done already.
+            if done > before:
+                saving = stopping or _due(done, recipe.checkpoint.every or steps, steps)
+                if saving or _due(done, recipe.train.compare_every, steps):
+                    compare_replicas(run)
+                if _due(done, recipe.train.eval_every, steps):
+                    evaluate(run)
+                if saving:
+                    save(run)
+            ranks.watch.phase = ""
+            if stopping and done < steps:
+                settle(run)
+                raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
+        settle(run)
+        run.log.end({})
+
+
+def first_step(recipe: Recipe) -> str:
+    """Return what a start's first step is: it takes longer than the others."""
+    count = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
+    text = f"first step, of {count} microbatch{'es' if count > 1 else ''}"
+    return f"{text}, for which torch.compile builds kernels" if recipe.train.compile else text
+
+
+def unverified(run: Run) -> list[str]:
+    """Say of which sets nobody could tell that they were damaged."""
+    return [
+        f"{prefix} has no checksums, so damage to it goes unnoticed; `llmtrain data checksum {prefix}` writes them"
+        for prefix in run.train_data.unverified()
+    ]
+
+
+def warn_of_validation(run: Run) -> None:
+    """Say where the validation split tells little of what is trained on."""
+    if run.valid_data is not None and run.ranks.is_main:
+        for sentence in validation_warnings(run.train_data, run.valid_data):
+            run.log.warn(sentence)
+
+
+def begin(run: Run) -> None:
+    """Log where the run starts from, and save it where a spike may have to go back to it. Collective."""
+    if run.progress.step == 0:
+        evaluate(run)
+    if run.recipe.on_spike.threshold and run.recipe.on_spike.action == "rewind":
+        save(run)
+
+
+def train_step(run: Run, step: int) -> bool:
+    """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
+    recipe, started = run.recipe, time.perf_counter()
+    run.ranks.watch.note("computing", step)
+    if is_logged(recipe, step + 1):
+        run.ranks.watch.start_timing()
+    if run.config.dropout:
+        # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
+        # ranks, unless each has its own part of the sequence.
+        alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
+        torch.manual_seed(((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
+    loss, norm, stopping, seconds = forward_backward(run, step)
+    norm_value = norm / run.scale.value
+    finite = isfinite(loss) and isfinite(norm_value)
+    spike = finite and is_spike(recipe.on_spike, run.progress.losses, loss)
+    if spike and recipe.on_spike.action == "rewind":
+        rewind(run, loss)
+        return stopping
+    lr = learning_rate(recipe.optimizer, step, recipe.train.steps)
+    if finite and not spike:
+        run.progress.applied += 1
+        optimizer_step(run, lr, norm)
+        remember(recipe.on_spike, run.progress.losses, loss)
+    run.progress.step = step + 1
+    run.progress.samples += recipe.train.global_batch
+    run.progress.tokens += recipe.train.global_batch * recipe.data.sequence_length
+    note_skipped(run, finite, spike)
+    run.lock.check()
+    run.log.step(
+        StepRecord(
+            step=step + 1,
+            tokens=run.progress.tokens,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm_value,
+            seconds=time.perf_counter() - started,
+            skipped_steps=run.progress.skipped,
+            passed_batches=run.progress.passed,
+            rank_seconds=seconds,
+            loss_scale=run.scale.value if recipe.precision.compute == "fp16" else None,
+        )
+    )
+    return stopping
+
+
+class Passes(NamedTuple):
+    """What all ranks know after a step's passes. loss: mean over the global batch. norm: of the scaled gradients.
+    stopping: whether any rank was asked to. rank_seconds: see `own_seconds`, of all ranks."""
+
+    loss: float
+    norm: float
+    stopping: bool
+    rank_seconds: list[float]
+
+
+def forward_backward(run: Run, step: int) -> Passes:
+    """Do a step's forward and backward passes. Collective."""
+    recipe, ranks = run.recipe, run.ranks
+    batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
+    first = run.progress.samples
+    start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
+    rows = torch.from_numpy(run.train_data.batch(recipe.seed, first + start, end - start))
+    rows = rows.to(ranks.device, non_blocking=True)
+    share = microbatch / batch
+    losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
+    # One small sum tells every rank all of it: each further one would hold up the rank that comes last.
+    square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
+    own = [share * float(losses) * speaks, float(run.stop.asked), float(square)]
+    loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
+    return Passes(loss_sum, sqrt(squares), stops > 0, seconds)
+
+
+def own_seconds(run: Run, step: int) -> list[float]:
+    """Return, by rank, what this one took for a step's passes without waiting for others, and 0 for the others.
+
+    Empty unless the step is logged, and in a run of one rank.
+    """
+    ranks = run.ranks
+    if not is_logged(run.recipe, step + 1) or ranks.layout.world == 1:
+        return []
+    seconds = [0.0] * ranks.layout.world
+    seconds[ranks.rank] = ranks.watch.own_seconds()
+    return seconds
+
+
+def optimizer_step(run: Run, lr: float, norm: float) -> None:
+    """Step every unit. norm: of the scaled gradients."""
+    optimizer = run.recipe.optimizer
+    divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
+    for unit in run.engine.units.values():
+        states = (unit.master, unit.m, unit.v, unit.owned_gradient)
+        step_range(optimizer, unit.decayed, states, lr, run.progress.applied, divisor)
+        run.engine.weights.update(unit)
+
+
+def note_skipped(run: Run, finite: bool, spike: bool) -> None:
+    """Keep count of skipped steps; too many in a row end the run."""
+    progress, dynamic, before = run.progress, run.recipe.precision.compute == "fp16", run.scale.value
+    run.scale.update(finite, dynamic)
+    progress.loss_scale, progress.good_steps = run.scale.value if dynamic else None, run.scale.good_steps
+    if finite and not spike:
+        progress.skipped_in_row = 0
+        return
+    progress.skipped += 1
+    if run.scale.value < before:
+        run.log.warn(f"step {progress.step} overflowed and was skipped; the loss scale is now {run.scale.value:g}")
+        return
+    progress.skipped_in_row += 1
+    what = "a loss that spiked (on_spike)" if spike else "a non-finite loss or gradient"
+    run.log.warn(f"step {progress.step} had {what} and was skipped")
+    if progress.skipped_in_row >= run.recipe.train.max_skipped:
+        fail(run, f"there was {what} for {progress.skipped_in_row} steps in a row")
+
+
+def rewind(run: Run, loss: float) -> None:
+    """Go back to the newest checkpoint, past the data that made the loss spike. Collective."""
+    at = run.progress.step + 1
+    if run.progress.rewinds >= run.recipe.train.max_skipped:
+        fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
+    go_back(run)
+    run.log.warn(
+        f"the loss of step {at} spiked to {loss:.4f}; the run goes on from step {run.progress.step}, past "
+        f"{at - run.progress.step} global batches"
+    )
+    if run.progress.step == 0:
+        evaluate(run)
+
+
+def fail(run: Run, why: str) -> NoReturn:
+    """End a run that no longer learns. Collective."""
+    run.checkpoints.wait()
+    kept = step_folders(run.folder / "checkpoints")
+    sound = f"the checkpoints in {run.folder} are sound" if kept else "there is no checkpoint yet"
+    raise RunFailedError(
+        f"{why} (train.max_skipped), up to step {run.progress.step}; {sound}. Lower optimizer.lr or check the data"
+    )
+
+
+def evaluate(run: Run) -> None:
+    """Log the validation loss, if there is a validation split. Collective."""
+    if run.valid_data is not None:
+        count = run.recipe.train.eval_batches * run.recipe.train.global_batch
+        microbatch = int(run.recipe.train.microbatch)
+        run.ranks.watch.begin(f"evaluating {min(count, len(run.valid_data))} samples")
+
+        def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+            counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0
+            for passed, losses in run.executor.evaluate(batches):
+                yield passed, losses if counts else []
+
+        loss = mean_loss(run.model, losses_of, run.valid_data, count, microbatch, run.ranks)
+        run.log.evaluation(run.progress.step, "validation", loss)
+
+
+def compare_replicas(run: Run) -> None:
+    """See whether ranks hold alike what they should. Collective."""
+    if run.recipe.train.compare_every:
+        compare(run.engine, run.ranks, run.progress.step, run.compared)
+        run.compared = run.progress.step
+
+
+def settle(run: Run) -> None:
+    """Wait until the last checkpoint is on disk. Collective."""
+    run.ranks.watch.begin("waiting for the checkpoint to be on disk")
+    failure = run.checkpoints.wait()
+    if remark := run.checkpoints.remark():
+        run.log.warn(remark)
+    if failure:
+        raise RunFailedError(failure)
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    """Whether something that happens `every` steps (0: never) and at the last one is due after `step` steps."""
+    return every > 0 and (step % every == 0 or step == steps)

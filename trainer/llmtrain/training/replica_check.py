@@ -1,0 +1,97 @@
+"""Whether ranks that should hold the same model states do: memory errs without a word, and replicas drift apart."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import xxhash
+from torch import Tensor
+
+from llmtrain.checkpoint.safetensors_file import bytes_of
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import RunFailedError
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.unit import ShardedUnit
+
+# What is brought from a device at a time, in elements.
+CHUNK = 2**22
+KINDS = ("weights", "optimizer states", "weights that tensor-parallel ranks share", "tied embeddings")
+
+# A range of a rank's states: which canonical elements, and the tensors that hold them.
+Held = tuple[list[tuple[str, int, int]], list[Tensor]]
+
+
+def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
+    """Compare what ranks hold alike by XXH3 checksums. Collective.
+
+    step: steps done. before: those after which all were last found alike. Raises RunFailedError, the same on all
+    ranks, which names those that differ from most.
+    """
+    if ranks.layout.world == 1:
+        return
+    ranks.watch.note("comparing replicas")
+    engine.weights.settle()
+    own = [number for kind in KINDS for number in _checksums(_held(engine, kind))]
+    table = ranks.gather_all(own)
+    for place, kind in enumerate(KINDS):
+        alike: dict[int, dict[int, int]] = defaultdict(dict)
+        for rank, numbers in enumerate(table):
+            what, content = numbers[2 * place : 2 * place + 2]
+            alike[what][rank] = content
+        for contents in alike.values():
+            if len(set(contents.values())) > 1:
+                raise RunFailedError(_sentence(kind, contents, ranks, step, before))
+
+
+def _held(engine: Engine, kind: str) -> Iterator[Held]:
+    """Yield what this rank holds of a kind, unit by unit."""
+    for name, unit in engine.units.items():
+        weights, owned, shared = unit.cut.weights, unit.cut.optimizer, unit.spec.replicated
+        if kind == "weights":
+            yield _range(unit, *weights, unit.cut.weights[0], [unit.weight])
+        elif kind == "optimizer states":
+            yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
+        elif kind == "tied embeddings":
+            if name in engine.gradients.alike.tied:
+                yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
+        elif engine.gradients.alike.copies > 1:
+            yield _range(unit, max(shared, weights[0]), weights[1], weights[0], [unit.weight])
+
+
+def _range(unit: ShardedUnit, start: int, end: int, offset: int, states: list[Tensor]) -> Held:
+    """Return the elements `[start, end)` of a unit, without padding, of states that begin at `offset`."""
+    end = max(start, min(end, unit.spec.numel))
+    pieces = [(tensor.name, first, last) for tensor, first, last in unit.spec.pieces(start, end)]
+    return pieces, [state[start - offset : end - offset] for state in states]
+
+
+def _checksums(held: Iterable[Held]) -> tuple[int, int]:
+    """Return checksums of what is held, and of its content, as int64."""
+    what, content = xxhash.xxh3_64(), xxhash.xxh3_64()
+    for pieces, states in held:
+        what.update(repr(pieces).encode())
+        for state in states:
+            for chunk in state.split(CHUNK):
+                content.update(bytes_of(chunk.cpu()))
+    return what.intdigest() - 2**63, content.intdigest() - 2**63
+
+
+def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, before: int) -> str:
+    (most, count), *others = Counter(contents.values()).most_common()
+    odd = [rank for rank, content in contents.items() if content != most]
+    if others and others[0][1] == count:
+        named = f"{_names(list(contents), ranks)} hold different {kind}, and which is right cannot be told from so few"
+    else:
+        named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
+    return (
+        f"{named}, found after step {step}; all were alike after step {before}, and so were those of every checkpoint. "
+        "Check the memory of that machine; the same command goes on from the last checkpoint"
+    )
+
+
+def _names(found: list[int], ranks: Ranks) -> str:
+    return " and ".join(f"rank {rank} on {ranks.host_of(rank)}" for rank in found[:4])
+
+
+def _listed(ranks: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

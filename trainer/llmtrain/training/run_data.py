@@ -1,0 +1,74 @@
+"""The data of a run: opened, and held against what its checkpoints were trained on and what other nodes have."""
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+
+from llmtrain_data.dataset import Samples, open_split
+from llmtrain_data.errors import DataError
+from llmtrain_data.fingerprint import Fingerprint, difference, fingerprint
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+from llmtrain.recipe.schema import Recipe
+
+# The key of the fingerprints beside a checkpoint's progress.
+DATA = "data"
+
+_FINGERPRINTS = TypeAdapter(list[Fingerprint])
+
+
+def open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:
+    """Return the training and the validation split, None where nothing is evaluated. Raises DataError."""
+    training = open_split(recipe.data, "train", config.vocab)
+    training.check_ids()
+    evaluated = recipe.train.eval_every and recipe.data.split[1]
+    return training, open_split(recipe.data, "valid", config.vocab) if evaluated else None
+
+
+def check_data(
+    data: Samples, saved: dict[str, JsonValue] | None, accepted: bool, ranks: Ranks, warn: Callable[[str], None]
+) -> list[Fingerprint]:
+    """Return the fingerprints of the data, having refused data that the run must not train on. Collective.
+
+    saved: progress of one of the run's own checkpoints, None where there is none. accepted: whether the data may differ
+    from what that was trained on. Raises BadInputError, also where this node has other data than the main rank's node.
+    """
+    found: list[Fingerprint] = []
+    refusal = ""
+    if ranks.local_rank == 0 or ranks.is_main:
+        try:
+            found = [fingerprint(source.data) for source in data.sources]
+            refusal = _other_data(found, saved, accepted, warn) if ranks.is_main else ""
+        except DataError as error:
+            refusal = str(error)
+    text = json.dumps({"refusal": refusal, "found": [asdict(one) for one in found]})
+    heard = json.loads(ranks.from_main("data", text))
+    if heard["refusal"] or refusal:
+        raise BadInputError(heard["refusal"] or refusal)
+    for mine, first in zip(found, _FINGERPRINTS.validate_python(heard["found"]), strict=False):
+        if not mine.same_data(first):
+            where = f"{socket.gethostname()} holds other data than on {ranks.host_of(0)}"
+            raise BadInputError(f"{mine.path} on {where}; copy the same files to both")
+    return found
+
+
+def _other_data(
+    now: list[Fingerprint], saved: dict[str, JsonValue] | None, accepted: bool, warn: Callable[[str], None]
+) -> str:
+    """Return why the run must not resume on its data, empty where it may."""
+    if saved is None or DATA not in saved:
+        # There is nothing to resume from, or the checkpoint predates fingerprints.
+        return ""
+    try:
+        before = _FINGERPRINTS.validate_python(saved[DATA])
+    except ValidationError as error:
+        return f"the checkpoint's fingerprints of the data cannot be read: {error.errors()[0]['msg']}"
+    found = difference(before, now)
+    if found and accepted:
+        warn(f"{found}; data.accept_changed accepts that")
+        return ""
+    return found and f"{found}; bring that data back, or set data.accept_changed=true to go on with this"
