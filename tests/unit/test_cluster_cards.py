@@ -5,10 +5,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from llmtrain.cluster.description import Cluster, Nic, ParallelConfig
+from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.nic import card_of, nccl_net
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.topology import clusters_of, layout_degrees, nodes_of
 from llmtrain.comm.groups import gloo_over
 from llmtrain.errors import BadInputError

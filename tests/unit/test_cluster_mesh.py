@@ -5,9 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.load import load_cluster
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.tiers import Tier, axis_tiers, tier_ranks, tiers
 from llmtrain.cluster.topology import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
 from llmtrain.errors import BadInputError

@@ -14,7 +14,7 @@ from llmtrain.cluster.layout import Axis, Layout, even_share
 from llmtrain.comm.environment import Launched, first_host, launched
 from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.training.start import check_gpus
+from llmtrain.launch.gpus import check_gpus
 
 
 @given(st.integers(1, 64))

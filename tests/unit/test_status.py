@@ -54,7 +54,7 @@ def test_states(runs: Path) -> None:
 def test_a_run_outside_slurm(runs: Path) -> None:
     (runs / "gone" / "run.json").write_text('{"steps": 12}')
     folder = runs / "gone"
-    hold = "import sys, pathlib; from llmtrain.launch.run_lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).take(print)"
+    hold = "import sys; from llmtrain.launch.run_lock import RunLock, Path; RunLock(Path(sys.argv[1])).take(print)"
     program = f"{hold}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from llmtrain.cluster.description import ParallelConfig
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.tensor_check import tensor_problems

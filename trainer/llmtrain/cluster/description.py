@@ -5,7 +5,7 @@ Quantities stay as they were written, with their units; `llmtrain.cluster.quanti
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from llmtrain_data.bounds import Factor, NodeRanks, Ranks
 from pydantic import Field
@@ -14,25 +14,6 @@ from llmtrain.cluster.quantity import Unit, quantity
 
 Cores = Annotated[int, Field(ge=1, le=2**16)]
 Socket = Annotated[int, Field(ge=0, le=2**16)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the ranks share the work.
-
-    tensor: ranks that share every layer's matrices. pipeline: stages that each hold some of the layers. data: replicas
-    that each take a share of the batch (auto: as many as there are ranks for). sequence: whether the ranks of `tensor`
-    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2). order: which ranks are
-    neighbours, from the axis whose are furthest apart; the first keeps replicas inside a cluster (Holmes, section 3).
-    """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
-
-    tensor: Ranks = 1
-    pipeline: Ranks = 1
-    data: Ranks | Literal["auto"] = "auto"
-    sequence: bool = False
-    order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"
 
 
 @dataclass(frozen=True, kw_only=True)

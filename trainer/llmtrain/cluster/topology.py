@@ -10,10 +10,11 @@ from itertools import accumulate
 
 from llmtrain_data.bounds import MOST_RANKS
 
-from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.explain import shown
+from llmtrain.yaml.shown import shown
 
 # From the axis whose neighbours are furthest apart to the one whose neighbours are next to each other.
 HOLMES = "pipeline-data-tensor"

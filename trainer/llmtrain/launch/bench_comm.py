@@ -17,10 +17,11 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.tiers import tiers
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError
+from llmtrain.launch.ending import ending_as_one
+from llmtrain.launch.gpus import check_gpus
 from llmtrain.launch.measure.discover import Machine, discovered, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
 from llmtrain.launch.measure.result import Measured, as_data, described, without_slow_cards
-from llmtrain.training.start import check_gpus, ending_as_one
 
 if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import Activation, Dropout, Fraction, GPTConfig, NormEps
-from llmtrain.recipe.explain import shown
-from llmtrain.recipe.keys import expected
+from llmtrain.yaml.expected import expected
+from llmtrain.yaml.shown import shown
 
 CONFIG = "config.json"
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt_neox": "neox"}

@@ -9,9 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.load import load_cluster, shipped_clusters
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.cluster.topology import layout_degrees
 from llmtrain.errors import BadInputError

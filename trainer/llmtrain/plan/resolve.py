@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.tiers import Tier, axis_tiers, tiers
 from llmtrain.cluster.topology import layout_degrees, stage_speeds

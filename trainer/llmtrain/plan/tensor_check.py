@@ -1,6 +1,6 @@
 """Whether a model can be cut over tensor-parallel ranks. No torch in here."""
 
-from llmtrain.cluster.description import ParallelConfig
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.model.config import GPTConfig
 
 

@@ -1,11 +1,10 @@
 """What pydantic found wrong with a recipe, as one sentence."""
 
-import json
-from typing import Any
-
 from pydantic import ValidationError
 
-from llmtrain.recipe.keys import INDEX, expected, nearest_key, recipe_keys
+from llmtrain.recipe.keys import INDEX, nearest_key, recipe_keys
+from llmtrain.yaml.expected import expected
+from llmtrain.yaml.shown import shown
 
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
 
@@ -37,19 +36,6 @@ def unknown_key(key: str) -> str:
     near = nearest_key(key)
     advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
     return f"{shown(key)} is not a recipe key; {advice}"
-
-
-def shown(value: Any) -> str:
-    """Write a value as the recipe would, cut short where it is long."""
-    if isinstance(value, int) and abs(value) >= 10**19:
-        # Python refuses to write numbers of thousands of digits; a float holds those of up to 308.
-        return f"{value:.3g}" if value.bit_length() < 1024 else f"a number of {value.bit_length()} bits"
-    try:
-        text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
-    except (ValueError, RecursionError):
-        return "a list or section that is too deep, or has a number of thousands of digits"
-    text = " ".join(text.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _rank(kind: str, key: str) -> tuple[bool, int, int]:

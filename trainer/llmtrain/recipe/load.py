@@ -13,12 +13,13 @@ from omegaconf.errors import MissingMandatoryValue
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.explain import explain, shown, unknown_key
+from llmtrain.recipe.explain import explain, unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
 from llmtrain.yaml.references import resolved_size
 from llmtrain.yaml.shipped import find_recipe
+from llmtrain.yaml.shown import shown
 from llmtrain.yaml.yaml11 import as_meant
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)

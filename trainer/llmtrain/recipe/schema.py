@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 from llmtrain_data.bounds import Batch, Layers, Seconds, Seed, Steps, StepsOrNever
 from llmtrain_data.config import DataConfig
 
-from llmtrain.cluster.description import Cluster, ParallelConfig
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.model.config import ModelConfig
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.recipe.checkpoint import CheckpointConfig

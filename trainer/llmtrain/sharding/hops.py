@@ -8,9 +8,9 @@ from torch import Tensor
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level, shard_range
-from llmtrain.comm.groups import make_groups
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.shared_memory import SharedRooms, share_rooms
+from llmtrain.comm.subgroups import make_groups
 from llmtrain.sharding.stream import Lane, lane
 from llmtrain.sharding.workspace import Scratch
 

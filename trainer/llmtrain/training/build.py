@@ -8,8 +8,8 @@ import torch
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Level, levels_of
 from llmtrain.cluster.tiers import axis_tiers, tier_between
-from llmtrain.comm.groups import join_group, make_groups
 from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.executor import Executor, channels

@@ -1,34 +1,27 @@
 """From the command line's words to ranks that train."""
 
-import atexit
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from llmtrain_data.errors import DataError
 from llmtrain_data.output import say_json, say_long
 from llmtrain_data.waiting import Waiting, loading
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.topology import layout_degrees, stage_speeds
-from llmtrain.comm.crash_notes import Ending
-from llmtrain.comm.environment import LAUNCHER_PID, Launched, heed_launcher, launched
+from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
     BadInputError,
-    CommandError,
-    PreemptedError,
-    RunFailedError,
 )
+from llmtrain.launch.ending import ending_as_one
+from llmtrain.launch.gpus import check_gpus
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.prepare import folders_above, settle
@@ -122,21 +115,6 @@ def _without_mpi(recipe: Recipe, world: int) -> str | None:
     )
 
 
-def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
-    """Raise BadInputError where this machine is to have more ranks than it has GPUs.
-
-    place: this rank's, None where all `world` ranks are started here. Where a launcher gives each rank a GPU of its
-    own, a rank sees but that one.
-    """
-    # Not every launcher says how many it starts on a machine, but all number them.
-    here = world if place is None else place.local_rank + 1
-    if gpus and here > gpus and (place is None or gpus > 1):
-        raise BadInputError(
-            f"there are to be {here} ranks or more on a machine with {gpus} GPUs; start at most one for each GPU, or "
-            "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
-        )
-
-
 def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
     from llmtrain.checkpoint.folder import step_folders, step_of
     from llmtrain.launch.local import Restarts
@@ -187,56 +165,6 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     disconnect(ranks)
 
 
-@contextmanager
-def ending_as_one(ranks: "Ranks") -> Iterator[None]:
-    """Have one rank say what the block raises on any of them, and all end after an error on one of them."""
-    try:
-        yield
-    except (CommandError, DataError) as error:
-        if ranks.watch.over and not isinstance(error, PreemptedError):
-            # It is of a rank that was lost, whom our launcher names.
-            _skip_finalization(EXIT_FAILED)
-            _end_lost(error, ranks)
-        ranks.watch.ended(Ending.TOLD)
-        _skip_finalization(error.exit_code)
-        if _has_spoken(ranks):
-            raise SystemExit(error.exit_code) from error
-        if ranks.vigil is not None:
-            if not isinstance(error, PreemptedError):
-                ranks.vigil.leave_word()
-            ranks.vigil.end()
-        raise
-    except BaseException as error:
-        _end_apart(error, ranks)
-        raise
-
-
-def _end_apart(error: BaseException, ranks: "Ranks") -> None:
-    """End after an error that is this rank's alone: lost contact, of which not every rank is to speak, or a crash."""
-    _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
-    if ranks.vigil is None:
-        return
-    if not isinstance(error, RuntimeError) or not _lost_peer(error):
-        # Of a file that cannot be read or written the command line makes a sentence.
-        ranks.watch.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
-        ranks.vigil.leave_word()
-        ranks.vigil.end()
-        return
-    # What gloo and NCCL raise when a peer is gone.
-    _end_lost(error, ranks)
-
-
-def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
-    """End after having lost contact."""
-    ranks.watch.ended(Ending.LOST)
-    if LAUNCHER_PID in os.environ:
-        # Our launcher sees which rank is gone, and says so for all.
-        raise SystemExit(EXIT_FAILED) from error
-    if ranks.vigil is not None:
-        ranks.vigil.find_lost()
-    raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.watch.last}") from error
-
-
 def _is_split_by_speed(recipe: Recipe, layout: Layout, facts: Facts) -> bool:
     """Whether layers go to stages by what their ranks turn out to be capable of: where nothing else says it, and the
     ranks are not the same processor anyway."""
@@ -257,35 +185,6 @@ def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Fac
         return resolved, "stages are equally fast, as measured"
     shown = ", ".join(f"{speed:.2f}" for speed in speeds)
     return settle(recipe, replace(facts, speeds=speeds), read_hf_config), f"speeds of the stages, as measured: {shown}"
-
-
-def _has_spoken(ranks: "Ranks") -> bool:
-    """Whether another rank has said why the run ends: what each of them has found may differ, and one sentence will
-    do."""
-    try:
-        return ranks.store is not None and ranks.store.add("said", 1) > 1
-    except RuntimeError:
-        # The first rank, which has the store, is gone: not without a word.
-        return True
-
-
-def _skip_finalization(code: int) -> None:
-    """Have the process end as soon as all is said: a thread that waits for other ranks inside gloo would abort it, and
-    Ctrl-C would have it say more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def end() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    atexit.register(end)
-
-
-def _lost_peer(error: RuntimeError) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "Connection" in str(error) or "gloo" in str(error)
 
 
 def _has_apex() -> bool:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.explain import shown
 from llmtrain.yaml.file import YAML_ERRORS, read_yaml, yaml_problem
+from llmtrain.yaml.shown import shown
 from llmtrain.yaml.yaml11 import as_meant
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
-from llmtrain.recipe.explain import shown
+from llmtrain.yaml.shown import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The name of the base model inside the one with a head; files saved from the base model lack it.

@@ -9,7 +9,7 @@ from pathlib import Path
 import llmtrain
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
-from llmtrain.recipe.explain import shown
+from llmtrain.yaml.shown import shown
 
 INDEX = "$SLURM_ARRAY_TASK_ID"
 # The largest index that Slurm can be set up for, and more runs than anybody trains of one recipe.
