@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llmtrain_data.corpus_options import COMPRESSION, HF_FILES, RECORDS, CorpusOptions
 from llmtrain_data.errors import DataError
 from llmtrain_data.left_out import LeftOut
 from llmtrain_data.untrusted import reason
@@ -14,36 +15,8 @@ from llmtrain_data.untrusted import reason
 if TYPE_CHECKING:
     from llmtrain_data.readers import Chunk
 
-INPUT_FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
-RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-HF_FILES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders left out of `stdlib`: other people's packages, and tests, which are half of it and much alike."""
-
-
-@dataclass(frozen=True)
-class CorpusOptions:
-    """How to read an input.
-
-    input_format: auto goes by the file's name. text_key: field or column that holds the text. glob: which
-    files of a folder, by name. separator: ends a document in text files (none: see `readers.read_text`).
-    split: part of a Hugging Face dataset. shuffle: whether a folder's files come in a fixed shuffled order
-    instead of by name.
-    """
-
-    input_format: str = "auto"
-    text_key: str = "text"
-    glob: str = "*"
-    separator: str | None = None
-    split: str = "train"
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.input_format not in INPUT_FORMATS:
-            raise DataError(f"--input-format is {self.input_format!r}; expected one of {', '.join(INPUT_FORMATS)}")
-        if self.separator == "":
-            raise DataError("--separator is empty; expected the text between two documents, such as '\\n\\n'")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmtrain_data.corpus import HF_FILES
+from llmtrain_data.corpus_options import HF_FILES
 from llmtrain_data.errors import DataError
 from llmtrain_data.readers import ColumnChunk, column_chunks, few
 from llmtrain_data.untrusted import reason

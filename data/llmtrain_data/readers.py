@@ -31,7 +31,7 @@ from llmtrain_data.streams import (
 from llmtrain_data.untrusted import reason
 
 if TYPE_CHECKING:
-    from llmtrain_data.corpus import CorpusOptions
+    from llmtrain_data.corpus_options import CorpusOptions
 
 WHOLE_FILE = 16 << 20
 """A text file of a folder up to this many bytes is one document."""

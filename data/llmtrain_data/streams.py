@@ -137,7 +137,7 @@ def not_text(path: Path) -> str | None:
 
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """Return the stream of a file's content: decompressed if the name says that it is compressed, else the file."""
-    from llmtrain_data.corpus import COMPRESSION
+    from llmtrain_data.corpus_options import COMPRESSION
 
     kind = COMPRESSION.get(path.suffix)
     if kind is None:

@@ -1,7 +1,8 @@
 """C++ kernels for the CPU: built by the machine's own compiler on first use, kept in a cache, called through ctypes.
 
-A source is one `csrc/*.cpp` file of `extern "C"` functions over pointers and sizes. It includes nothing of torch, so it
-compiles in about a second and one build serves every torch. Where nothing can be built, callers take their torch form.
+A source is the `cpu.cpp` in an operation's folder: `extern "C"` functions over pointers and sizes. It includes nothing
+of torch, so it compiles in about a second and one build serves every torch. Where nothing can be built, callers take
+their torch form.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent
 # Not -ffast-math: linked into a shared library it makes the whole process flush denormals to zero.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-Wall")
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
@@ -31,7 +32,7 @@ class NativeError(Exception):
 
 
 def native_functions(source: str, **signatures: str) -> SimpleNamespace | None:
-    """Return the functions of `csrc/{source}.cpp`, or None where it cannot be built (`native_reason` says why).
+    """Return the functions of `{source}/cpu.cpp`, or None where it cannot be built (`native_reason` says why).
 
     signatures: for each function its parameters, one letter each: p pointer (`tensor.data_ptr()`), l int64_t, f float,
     d double. All return void. ctypes releases the GIL during a call. Threads are OpenMP's, as many as
@@ -56,7 +57,7 @@ def takes_native(x: Tensor) -> bool:
 
 def native_reason(sources: tuple[str, ...] = ()) -> str | None:
     """Return why the sources (all, unless named) do not run here, or None if they do. Builds what is not built yet."""
-    for source in sources or sorted(path.stem for path in SOURCES.glob("*.cpp")):
+    for source in sources or sorted(path.parent.name for path in SOURCES.glob("*/cpu.cpp")):
         library = _library(source)
         if isinstance(library, str):
             return library
@@ -85,7 +86,7 @@ def _library(source: str) -> ctypes.CDLL | str:
             path.unlink(missing_ok=True)
             return ctypes.CDLL(str(_built(source)))
     except (NativeError, OSError) as error:
-        return f"{source}.cpp: {error}"
+        return f"{source}/cpu.cpp: {error}"
 
 
 def _share_openmp() -> None:
@@ -110,7 +111,7 @@ def _built(source: str) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NativeError("there is no C++ compiler; install g++ or set CXX")
-    code = (SOURCES / f"{source}.cpp").read_bytes()
+    code = (SOURCES / source / "cpu.cpp").read_bytes()
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     key = hashlib.sha256(b"\0".join([code, headers, " ".join(FLAGS).encode(), _run(compiler, "--version"), _cpu()]))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtrain" / "kernels"
@@ -121,14 +122,14 @@ def _built(source: str) -> Path:
             with suppress(OSError):  # a file system without locks: several ranks build, and the last rename stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _build(compiler, SOURCES / f"{source}.cpp", path)
+                _build(compiler, SOURCES / source / "cpu.cpp", path)
     return path
 
 
 def _build(compiler: str, source: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as aside:
         unlinked, linked = f"{aside}/unlinked.o", f"{aside}/linked.so"
-        _run(compiler, *FLAGS, "-c", str(source), "-o", unlinked)
+        _run(compiler, *FLAGS, f"-I{SOURCES}", "-c", str(source), "-o", unlinked)
         # Linked without -fopenmp, so that the library names no OpenMP runtime of its own.
         _run(compiler, "-shared", unlinked, "-o", linked)
         os.replace(linked, path)

@@ -5,8 +5,9 @@ test_kernels_quantize_triton.py runs this file in a process of its own, as TRITO
 
 import pytest
 import torch
-from llmtrain_kernels import quantize_triton
-from llmtrain_kernels.quantize import DTYPES, REFERENCE, packed_bytes
+from llmtrain_kernels.quantize import triton_backend
+from llmtrain_kernels.quantize.format import DTYPES, packed_bytes
+from llmtrain_kernels.quantize.reference import REFERENCE
 
 
 @pytest.mark.parametrize(("block", "numel"), [(2, 32), (64, 4160), (100, 4160), (2048, 4160)])
@@ -20,11 +21,11 @@ def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int)
     x[2, 7] = torch.nan
     for key in (None, 3 << 40 | 5, 1 << 31):
         ours, theirs = (torch.full((3, packed_bytes(numel, bits, block)), 77, dtype=torch.uint8) for _ in range(2))
-        quantize_triton.quantize(x, bits, block, ours, key)
+        triton_backend.quantize(x, bits, block, ours, key)
         REFERENCE.quantize(x, bits, block, theirs, key)
         assert torch.equal(ours, theirs)
     ours_out, theirs_out = torch.full((2, 3, numel), 77.0, dtype=dtype)
-    quantize_triton.dequantize(ours, bits, block, ours_out)
+    triton_backend.dequantize(ours, bits, block, ours_out)
     REFERENCE.dequantize(ours, bits, block, theirs_out)
     # The interpreter cuts off what bf16 does not hold, where a GPU rounds.
     tolerance = 2.0**-7 if dtype == torch.bfloat16 else 0.0
@@ -32,6 +33,6 @@ def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int)
     ours_sum = torch.arange(float(numel))
     theirs_sum = ours_sum.clone()
     for accumulate in (True, False):
-        quantize_triton.dequantize_sum(ours, bits, block, ours_sum, accumulate)
+        triton_backend.dequantize_sum(ours, bits, block, ours_sum, accumulate)
         REFERENCE.dequantize_sum(ours, bits, block, theirs_sum, accumulate)
         torch.testing.assert_close(ours_sum, theirs_sum, rtol=0, atol=0, equal_nan=True)

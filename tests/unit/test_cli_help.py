@@ -8,7 +8,7 @@ import pytest
 from llmtrain.checkpoint.convert.export import DTYPES
 from llmtrain.cli import main as module
 from llmtrain.cli.main import GROUPS, VERBS, main
-from llmtrain_data.corpus import INPUT_FORMATS
+from llmtrain_data.corpus_options import INPUT_FORMATS
 from llmtrain_data.dataset import Split
 from llmtrain_data.encode import ENCODERS
 from typer.main import get_command

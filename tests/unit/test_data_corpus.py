@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from llmtrain_data import readers
-from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.corpus import open_corpus
+from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 
 TEXTS = ["one two", "dr\u00fcei \U0001f600\nfour", 'quote " and \\ back', "last"]

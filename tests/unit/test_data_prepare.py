@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from llmtrain.cli.main import main
 from llmtrain_data import encode
-from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.corpus import open_corpus
+from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.prepare import Prepared, PrepareOptions, prepare

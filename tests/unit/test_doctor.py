@@ -46,7 +46,7 @@ def test_only_what_training_needs_stops_it() -> None:
     assert not can_train([*optional, Finding("d", "broken", "")])
 
 
-@pytest.mark.parametrize(("reason", "state"), [(None, "ok"), ("norm.cpp: there is no C++ compiler", "absent")])
+@pytest.mark.parametrize(("reason", "state"), [(None, "ok"), ("norm/cpu.cpp: there is no C++ compiler", "absent")])
 def test_it_is_told_whether_the_cpu_kernels_build(
     reason: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.corpus import open_corpus
+from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData, IndexedWriter
 from llmtrain_data.readers import column_chunks

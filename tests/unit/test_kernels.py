@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from llmtrain_kernels import cross_entropy
 from llmtrain_kernels.adamw import AdamWStep, adamw
-from llmtrain_kernels.attention import causal_attention, reference_attention
-from llmtrain_kernels.cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+from llmtrain_kernels.attention.op import causal_attention, reference_attention
+from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

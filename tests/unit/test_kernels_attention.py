@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from llmtrain_kernels import attention
-from llmtrain_kernels.attention import Rotary, joint_attention
+from llmtrain_kernels.attention import op as attention
+from llmtrain_kernels.attention.op import Rotary, joint_attention
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

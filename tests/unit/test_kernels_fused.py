@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels import activation, cross_entropy, norm
-from llmtrain_kernels.activation import activate, reference_activate
-from llmtrain_kernels.cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+from llmtrain_kernels.activation import op as activation
+from llmtrain_kernels.activation.op import activate, reference_activate
+from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
 from llmtrain_kernels.native import native_available
-from llmtrain_kernels.norm import rms_norm
+from llmtrain_kernels.norm import op as norm
+from llmtrain_kernels.norm.op import rms_norm
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

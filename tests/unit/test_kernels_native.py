@@ -27,7 +27,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of sources with one in it, and an empty cache."""
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "counting.cpp").write_text(COUNT_THREADS)
+    (tmp_path / "counting").mkdir()
+    (tmp_path / "counting" / "cpu.cpp").write_text(COUNT_THREADS)
     native._library.cache_clear()
     yield tmp_path
     native._library.cache_clear()
@@ -72,7 +73,7 @@ def test_builds_once_and_anew_for_another_source(folders: Path, monkeypatch: pyt
         patch.setattr(native, "_build", lambda *_: pytest.fail("built again"))
         count_threads()
     native._library.cache_clear()
-    (folders / "counting.cpp").write_text(COUNT_THREADS + "// changed\n")
+    (folders / "counting" / "cpu.cpp").write_text(COUNT_THREADS + "// changed\n")
     count_threads()
     assert len(libraries(folders)) == 2
     assert first in libraries(folders)
@@ -115,5 +116,5 @@ def test_without_a_compiler_there_is_a_reason(compiler: str | None, monkeypatch:
 
 
 def test_a_source_that_does_not_compile_is_a_reason(folders: Path) -> None:
-    (folders / "counting.cpp").write_text("not C++")
+    (folders / "counting" / "cpu.cpp").write_text("not C++")
     assert "error" in str(native.native_reason(("counting",)))

@@ -5,8 +5,10 @@ import threading
 import pytest
 import torch
 from llmtrain_kernels import native
-from llmtrain_kernels import quantize as module
-from llmtrain_kernels.quantize import DTYPES, MOST, REFERENCE, dequantize, dequantize_sum, packed_bytes, quantize
+from llmtrain_kernels.quantize import op as module
+from llmtrain_kernels.quantize.format import DTYPES, MOST, packed_bytes
+from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
+from llmtrain_kernels.quantize.reference import REFERENCE
 from torch import Tensor
 
 SHAPES = [(2, 32), (64, 96), (100, 4160), (2048, 32), (2048, 100_000)]  # block, numel: short last blocks, odd lengths

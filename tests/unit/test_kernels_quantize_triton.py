@@ -22,7 +22,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiles_for_a_gpu(bits: int) -> None:
     """For an H100 or H200: products and sums are rounded apart, and floats move 16 bytes at a time."""
-    from llmtrain_kernels import quantize_triton as kernels
+    from llmtrain_kernels.quantize import triton_backend as kernels
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

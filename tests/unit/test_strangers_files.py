@@ -18,7 +18,8 @@ from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.presets import PRESETS
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data import readers, streams
-from llmtrain_data.corpus import CorpusOptions, open_corpus
+from llmtrain_data.corpus import open_corpus
+from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.left_out import LeftOut

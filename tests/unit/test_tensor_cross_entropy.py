@@ -11,8 +11,8 @@ import torch
 from llmtrain.cluster.layout import even_share
 from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.cross_entropy import parallel_cross_entropy
-from llmtrain_kernels import cross_entropy
-from llmtrain_kernels.cross_entropy import reference_linear_cross_entropy
+from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy.op import reference_linear_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

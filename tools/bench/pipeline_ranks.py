@@ -24,7 +24,7 @@ from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, compose
-from llmtrain_kernels.cross_entropy import linear_cross_entropy
+from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 

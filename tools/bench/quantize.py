@@ -18,7 +18,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from llmtrain_kernels.quantize import REFERENCE, Backend, native_backend, packed_bytes
+from llmtrain_kernels.quantize.cpu import native_backend
+from llmtrain_kernels.quantize.format import Backend, packed_bytes
+from llmtrain_kernels.quantize.reference import REFERENCE
 from table import machine, table, write_section
 from torch import Tensor
 

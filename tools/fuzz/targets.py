@@ -160,7 +160,8 @@ def read_data(case: Case) -> None:
 
 def read_corpus(case: Case) -> None:
     """Do what `data prepare` and `data tokenizer` read."""
-    from llmtrain_data.corpus import CorpusOptions, open_corpus
+    from llmtrain_data.corpus import open_corpus
+    from llmtrain_data.corpus_options import CorpusOptions
 
     corpus = open_corpus(next(iter(case.files)), CorpusOptions(separator=case.words[0] if case.words else None))
     for chunk in corpus.chunks():

@@ -9,7 +9,7 @@ from llmtrain_data.output import say, say_table
 from llmtrain.errors import EXIT_FAILED, BadInputError, RunFailedError
 
 if TYPE_CHECKING:
-    from llmtrain_data.corpus import CorpusOptions
+    from llmtrain_data.corpus_options import CorpusOptions
 
 app = typer.Typer(no_args_is_help=True, help="Prepare corpora, train tokenizers, look at prepared data.")
 
@@ -182,7 +182,7 @@ def blend(
 def _options(
     input_format: str, text_key: str, glob: str, separator: str | None, dataset_split: str, shuffle: bool
 ) -> "CorpusOptions":
-    from llmtrain_data.corpus import CorpusOptions
+    from llmtrain_data.corpus_options import CorpusOptions
 
     return CorpusOptions(
         input_format=input_format,

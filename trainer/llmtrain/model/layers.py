@@ -2,11 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.activation import activate
-from llmtrain_kernels.attention import joint_attention
-from llmtrain_kernels.cross_entropy import linear_cross_entropy
+from llmtrain_kernels.activation.op import activate
+from llmtrain_kernels.attention.op import joint_attention
+from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from llmtrain_kernels.matmul import linear
-from llmtrain_kernels.norm import rms_norm
+from llmtrain_kernels.norm.op import rms_norm
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig

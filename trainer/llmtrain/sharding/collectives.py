@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from llmtrain_kernels.quantize import dequantize, dequantize_sum, packed_bytes, quantize
+from llmtrain_kernels.quantize.format import packed_bytes
+from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from torch import Tensor
 
 from llmtrain.sharding.hops import Hop

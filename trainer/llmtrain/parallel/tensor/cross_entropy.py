@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy import add_product, chunk_rows
+from llmtrain_kernels.cross_entropy.op import add_product, chunk_rows
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain_kernels.quantize import GOLDEN, MOST, SMALLEST
+from llmtrain_kernels.quantize.format import GOLDEN, MOST, SMALLEST
 
 TILE = 2048
 # A product and a sum are rounded apart, as the reference rounds them.

@@ -1,0 +1,45 @@
+"""The packed format of block quantization, which all backends write and read bit for bit.
+
+ZeRO++ (Wang et al., 2023, sections 3.1 and 3.3) gathers weights in 8 bits and reduces gradients in 4. A row of elements
+is packed into one buffer: its payload, then one fp32 scale for each block of elements. The last block may be short.
+
+- scale = absmax * fp32(1 / most), most = 127 or 7; code = round(x * fp32(1 / scale)); value = code * scale. fp32.
+- 8 bits: one signed byte an element. 4 bits: byte j of a block of n holds element j in its low half and element
+  j + n/2 in its high half, each as two's complement.
+- A block whose absmax is below 2^-118 counts as zeros: its scale is 0. A block that holds NaN or infinity has the scale
+  NaN, so that all of it is NaN when unpacked.
+- Rounding to nearest takes even codes at ties. Stochastic rounding takes the code below or above, each as likely as
+  it is near, by a hash of seed, row and the byte its code is in: by the hash's high half, or, for a code in the high
+  half of a byte, by its low half.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = {8: 127, 4: 7}
+SMALLEST = 2.0**-118
+GOLDEN = 0x9E3779B9
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions get the place in this list
+WORD = 0xFFFFFFFF
+
+
+class Backend(NamedTuple):
+    """The three functions as one device runs them. Arguments are checked; `key` is None to round to nearest."""
+
+    quantize: Callable[[Tensor, int, int, Tensor, int | None], None]
+    dequantize: Callable[[Tensor, int, int, Tensor], None]
+    dequantize_sum: Callable[[Tensor, int, int, Tensor, bool], None]
+
+
+def packed_bytes(numel: int, bits: int, block: int) -> int:
+    """Return the bytes of one packed row of `numel` elements."""
+    if bits not in MOST:
+        raise ValueError(f"bits is {bits}: expected 4 or 8")
+    if block < 1 or (bits == 4 and block % 2):
+        raise ValueError(f"block is {block}: expected a positive number, even for 4 bits")
+    if numel % 32 or not 0 <= numel <= WORD:
+        raise ValueError(f"numel is {numel}: expected a multiple of 32 below 2^32; pad it")
+    return numel * bits // 8 + 4 * -(-numel // block)
