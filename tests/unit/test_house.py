@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,42 +15,45 @@ SOURCES = sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("
 EVERYTHING = SOURCES + sorted(path for folder in ("tools", "tests") for path in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES = 400, 60
 
-# Rooms of llmtrain from the lowest: each may import its own floor and those below. Modules directly in llmtrain
-# compose the rooms, and lie between them and the command line.
-FLOORS = (
-    {"errors"},
-    {"cluster", "recipe"},
-    {"model", "optim"},
-    {"parallel", "sharding", "offload", "checkpoint", "telemetry"},
-    {"plan", "train"},
-    {"cli", "__main__"},
+# Rooms of llmtrain: each may import those before it. A room is a folder, or a module directly in llmtrain.
+ROOMS = (
+    "errors",
+    "yaml",
+    "cluster",
+    "model",
+    "optim",
+    "recipe",
+    "plan",
+    "comm",
+    "sharding",
+    "parallel",
+    "checkpoint",
+    "telemetry",
+    "launch",
+    "training",
+    "inference",
+    "cli",
+    "__main__",
 )
-COMPOSING = next(floor for floor, rooms in enumerate(FLOORS) if "train" in rooms)
 
-# Pure data that a recipe is made of and checked against; they import nothing above themselves.
-SHARED_DATA = {"config", "presets", "tensors", "actions", "pieces", "schedules", "split", "check"}
+# Rooms without torch: they read, describe and plan.
+PURE_ROOMS = ("errors", "yaml", "cluster", "recipe", "plan")
 
 CLI = sorted(path.stem for path in (ROOT / "trainer/llmtrain/cli").glob("[!_]*.py"))
 WITHOUT_TORCH = (
     *(f"llmtrain.cli.{verb}" for verb in CLI),
-    "llmtrain.plan.prepare",
-    "llmtrain.recipe.document",
     "llmtrain.model.presets",
     "llmtrain.model.tensors",
-    "llmtrain.cluster.layout",
-    "llmtrain.plan.tensor_check",
-    "llmtrain.cluster.nic",
-    "llmtrain.plan.cluster_view",
-    "llmtrain.plan.cluster_source",
+    "llmtrain.model.hf_config",
+    "llmtrain.comm.environment",
     "llmtrain.launch.measure.discover",
     "llmtrain.launch.measure.links",
     "llmtrain.launch.measure.result",
-    "llmtrain.plan.pipeline.view",
     "llmtrain.launch.doctor",
     "llmtrain.launch.run_lock",
     "llmtrain.launch.status",
-    "llmtrain.telemetry.report",
     "llmtrain.launch.submit",
+    "llmtrain.telemetry.report",
     "llmtrain_data.config",
 )
 
@@ -75,13 +79,8 @@ def test_sizes(path: Path) -> None:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every module that a file imports, at its top or inside functions, but for types alone."""
-    skipped: set[ast.AST] = set()
+    """Every module that a file imports, at its top, inside functions, or for types alone."""
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            skipped.update(child for statement in node.body for child in ast.walk(statement))
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,21 +89,37 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def floor_of(module: list[str]) -> int:
-    room = module[1] if len(module) > 1 else "errors"
-    return next((floor for floor, rooms in enumerate(FLOORS) if room in rooms), COMPOSING)
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_imports_point_down(path: Path) -> None:
-    importer = list(path.relative_to(ROOT).with_suffix("").parts[1:])
-    for imported in (module.split(".") for module in imported_modules(path)):
-        if importer[0] == "llmtrain_kernels":
-            assert imported[0] not in ("llmtrain", "llmtrain_data")
-        elif importer[0] == "llmtrain_data":
-            assert imported[0] not in ("llmtrain", "llmtrain_kernels")
-        elif imported[0] == "llmtrain" and not SHARED_DATA & set(imported[2:]):
-            assert floor_of(imported) <= floor_of(importer), f"{'.'.join(importer)} imports {'.'.join(imported)}"
+MODULES = {module_name(path): path for path in SOURCES if path.name != "__init__.py"}
+
+
+def neighbours(module: str) -> set[str]:
+    """The project's modules that a module imports."""
+    found = list(imported_modules(MODULES[module]))
+    return MODULES.keys() & {*found, *(name.rpartition(".")[0] for name in found)}
+
+
+def test_every_module_is_in_a_room() -> None:
+    rooms = {module.split(".")[1] for module in MODULES if module.startswith("llmtrain.")}
+    assert rooms == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    package, room, *_ = module.split(".")
+    for imported in neighbours(module):
+        if package != "llmtrain":
+            assert imported.split(".")[0] == package, f"{module} imports {imported}"
+        elif imported.startswith("llmtrain."):
+            assert ROOMS.index(imported.split(".")[1]) <= ROOMS.index(room), f"{module} imports {imported}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    # It raises CycleError, which names the modules.
+    list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())
 
 
 def test_packages_are_only_folders() -> None:
@@ -130,7 +145,8 @@ def in_a_new_process(program: str) -> str:
 
 
 def test_pure_modules_do_not_import_torch() -> None:
-    modules = ", ".join(WITHOUT_TORCH)
+    pure = [module for module in MODULES if module.startswith("llmtrain.") and module.split(".")[1] in PURE_ROOMS]
+    modules = ", ".join((*pure, *WITHOUT_TORCH))
     assert in_a_new_process(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
 
 

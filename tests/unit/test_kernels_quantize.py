@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from llmtrain_kernels import native
+from llmtrain_kernels.quantize import cpu
 from llmtrain_kernels.quantize import op as module
 from llmtrain_kernels.quantize.format import DTYPES, MOST, packed_bytes
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
@@ -46,7 +47,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_equals_reference(dtype: torch.dtype, bits: int, key: int | None) -> None:
-    backend = module.native_backend()
+    backend = cpu.native_backend()
     assert backend is not None, native.native_reason(("quantize",))
     for block, numel in SHAPES:
         x = numbers(numel, dtype)
@@ -194,7 +195,7 @@ def test_any_number_of_threads_gives_the_same() -> None:
 def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 256)
     expected = packed(x, 4, 64)
-    monkeypatch.setattr(module, "native_functions", lambda *_, **__: None)
+    monkeypatch.setattr(cpu, "native_functions", lambda *_, **__: None)
     module._backend.cache_clear()
     try:
         assert module._backend("cpu") is REFERENCE
