@@ -20,7 +20,7 @@ from llmtrain_data.streams import (
     CHUNK,
     LONGEST,
     NEWLINE,
-    Piece,
+    TextPiece,
     blocks,
     count_lines,
     line_end,
@@ -149,7 +149,7 @@ def read_files(
     yield from texts.flush()
 
 
-def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut) -> Iterator[Piece]:
+def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut) -> Iterator[TextPiece]:
     """Read a text file.
 
     With a separator, documents are what lies between. Without, the file is one text: in a folder one
@@ -174,7 +174,7 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
         while start < len(block):
             end = line_end(block, start, piece)
             finished = end == len(block)
-            yield Piece(block[start:end], last and finished, 0 if not finished else done)
+            yield TextPiece(block[start:end], last and finished, 0 if not finished else done)
             start = end
 
 
@@ -285,10 +285,10 @@ class _TextChunks:
     """Gathers pieces of text into chunks."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._size = 0
 
-    def add(self, pieces: Iterator[Piece]) -> Iterator[Chunk]:
+    def add(self, pieces: Iterator[TextPiece]) -> Iterator[Chunk]:
         for piece in pieces:
             self._pieces.append(piece)
             self._size += len(piece.content) + PIECE

@@ -28,7 +28,7 @@ NEWLINE = b"\n"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A text as bytes, whether a document ends with it, and how many bytes of the file it takes."""
 
     content: bytes
@@ -96,7 +96,7 @@ def _rest_of_text(stream: io.BufferedReader) -> bytes:
     return rest
 
 
-def separated(path: Path, separator: bytes) -> Iterator[Piece]:
+def separated(path: Path, separator: bytes) -> Iterator[TextPiece]:
     """Read the documents between separators. Raises DataError for one that is too long."""
     with open(path, "rb", opener=regular) as file:
         stream, position, rest, lines = decompressed(file, path), 0, bytearray(), 0
@@ -106,14 +106,14 @@ def separated(path: Path, separator: bytes) -> Iterator[Piece]:
             rest += block
             found, begin, now = rest.find(separator, searched), 0, file.tell()
             while found >= 0:
-                yield Piece(bytes(rest[begin:found]), True, now - position)
+                yield TextPiece(bytes(rest[begin:found]), True, now - position)
                 begin, position = found + len(separator), now
                 found = rest.find(separator, begin)
             lines += rest.count(NEWLINE, 0, begin)
             del rest[:begin]
             if len(rest) > LONGEST:
                 raise too_long(f"{path}: the document at line {lines + 1}, up to {separator!r},")
-        yield Piece(bytes(rest), True, file.tell() - position)
+        yield TextPiece(bytes(rest), True, file.tell() - position)
 
 
 def too_long(what: str) -> DataError:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain.sharding.stream import Job, ThreadLane, Ticket
+from llmtrain.sharding.stream import Job, ThreadStream, Ticket
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,21 +28,21 @@ class Allocations:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what this thread makes, and every job that it hands to a lane."""
-        submit = ThreadLane.submit
+        submit = ThreadStream.submit
 
-        def counted(lane: ThreadLane, job: Job) -> Ticket:
+        def counted(lane: ThreadStream, job: Job) -> Ticket:
             def watched() -> None:
                 with _Mode(self._made_on_lane):
                     job()
 
             return submit(lane, watched)
 
-        ThreadLane.submit = counted  # type: ignore[method-assign]
+        ThreadStream.submit = counted  # type: ignore[method-assign]
         try:
             with _Mode(self._made):
                 yield
         finally:
-            ThreadLane.submit = submit  # type: ignore[method-assign]
+            ThreadStream.submit = submit  # type: ignore[method-assign]
 
     def _made_on_lane(self, tensor: Tensor) -> None:
         if tensor.untyped_storage().nbytes() >= LEAST_BYTES:

@@ -17,28 +17,28 @@ import torch.distributed as dist
 from forks import fork_ranks
 from llmtrain.comm import shared_memory as shared
 
-ROOM, OPERATIONS = 4096, 150
+SLOT_BYTES, OPERATIONS = 4096, 150
 NARROW = torch.bfloat16
 
 
-def gather(rooms: shared.SharedRooms, own: torch.Tensor) -> bool:
+def gather(slots: shared.SharedSlots, own: torch.Tensor) -> bool:
     expected = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(expected, own)
     parts = [torch.zeros_like(own) for _ in expected]
-    rooms.gather(parts, own)
+    slots.gather(parts, own)
     expected[dist.get_rank()].zero_()
     return torch.equal(torch.stack(parts), torch.stack(expected))
 
 
-def exchange(rooms: shared.SharedRooms, own: torch.Tensor) -> bool:
+def exchange(slots: shared.SharedSlots, own: torch.Tensor) -> bool:
     sent = torch.stack([own + member for member in range(dist.get_world_size())])
     expected, received = torch.empty_like(sent), torch.empty_like(sent)
     dist.all_to_all_single(expected, sent)
-    rooms.exchange(received, sent)
+    slots.exchange(received, sent)
     return torch.equal(received, expected)
 
 
-def reduce(rooms: shared.SharedRooms, own: torch.Tensor, wire: torch.dtype) -> bool:
+def reduce(slots: shared.SharedSlots, own: torch.Tensor, wire: torch.dtype) -> bool:
     sent = torch.stack([own + member for member in range(dist.get_world_size())])
     told = [torch.empty_like(sent) for _ in range(len(sent))]
     dist.all_gather(told, sent)
@@ -46,20 +46,20 @@ def reduce(rooms: shared.SharedRooms, own: torch.Tensor, wire: torch.dtype) -> b
     for other in told[1:]:
         expected += other[dist.get_rank()].to(wire)
     total = torch.empty(len(own))
-    rooms.reduce(total, sent, wire)
+    slots.reduce(total, sent, wire)
     return torch.equal(total, expected)
 
 
-def operations(rooms: shared.SharedRooms, late: random.Random) -> dict[str, bool]:
+def operations(slots: shared.SharedSlots, late: random.Random) -> dict[str, bool]:
     """Do many of each kind, of all sizes around a room's; ranks come to each at times of their own."""
     kinds: dict[str, Callable[[torch.Tensor], bool]] = {
-        "gather": lambda own: gather(rooms, own),
-        "gather 16 bit": lambda own: gather(rooms, own.to(NARROW)),
-        "exchange": lambda own: exchange(rooms, own),
-        "exchange bytes": lambda own: exchange(rooms, own.mul(9).to(torch.uint8)),
-        "reduce": lambda own: reduce(rooms, own, torch.float32),
-        "reduce in 16 bit": lambda own: reduce(rooms, own, NARROW),
-        "reduce of 16 bit": lambda own: reduce(rooms, own.to(NARROW), NARROW),
+        "gather": lambda own: gather(slots, own),
+        "gather 16 bit": lambda own: gather(slots, own.to(NARROW)),
+        "exchange": lambda own: exchange(slots, own),
+        "exchange bytes": lambda own: exchange(slots, own.mul(9).to(torch.uint8)),
+        "reduce": lambda own: reduce(slots, own, torch.float32),
+        "reduce in 16 bit": lambda own: reduce(slots, own, NARROW),
+        "reduce of 16 bit": lambda own: reduce(slots, own.to(NARROW), NARROW),
     }
     # Alike on all ranks, but for what they hold and when they come.
     alike, held = random.Random(0), torch.Generator().manual_seed(dist.get_rank())
@@ -74,19 +74,19 @@ def operations(rooms: shared.SharedRooms, late: random.Random) -> dict[str, bool
 
 
 def rank_main(world: int, rank: int, folder: Path) -> None:
-    shared.ROOM = ROOM
+    shared.SLOT_BYTES = SLOT_BYTES
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
-    rooms = shared.share_rooms(group)
-    assert rooms is not None
-    found: dict[str, object] = {**operations(rooms, random.Random(rank)), "bytes": rooms.nbytes}
+    slots = shared.share_slots(group)
+    assert slots is not None
+    found: dict[str, object] = {**operations(slots, random.Random(rank)), "bytes": slots.nbytes}
     os.environ["NCCL_SHM_DISABLE"] = "01"[rank == 1]
-    found["where one forbids it"] = shared.share_rooms(group) is not None
+    found["where one forbids it"] = shared.share_slots(group) is not None
     os.environ["NCCL_SHM_DISABLE"] = "0"
     if rank == 1:
         socket.gethostname = lambda: "another"
-    found["where one is on another machine"] = shared.share_rooms(group) is not None
+    found["where one is on another machine"] = shared.share_slots(group) is not None
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

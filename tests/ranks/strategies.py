@@ -1,47 +1,74 @@
-"""The strategies that tests train: each with whether it quantizes."""
+"""The ways to shard model states that tests train, by name."""
+
+from dataclasses import dataclass
 
 from harness import Case
 
 INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
+FLAT = "zero.hierarchical=false"
+PARTITIONS = {
+    2: [(1, 1, 2)],
+    4: [(2, 2, 2), (2, 4, 4), (1, 2, 2)],
+    6: [(1, 1, 2), (3, 3, 6)],
+    8: [(2, 2, 2), (2, 4, 8), (4, 4, 8), (8, 8, 8), (1, 2, 8), (1, 4, 4)],
+}
 
 
-def partition(weights: int, gradients: int, optimizer: int) -> tuple[str, ...]:
-    return (f"zero.partition={{weights: {weights}, gradients: {gradients}, optimizer: {optimizer}}}",)
+@dataclass(frozen=True)
+class Strategy:
+    """keys: overrides of a recipe. quantized: whether it quantizes what ranks send."""
+
+    keys: tuple[str, ...]
+    quantized: bool = False
 
 
-def strategies(world: int) -> dict[tuple[str, ...], bool]:
-    """Every strategy for so many ranks, and whether it quantizes."""
-    half = world // 2 if world % 2 == 0 else 1
-    stages = [(f"zero.stage={stage}",) for stage in range(4)]
-    numbers = {
-        8: [(2, 2, 2), (2, 4, 8), (4, 4, 8), (8, 8, 8), (1, 2, 8), (1, 4, 4)],
-        4: [(2, 2, 2), (2, 4, 4), (1, 2, 2)],
+def strategies(world: int) -> dict[str, Strategy]:
+    """Return every strategy for `world` ranks."""
+    found = {f"stage{stage}": Strategy((f"zero.stage={stage}",)) for stage in range(4)}
+    for w, g, o in PARTITIONS[world]:
+        keys = (f"zero.partition={{weights: {w}, gradients: {g}, optimizer: {o}}}",)
+        found[f"partition-{w}-{g}-{o}"] = Strategy(keys)
+    for degree in (2, 4):
+        if world % degree == 0:
+            found[f"stage3-secondary{degree}"] = Strategy(("zero.stage=3", f"zero.secondary={degree}"))
+    found["mics"] = Strategy(("zero.preset=mics",))
+    for name in [name for name in found if name in ("stage3", "mics") or "secondary" in name]:
+        found[f"{name}-flat"] = Strategy((*found[name].keys, FLAT))
+    return found | _quantized()
+
+
+def _quantized() -> dict[str, Strategy]:
+    """Return the strategies that quantize."""
+    copies = ("zero.stage=3", "zero.secondary=2")
+    everything = (*copies, INT8, SECOND, INT4)
+    keys = {
+        "zero++": ("zero.preset=zero++",),
+        "topo": ("zero.preset=topo",),
+        **{f"stage{stage}-int8": (f"zero.stage={stage}", INT8) for stage in (1, 2, 3)},
+        "stage3-secondary2-int8copy": (*copies, SECOND),
+        **{f"stage{stage}-int4": (f"zero.stage={stage}", INT4) for stage in (3, 0, 2)},
+        "stage3-secondary2-quantized": everything,
+        "stage3-secondary2-quantized-block64": (*everything, "quantize.block=64"),
+        "stage3-secondary2-quantized-flat": (*everything, FLAT),
     }
-    partitions = [partition(*each) for each in numbers.get(world, [(1, 1, 2), (half, half, world)])]
-    second = [("zero.stage=3", f"zero.secondary={degree}") for degree in (2, 4) if world % degree == 0]
-    presets = [("zero.preset=mics",), ("zero.preset=zero++",), ("zero.preset=topo",)]
-    flat = [(*keys, "zero.hierarchical=false") for keys in (("zero.stage=3",), ("zero.preset=mics",), *second)]
-    one, two = ("zero.stage=3",), ("zero.stage=3", "zero.secondary=2")
-    quantized = [
-        *((stage, INT8) for stage in ("zero.stage=1", "zero.stage=2", "zero.stage=3")),
-        (*two, SECOND), (*one, INT4), ("zero.stage=0", INT4), ("zero.stage=2", INT4), (*two, INT8, SECOND, INT4),
-        (*two, INT8, SECOND, INT4, "quantize.block=64"), (*two, INT8, SECOND, INT4, "zero.hierarchical=false"),
-    ]  # fmt: skip
-    exact = [*stages, *partitions, *second, presets[0], *flat]
-    return {**dict.fromkeys(exact, False), **dict.fromkeys([*presets[1:], *quantized], True)}
+    return {name: Strategy(overrides, quantized=True) for name, overrides in keys.items()}
 
 
-def some(world: int, node: int, accumulation: int, *picked: int) -> list[tuple[Case, bool]]:
-    """Return the strategies picked by place, or all of them."""
-    found = [
-        (Case(world, keys, node=node, accumulation=accumulation), lossy) for keys, lossy in strategies(world).items()
-    ]
-    return [found[place] for place in picked] if picked else found
+def cases(world: int, node: int, accumulation: int, *names: str) -> list[tuple[Case, bool]]:
+    """Return runs of the named strategies, of all where none is named, and whether each quantizes."""
+    known = strategies(world)
+    chosen = [known[name] for name in names or known]
+    return [(Case(world, one.keys, node=node, accumulation=accumulation), one.quantized) for one in chosen]
 
 
 COVERING = [
-    *some(2, 1, 4, 0, 1, 2, 3, 6), *some(2, 1, 1, 8, 12, 13), (Case(2, ("zero.preset=zero++",), node=1), True),
-    *some(4, 2, 4), *some(4, 1, 1, 3, 8),
-    *some(6, 3, 1, 0, 2, 5, 7, 11, 15), *some(6, 2, 4, 3, 5, 6, 7),
-    *some(8, 4, 1, 1, 3, 5, 8, 9, 12, 16, 18, 26), *some(8, 2, 4, 5, 7),
-]  # fmt: skip
+    *cases(2, 1, 4, "stage0", "stage1", "stage2", "stage3", "mics"),
+    *cases(2, 1, 1, "mics-flat", "stage1-int8", "stage2-int8", "zero++"),
+    *cases(4, 2, 4),
+    *cases(4, 1, 1, "stage3", "stage3-secondary4"),
+    *cases(6, 3, 1, "stage0", "stage2", "partition-3-3-6", "mics", "zero++", "stage3-int8"),
+    *cases(6, 2, 4, "stage3", "partition-3-3-6", "stage3-secondary2", "mics"),
+    *cases(8, 4, 1, "stage1", "stage3", "partition-2-4-8", "partition-1-2-8", "partition-1-4-4", "mics"),
+    *cases(8, 4, 1, "stage3-secondary4-flat", "topo", "stage3-secondary2-quantized"),
+    *cases(8, 2, 4, "partition-2-4-8", "partition-8-8-8"),
+]

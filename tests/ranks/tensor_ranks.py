@@ -18,12 +18,12 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.pipeline.weight_gradient_queue import gradients as put_off
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
+from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
 from tensor_memory import kept_bytes
 from torch import Tensor
@@ -70,15 +70,19 @@ def named(spec: UnitSpec, flat: Tensor) -> dict[str, Tensor]:
 
 
 def build(
-    config: GPTConfig, mesh: TensorMesh, dtype: torch.dtype, recompute: int = 0, defer: Deferred | None = None
+    config: GPTConfig,
+    mesh: TensorMesh,
+    dtype: torch.dtype,
+    recompute: int = 0,
+    queue: WeightGradientQueue | None = None,
 ) -> Built:
     """Build a rank's share of the model, or the plain model."""
     model = GPT(config, CPU, recompute)
-    parallelize(model, mesh, defer)
+    parallelize(model, mesh, queue)
     units = []
     for whole in model_units(config):
         spec = whole.slice(mesh.place, mesh.degree)
-        cut = Cut.of(spec.numel, Degrees(), (), 0)
+        cut = ShardRanges.of(spec.numel, Degrees(), (), 0)
         units.append(build_unit(spec, model.unit(spec.name), cut, CPU, dtype, seed=1))
     return Built(model, units, mesh)
 
@@ -127,13 +131,13 @@ def parity(name: str, mesh: TensorMesh, figures: Figures) -> None:
     plain = build(config, TensorMesh(), torch.float32)
     plain.model(x, y).backward()
     for variant, (recompute, deferring) in VARIANTS.items():
-        defer = Deferred() if deferring else None
-        ours = build(config, mesh, torch.float32, recompute, defer)
+        queue = WeightGradientQueue() if deferring else None
+        ours = build(config, mesh, torch.float32, recompute, queue)
         loss = ours.model(x, y)
-        if defer is None:
+        if queue is None:
             loss.backward()
         else:
-            with defer.collecting() as left:
+            with queue.collecting() as left:
                 loss.backward()
             figures["put off"] = sum(parameter.grad is None for parameter in ours.model.parameters())
             for parameter, gradient in put_off(left):

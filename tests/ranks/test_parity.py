@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from harness import STEPS, Case, Result, worst_difference
-from strategies import COVERING, some
+from strategies import COVERING, cases
 
 Trained = Callable[[Case], Result]
 
@@ -44,7 +44,7 @@ EVERY = [
     each
     for (world, nodes), accumulation in product({2: (1, 2), 4: (2, 4), 6: (2, 3), 8: (2, 4)}.items(), (1, 4))
     for node in nodes
-    for each in some(world, node, accumulation)
+    for each in cases(world, node, accumulation)
 ]
 
 

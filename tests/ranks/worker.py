@@ -28,7 +28,7 @@ from llmtrain.model.hf_config import read_hf_config
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
-from llmtrain.sharding.stream import Job, ThreadLane, Ticket
+from llmtrain.sharding.stream import Job, ThreadStream, Ticket
 from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run
@@ -70,11 +70,11 @@ def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable
     """Return a train step that notes how many tensors of units' sizes, or on lanes, came into being in it."""
 
     def counted(run: Run, number: int) -> bool:
-        found = Allocations(frozenset(unit.cut.padded for unit in run.engine.units.values()))
+        found = Allocations(frozenset(unit.ranges.padded for unit in run.engine.units.values()))
         with found.counting():
             stopping = step(run, number)
             # What the step left to do is counted with it.
-            run.engine.weights.settle()
+            run.engine.weights.finish_updates()
         notes["on_lanes"].append(found.on_lanes)
         notes["whole"].append(found.whole)
         return stopping
@@ -143,7 +143,7 @@ def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
 def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
     """Return `submit` of a lane as on a busy machine: one job in fifty begins late."""
 
-    def late(lane: ThreadLane, job: Job) -> Ticket:
+    def late(lane: ThreadStream, job: Job) -> Ticket:
         return submit(lane, job if random.random() < 0.98 else lambda: (time.sleep(0.002), job()))
 
     return late
@@ -151,7 +151,7 @@ def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
 
 def main() -> None:
     """Serve jobs until stdin ends."""
-    ThreadLane.submit = late_now_and_then(ThreadLane.submit)  # type: ignore[method-assign]
+    ThreadStream.submit = late_now_and_then(ThreadStream.submit)  # type: ignore[method-assign]
     TorchTransport.arrived = sometimes_late(TorchTransport.arrived)  # type: ignore[method-assign]
     # 0.15 s a case that measures nothing here.
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]

@@ -99,7 +99,7 @@ def test_a_run_starts_from_an_import_and_exports_what_it_learned(tmp_path: Path,
     assert len(imported) == sum(len(unit.tensors) for unit in units)
     for unit, shard in zip(units, shards, strict=True):
         assert not shard.states["m"].any()
-        for tensor, first, last in unit.pieces(0, unit.numel):
+        for tensor, first, last in unit.tensor_ranges(0, unit.numel):
             start = unit.offsets[unit.tensors.index(tensor)]
             values = shard.states["master"][start : start + last - first].view(tensor.shape)
             assert torch.equal(values, imported[tensor.name])

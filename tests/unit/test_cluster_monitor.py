@@ -4,13 +4,13 @@ import subprocess
 import time
 
 import psutil
-from llmtrain.comm.crash_notes import Notes
+from llmtrain.comm.crash_notes import CrashNotes
 from llmtrain.launch.monitor import Monitor
 
 
 def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:
     process = subprocess.Popen(["true"])
-    notes = Notes(2)
+    notes = CrashNotes(2)
     try:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)

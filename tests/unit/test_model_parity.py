@@ -10,8 +10,8 @@ from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.model.gpt import GPT
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.gradients import Turn
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.gradients import BackwardPass
 from llmtrain.sharding.unit import parameter_ranges, whole_unit
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     for name, tensor in hf_tensors(folder, config):
         ranges.pop(name).copy_(tensor.flatten())
     assert not ranges
-    return model, Engine(model, units, Spread(), {}, lambda calls: None)
+    return model, Engine(model, units, ShardingSpec(), {}, lambda calls: None)
 
 
 def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     loss.backward()
     units = engine.units.values()
     our_loss = model(inputs, targets)
-    engine.backward(our_loss.backward, [Turn(name, first=True, last=True) for name in engine.units])
+    engine.backward(our_loss.backward, [BackwardPass(name, first=True, last=True) for name in engine.units])
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}

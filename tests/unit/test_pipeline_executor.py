@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from llmtrain.comm.activity import Watch
+from llmtrain.comm.activity import Activity
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.transport import Channel
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.schedules import make_schedule
-from llmtrain.plan.pipeline.stage_layout import Piece
+from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.gradients import Received
 from torch import Tensor, nn
@@ -39,10 +39,10 @@ class Arrivals:
 
 
 def actions(stage: int, seed: int, first_says: Callable[[Callable[[], bool]], bool]) -> list[Action]:
-    piece = Piece(stage, stage, stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
-    stages, schedule = [SimpleNamespace(piece=piece)], Schedule(3, 1, COUNT, ())
+    stage_layout = StageLayout(stage, stage, stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
+    stages, schedule = [SimpleNamespace(layout=stage_layout)], Schedule(3, 1, COUNT, ())
     executor = Executor(
-        stages, stage, schedule, LIMIT, None, Arrivals(seed), None, None, lambda *_: None, Watch(), first_says
+        stages, stage, schedule, LIMIT, None, Arrivals(seed), None, None, lambda *_: None, Activity(), first_says
     )
     return list(executor._as_it_comes(SimpleNamespace(rows=range(COUNT))))
 
@@ -113,22 +113,22 @@ class Recorder:
 def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
     """What one of three ranks does with five microbatches, by initials."""
     recorder, schedule = Recorder(), replace(make_schedule(name, 3, 1, 5), hands_back=hands_back)
-    piece = Piece(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
-    weight, deferred = nn.Parameter(torch.ones(1)), Deferred()
+    stage_layout = StageLayout(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
+    weight, weight_gradients = nn.Parameter(torch.ones(1)), WeightGradientQueue()
 
     def forward(given: Tensor, targets: Tensor | None) -> Tensor:
         result = given * weight
         result.register_hook(put_off)
-        return result.sum() if piece.closes else result
+        return result.sum() if stage_layout.closes else result
 
     def put_off(gradient: Tensor) -> None:
-        if deferred.active:
-            deferred.push(weight, lambda: lambda: gradient)
+        if weight_gradients.active:
+            weight_gradients.push(weight, lambda: lambda: gradient)
 
-    stage: Any = SimpleNamespace(piece=piece, forward=forward)
+    stage: Any = SimpleNamespace(layout=stage_layout, forward=forward)
     executor = Executor(
-        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), deferred, lambda *_: None,
-        Watch(), lambda choose: choose(),
+        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), weight_gradients, lambda *_:
+        None, Activity(), lambda choose: choose(),
     )  # type: ignore[arg-type]  # fmt: skip
     executor.train([torch.ones(1, 2) for _ in range(5)], 1.0)
     return "".join(one[0] for one in recorder.did)

@@ -6,20 +6,20 @@ from itertools import pairwise
 import pytest
 import torch
 from llmtrain.cluster.levels import Degrees
-from llmtrain.comm.activity import Watch
+from llmtrain.comm.activity import Activity
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import Channel
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.plan.pipeline.schedules import make_schedule
-from llmtrain.plan.pipeline.stage_layout import pieces_of, units_of
+from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.unit import Cut, build_unit
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.unit import ShardRanges, build_unit
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -56,20 +56,23 @@ def trained(
     """Return the last rank's summed gradients after each of three steps, and what it sent."""
     config = replace(PRESETS[f"{family}-1m"], layers=2 * ranks * chunks)
     schedule = replace(make_schedule(name, ranks, chunks, MICROBATCHES), hands_back=hands_back)
-    pieces, deferred = pieces_of(config, schedule, [2] * (ranks * chunks), ranks - 1), Deferred()
+    stage_layouts, weight_gradients = (
+        stage_layouts_of(config, schedule, [2] * (ranks * chunks), ranks - 1),
+        WeightGradientQueue(),
+    )
     model = GPT(config, CPU)
-    keep(model, pieces)
-    parallelize(model, TensorMesh(), deferred)
+    keep(model, stage_layouts)
+    parallelize(model, TensorMesh(), weight_gradients)
     units = [
-        build_unit(spec, model.unit(spec.name), Cut.of(spec.numel, Degrees(), (), 0), CPU, dtype, 1)
-        for spec in units_of(config, pieces, 0, 1)
+        build_unit(spec, model.unit(spec.name), ShardRanges.of(spec.numel, Degrees(), (), 0), CPU, dtype, 1)
+        for spec in units_of(config, stage_layouts, 0, 1)
     ]
     used = {"head": "embedding"} if config.tie_embeddings else {}
-    engine, transport = Engine(model, units, Spread(), used, lambda calls: None), Neighbours(dtype)
+    engine, transport = Engine(model, units, ShardingSpec(), used, lambda calls: None), Neighbours(dtype)
     executor = Executor(
-        [Stage(model, piece) for piece in pieces], ranks - 1, schedule, ranks, engine, transport,
-        lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)), deferred, lambda *_: None, Watch(),
-        lambda choose: choose(),
+        [Stage(model, stage_layout) for stage_layout in stage_layouts], ranks - 1, schedule, ranks, engine, transport,
+        lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)), weight_gradients, lambda *_: None,
+        Activity(), lambda choose: choose(),
     )  # fmt: skip
     random, found = torch.Generator().manual_seed(3), []
     for _ in range(3):

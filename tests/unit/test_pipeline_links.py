@@ -10,7 +10,7 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.load import load_cluster
 from llmtrain.plan.pipeline.actions import Schedule
-from llmtrain.plan.pipeline.message_times import hops_of
+from llmtrain.plan.pipeline.message_times import message_times
 
 SITES = """
 node: {ranks: 4, tiers: [{name: node, ranks: 4, bandwidth: 8MB/s, latency: 1ms}]}
@@ -32,7 +32,7 @@ def sites(tmp_path: Path) -> Path:
 
 
 def times(cluster: Cluster | None, layout: Layout, stages: Schedule) -> list[tuple[float, float]]:
-    once, twice = (hops_of(cluster, layout, stages, size) for size in (MB, 2 * MB))
+    once, twice = (message_times(cluster, layout, stages, size) for size in (MB, 2 * MB))
     assert twice == replace(once, transfer=tuple(2 * seconds for seconds in once.transfer))
     return list(zip(once.transfer, once.latency, strict=True))
 
@@ -86,13 +86,13 @@ def test_what_is_not_stated_takes_no_time() -> None:
         (load_cluster({"node": {"ranks": 1}, "clusters": [{"name": "a", "nics": one_of_two}]}), 0.002),
     ):
         assert times(cluster, layout(2, 1, 1), pair) == [(0.0, latency)]
-        assert hops_of(cluster, layout(2, 1, 1), pair, MB).unknown
+        assert message_times(cluster, layout(2, 1, 1), pair, MB).unknown
 
 
 def test_both_ways_from_a_node_go_through_its_card(sites: Path) -> None:
     """What a rank sends back waits for what it sends on, but not where that is to another cluster."""
     cluster = load_cluster(sites)
-    links = hops_of(cluster, layout(4, 1, 4), Schedule(4, 1, 0, ()), MB).links
+    links = message_times(cluster, layout(4, 1, 4), Schedule(4, 1, 0, ()), MB).links
     assert links == (((0, "cards"), (1, "cards")), ((1, "between"), (2, "between")), ((2, "cards"), (3, "cards")))
     # Two stages in each of three nodes: of the middle one's, one sends on and the other back, both through the card.
     nodes = load_cluster({"node": {"ranks": 2}, "clusters": [{"name": "a", "nodes": 3, "nic": {"bandwidth": "1MB/s"}}]})

@@ -13,7 +13,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.degrees import STATES_SHARE, degrees_of
-from llmtrain.plan.prepare import settle
+from llmtrain.plan.prepare import check_and_resolve
 from llmtrain.plan.resolve import Facts, as_data, shape
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
@@ -40,7 +40,9 @@ def no_hf(folder: Path) -> GPTConfig:
 
 
 def settled(world: int, node: int, *overrides: str) -> Recipe:
-    return settle(load_recipe("tiny.yaml", overrides), Facts(world=world, device="cpu", ranks_per_node=node), no_hf)
+    return check_and_resolve(
+        load_recipe("tiny.yaml", overrides), Facts(world=world, device="cpu", ranks_per_node=node), no_hf
+    )
 
 
 def degrees(world: int, node: int, *overrides: str) -> tuple[int, ...]:
@@ -115,7 +117,9 @@ def test_resolved_says_everything_and_stays() -> None:
     for overrides in ([], ["zero.preset=topo"], ["zero.preset=mics"], ["zero.stage=2", "quantize.gradients=int4"]):
         resolved = settled(4, 2, *overrides)
         assert None not in as_data(resolved)["quantize"].values()
-        again = settle(parse_recipe(as_data(resolved)), Facts(world=4, device="cpu", ranks_per_node=2), no_hf)
+        again = check_and_resolve(
+            parse_recipe(as_data(resolved)), Facts(world=4, device="cpu", ranks_per_node=2), no_hf
+        )
         assert (degrees_of(again), again.quantize) == (degrees_of(resolved), resolved.quantize)
 
 

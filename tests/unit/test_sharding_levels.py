@@ -8,7 +8,7 @@ import pytest
 from llmtrain.cluster.levels import Degrees, levels_of, shard_range
 from llmtrain.cluster.tiers import Tier
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
-from llmtrain.sharding.unit import ALIGNMENT, Cut
+from llmtrain.sharding.unit import ALIGNMENT, ShardRanges
 
 TIERS = {
     1: (Tier("all", 1),),
@@ -67,7 +67,7 @@ def test_cuts_tile_the_unit_and_lie_in_each_other() -> None:
     for degrees in EVERY:
         levels = levels_of(degrees, TIERS[degrees.ranks])
         for numel in (1, 1000, ALIGNMENT * degrees.ranks):
-            cuts = [Cut.of(numel, degrees, levels, place) for place in range(degrees.ranks)]
+            cuts = [ShardRanges.of(numel, degrees, levels, place) for place in range(degrees.ranks)]
             (padded,) = {cut.padded for cut in cuts}
             assert numel <= padded < numel + degrees.ranks * ALIGNMENT
             for state, degree in (
@@ -146,7 +146,7 @@ def test_bytes_held_are_those_that_cuts_give() -> None:
     for degrees in EVERY:
         numel = degrees.ranks * ALIGNMENT * 7
         levels = levels_of(degrees, TIERS[degrees.ranks])
-        cut = Cut.of(numel, degrees, levels, degrees.ranks - 1)
+        cut = ShardRanges.of(numel, degrees, levels, degrees.ranks - 1)
         weights, gradients, optimizer = (end - start for start, end in (cut.weights, cut.gradients, cut.optimizer))
         second = 2 * numel // degrees.secondary if degrees.secondary else 0
         assert degrees.state_bytes(numel, 2) == 2 * weights + 4 * gradients + 12 * optimizer + second

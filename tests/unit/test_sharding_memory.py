@@ -18,8 +18,8 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import UnitSpec, model_units, parameter_count
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.unit import ALIGNMENT, Cut, build_unit
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.unit import ALIGNMENT, ShardRanges, build_unit
 from llmtrain.sharding.weights import WeightPolicy
 
 GB, BF16, FP32 = 10**9, 2, 4
@@ -62,7 +62,7 @@ def test_tables_v_and_vi(psi: int, nodes: int) -> None:
 def held(units: Iterable[UnitSpec], degrees: Degrees, place: int) -> tuple[int, int, int]:
     """Elements of weights, gradients and optimizer states that the rank at `place` holds."""
     levels = levels_of(degrees, (Tier("die", 2), Tier("node", DIES), Tier("all", degrees.ranks)))
-    cuts = [Cut.of(unit.numel, degrees, levels, place) for unit in units]
+    cuts = [ShardRanges.of(unit.numel, degrees, levels, place) for unit in units]
     ranges = ([getattr(cut, state) for cut in cuts] for state in ("weights", "gradients", "optimizer"))
     return tuple(sum(end - start for start, end in each) for each in ranges)  # type: ignore[return-value]
 
@@ -98,12 +98,18 @@ def built(degrees: Degrees, dtype: torch.dtype, int8_weights: bool, int8_seconda
     exact = not int8_weights or degrees.optimizer == degrees.weights
     units = [
         build_unit(
-            spec, model.unit(spec.name), Cut.of(spec.numel, degrees, levels, degrees.ranks - 1), device, dtype, 0, exact
+            spec,
+            model.unit(spec.name),
+            ShardRanges.of(spec.numel, degrees, levels, degrees.ranks - 1),
+            device,
+            dtype,
+            0,
+            exact,
         )
         for spec in model_units(SMALL)
     ]
     policy = WeightPolicy(packing if int8_weights else None, packing if int8_secondary else None)
-    return Engine(model, units, Spread(degrees, weights=policy), {}, lambda calls: None)
+    return Engine(model, units, ShardingSpec(degrees, weights=policy), {}, lambda calls: None)
 
 
 def padded(ranks: int) -> list[int]:

@@ -1,12 +1,12 @@
 """Which units a pass needs next."""
 
-from llmtrain.sharding.prefetch_order import UseOrder
+from llmtrain.sharding.prefetch_order import PrefetchOrder
 
 FORWARD = ["embedding", "1", "2", "3", "head"]
 PASS = [*FORWARD, "head", "3", "2", "1", *FORWARD]
 
 
-def passed(order: UseOrder, units: list[str]) -> list[list[str]]:
+def passed(order: PrefetchOrder, units: list[str]) -> list[list[str]]:
     """Go through a pass and return which two units are ahead after each."""
     order.start()
     found = []
@@ -17,12 +17,12 @@ def passed(order: UseOrder, units: list[str]) -> list[list[str]]:
 
 
 def test_nothing_is_known_of_a_first_pass() -> None:
-    assert passed(UseOrder(), PASS) == [[]] * len(PASS)
+    assert passed(PrefetchOrder(), PASS) == [[]] * len(PASS)
 
 
 def test_units_ahead_are_named_once() -> None:
     """So what was needed last is still among them where a forward and a backward pass turn into each other."""
-    order = UseOrder()
+    order = PrefetchOrder()
     passed(order, PASS)
     ahead = dict(zip(range(len(PASS)), passed(order, PASS), strict=True))
     assert ahead[0] == ["1", "2"]
@@ -35,14 +35,14 @@ def test_units_ahead_are_named_once() -> None:
 
 
 def test_another_order_is_recorded_from_where_it_differs() -> None:
-    order = UseOrder()
+    order = PrefetchOrder()
     passed(order, ["1", "2", "3"])
     assert passed(order, ["1", "3", "2"]) == [["2", "3"], [], []]
     assert passed(order, ["1", "3", "2"]) == [["3", "2"], ["2"], []]
 
 
 def test_a_turn_is_not_passed_where_directions_are_told_apart() -> None:
-    order = UseOrder()
+    order = PrefetchOrder()
     for _ in range(2):
         order.start()
         for unit in ("1", "2"):
@@ -54,7 +54,7 @@ def test_a_turn_is_not_passed_where_directions_are_told_apart() -> None:
 
 
 def test_few_units_used_many_times_are_found_at_once() -> None:
-    order = UseOrder()
+    order = PrefetchOrder()
     for _ in range(2):
         order.start()
         for _ in range(10**4):

@@ -11,11 +11,11 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import model_units
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred, gradients
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue, gradients
 from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize
-from llmtrain.sharding.unit import Cut, build_unit
+from llmtrain.sharding.unit import ShardRanges, build_unit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -62,8 +62,10 @@ class Products(TorchDispatchMode):
         return result
 
 
-def layer_of(kind: type[nn.Module], mesh: TensorMesh, defer: Deferred | None = None, ordered: bool = True) -> nn.Module:
-    layer = kind(INPUTS, OUTPUTS, True, mesh, defer, ordered)  # type: ignore[call-arg]
+def layer_of(
+    kind: type[nn.Module], mesh: TensorMesh, queue: WeightGradientQueue | None = None, ordered: bool = True
+) -> nn.Module:
+    layer = kind(INPUTS, OUTPUTS, True, mesh, queue, ordered)  # type: ignore[call-arg]
     torch.manual_seed(0)
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(torch.randn(parameter.shape)))
@@ -111,13 +113,13 @@ def test_row_parallel_gathers_once() -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_put_off(kind: type[nn.Module], sequence: bool) -> None:
     """Products of weights come later, microbatch by microbatch; whoever does not collect them gets them at once."""
-    mesh, defer = Told(0, RANKS, sequence=sequence), Deferred()
-    now, later = layer_of(kind, mesh), layer_of(kind, mesh, defer)
+    mesh, queue = Told(0, RANKS, sequence=sequence), WeightGradientQueue()
+    now, later = layer_of(kind, mesh), layer_of(kind, mesh, queue)
     expected, found = [], []
     for x in [inputs_of(kind, mesh) for _ in range(2)]:
         to_x, *rest = torch.autograd.grad(now(x).square().sum(), [x, *now.parameters()])
         expected.append(dict(zip(now._parameters, rest, strict=True)))
-        with defer.collecting() as left:
+        with queue.collecting() as left:
             later(x).square().sum().backward()
         found.append(left)
         torch.testing.assert_close(x.grad, to_x)
@@ -134,10 +136,10 @@ def test_put_off(kind: type[nn.Module], sequence: bool) -> None:
 
 
 def test_what_a_product_waits_for_comes_ahead() -> None:
-    mesh, defer = Told(0, RANKS, sequence=True), Deferred()
-    up, down = layer_of(ColumnParallelLinear, mesh, defer, False), layer_of(RowParallelLinear, mesh, defer, False)
+    mesh, queue = Told(0, RANKS, sequence=True), WeightGradientQueue()
+    up, down = layer_of(ColumnParallelLinear, mesh, queue, False), layer_of(RowParallelLinear, mesh, queue, False)
     x = inputs_of(ColumnParallelLinear, mesh)
-    with defer.collecting() as left:
+    with queue.collecting() as left:
         down(up(x)[..., : INPUTS // RANKS]).sum().backward()
     mesh.events.clear()
     with Products(mesh.events):
@@ -203,16 +205,16 @@ def test_one_rank_can_put_off(name: str) -> None:
     """Without tensor parallelism the same layers compute the same, and put off what they are told to."""
     config, found = PRESETS[name], []
     tokens = torch.randint(0, config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
-    for defer in (None, Deferred()):
+    for queue in (None, WeightGradientQueue()):
         model = GPT(config, torch.device("cpu"))
-        parallelize(model, TensorMesh(), defer)
+        parallelize(model, TensorMesh(), queue)
         make = partial(build_unit, device=torch.device("cpu"), dtype=torch.float32, seed=0)
         for unit in model_units(config):
-            make(unit, model.unit(unit.name), Cut.of(unit.numel, Degrees(), (), 0))
-        if defer is None:
+            make(unit, model.unit(unit.name), ShardRanges.of(unit.numel, Degrees(), (), 0))
+        if queue is None:
             model(tokens, tokens).backward()
         else:
-            with defer.collecting() as left:
+            with queue.collecting() as left:
                 model(tokens, tokens).backward()
             assert model.get_parameter("blocks.0.mlp.up.weight").grad is None
             for parameter, gradient in gradients(left):

@@ -10,8 +10,8 @@ from llmtrain.model.config import Family, GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.gradients import Turn
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.gradients import BackwardPass
 from llmtrain.sharding.unit import whole_unit
 
 TINY = GPTConfig(
@@ -68,7 +68,7 @@ def test_pieces_cover_any_range(sizes: list[int], data: st.DataObject) -> None:
     end = data.draw(st.integers(start, unit.numel))
     covered = [
         unit.offsets[unit.tensors.index(tensor)] + place
-        for tensor, first, last in unit.pieces(start, end)
+        for tensor, first, last in unit.tensor_ranges(start, end)
         for place in range(first, last)
     ]
     assert covered == list(range(start, end))
@@ -94,9 +94,9 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     model = GPT(config, torch.device("cpu"))
     units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     tokens = torch.randint(0, config.vocab, (2, 9))
-    engine, block, sums = Engine(model, units, Spread(), {}, lambda calls: None), units[1], []
+    engine, block, sums = Engine(model, units, ShardingSpec(), {}, lambda calls: None), units[1], []
     for first, last in ((True, True), (False, True), (True, False), (False, False), (False, True)):
-        turns = [Turn(name, first, last) for name in engine.units]
+        turns = [BackwardPass(name, first, last) for name in engine.units]
         engine.backward(model(tokens[:, :-1], tokens[:, 1:]).backward, turns)
         sums.append(block.gradient.clone())
     assert sums[0].any()
@@ -109,7 +109,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
 def test_parameter_without_gradient_is_an_error() -> None:
     model = GPT(TINY, torch.device("cpu"))
     units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
-    engine = Engine(model, units, Spread(), {}, lambda calls: None)
+    engine = Engine(model, units, ShardingSpec(), {}, lambda calls: None)
     loss = model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="without a gradient in blocks"):
-        engine.backward(loss.backward, [Turn(name, first=True, last=True) for name in engine.units])
+        engine.backward(loss.backward, [BackwardPass(name, first=True, last=True) for name in engine.units])

@@ -12,7 +12,7 @@ import torch
 import transformers
 from llmtrain.checkpoint import save
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.activity import Watch
+from llmtrain.comm.activity import Activity
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
@@ -325,13 +325,13 @@ def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.
     train(*keys)
     monkeypatch.setattr(evaluate, "TOGETHER", 3)
     shares: list[str] = []
-    moving = Watch.moving
+    moving = Activity.moving
 
-    def noted(watch: Watch, share: float | None = None) -> None:
-        moving(watch, share)
-        shares.append(watch.doing())
+    def noted(activity: Activity, share: float | None = None) -> None:
+        moving(activity, share)
+        shares.append(activity.doing())
 
-    monkeypatch.setattr(Watch, "moving", noted)
+    monkeypatch.setattr(Activity, "moving", noted)
     train("name=parts", *keys)
     parts_done = [share.partition(": ")[2] for share in shares if share.startswith("evaluating ")]
     assert list(dict.fromkeys(parts_done)) == ["0%", "50%", "75%", "100%"]

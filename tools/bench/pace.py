@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from llmtrain.model.gpt import GPT
-from llmtrain.sharding.gradients import Turn
+from llmtrain.sharding.gradients import BackwardPass
 from llmtrain.training.run import Run
 from torch import Tensor
 
@@ -40,11 +40,11 @@ def pace_run(run: Run, seconds: float) -> None:
     they come apart too."""
     if not seconds:
         return
-    deferred, inner = run.executor._deferred, run.engine.backward_weights
+    deferred, inner = run.executor._weight_gradients, run.engine.backward_weights
     pace(run.model, seconds, lambda: deferred is not None and deferred.active)
 
-    def paced(received: Any, products: Any, turns: Collection[Turn]) -> None:
-        time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in turns))
-        inner(received, products, turns)
+    def paced(received: Any, products: Any, backward_passes: Collection[BackwardPass]) -> None:
+        time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in backward_passes))
+        inner(received, products, backward_passes)
 
     run.engine.backward_weights = paced  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ def peer(run: Run, seconds: float) -> Contestant:
     """
     rank, watch = run.ranks.rank, Watch()
     count = run.recipe.train.global_batch // int(run.recipe.train.microbatch)
-    module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].piece.closes
+    module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].layout.closes
     if seconds:
         pace(module.model, seconds, lambda: False)
 

@@ -67,12 +67,12 @@ def emulate(run: Run, seconds: float) -> None:
     executor, engine = run.executor, run.engine
     transport, deferred, train, weights = (
         executor._transport,
-        executor._deferred,
+        executor._weight_gradients,
         executor.train,
         engine.backward_weights,
     )
     assert transport is not None
-    own = {chunk.piece.stage for chunk in executor._stages}
+    own = {chunk.layout.stage for chunk in executor._stages}
     ours = [channel for channel in channels(executor._schedule) if channel.target in own]
     processor, receive = (
         Processor(lambda: {channel for channel in ours if transport.arrived(channel)}),
@@ -88,9 +88,9 @@ def emulate(run: Run, seconds: float) -> None:
     def wait_backward(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return Given.apply(given[0], backward), *given[1:]
 
-    def backward_weights(received: Any, products: Any, turns: Sequence[Any]) -> None:
-        weights(received, products, turns)
-        processor.work(seconds * sum(turn.name.startswith("blocks.") for turn in turns))
+    def backward_weights(received: Any, products: Any, backward_passes: Sequence[Any]) -> None:
+        weights(received, products, backward_passes)
+        processor.work(seconds * sum(turn.name.startswith("blocks.") for turn in backward_passes))
 
     def passes(*given: Any) -> Tensor:
         processor.begin()

@@ -25,7 +25,7 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
-from llmtrain.sharding.gradients import Turn
+from llmtrain.sharding.gradients import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step
 from llmtrain.training.run import compose
@@ -209,7 +209,7 @@ def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reductio
     setting = reduction.setting
     kept: dict[str, list[Tensor]] = {name: [] for name in units}
 
-    def kept_apart(run: Callable[[], None], turns: Sequence[Turn]) -> None:
+    def kept_apart(run: Callable[[], None], turns: Sequence[BackwardPass]) -> None:
         last = turns[0].last
         backward(run, [replace(turn, first=True) for turn in turns])
         for name, unit in units.items():

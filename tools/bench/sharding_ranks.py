@@ -36,11 +36,11 @@ from tools.netlab import counters
 @dataclass(frozen=True)
 class Contestant:
     """One way to train. step: does the optimizer step of a number, and returns its loss on this rank, if it has one.
-    state_bytes: of model states on this rank, after a step. settle: waits for what goes on after a step."""
+    state_bytes: of model states on this rank, after a step. finish_updates: waits for what goes on after a step."""
 
     step: Callable[[int], float | None]
     state_bytes: Callable[[], int]
-    settle: Callable[[], None] = lambda: None
+    finish_updates: Callable[[], None] = lambda: None
 
 
 def batches(run: Run, number: int) -> Iterable[Tensor]:
@@ -86,7 +86,7 @@ def ours(run: Run) -> Contestant:
         train_step(run, number)
         return None
 
-    return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.settle)
+    return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.finish_updates)
 
 
 def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
@@ -189,7 +189,7 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
     run = stack.enter_context(compose(recipe, placed, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
-    run.engine.weights.settle()
+    run.engine.weights.finish_updates()
     return run
 
 
@@ -208,7 +208,7 @@ def measure(contestants: dict[str, Contestant], rounds: int, turn: int, ranks: R
             dist.barrier()
             before, started = card_bytes(), time.perf_counter()
             losses = [contestants[name].step(done + step) for step in range(steps)]
-            contestants[name].settle()
+            contestants[name].finish_updates()
             dist.barrier()
             seconds, sent = time.perf_counter() - started, card_bytes() - before
             if number:

@@ -243,7 +243,7 @@ def _arrive(run: Any) -> None:
     """Wait until what a step has sent is everywhere: updated weights travel on after it. Collective."""
     import torch.distributed as dist
 
-    run.engine.weights.settle()
+    run.engine.weights.finish_updates()
     dist.barrier()
 
 

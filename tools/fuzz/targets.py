@@ -48,13 +48,13 @@ def read_recipe(case: Case) -> None:
     from llmtrain.cluster.topology import layout_degrees
     from llmtrain.model.hf_config import read_hf_config
     from llmtrain.plan.check import advice
-    from llmtrain.plan.prepare import settle
+    from llmtrain.plan.prepare import check_and_resolve
     from llmtrain.plan.resolve import Facts, decisions, to_yaml
     from llmtrain.recipe.load import load_recipe
 
     recipe = load_recipe("recipe.yaml", case.words)
     world = 8 if len(case.words) % 2 else 1
-    resolved = settle(recipe, Facts(world=world, ranks_per_node=world, device="cpu"), read_hf_config)
+    resolved = check_and_resolve(recipe, Facts(world=world, ranks_per_node=world, device="cpu"), read_hf_config)
     to_yaml(resolved)
     decisions(recipe, resolved)
     cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None

@@ -12,7 +12,7 @@ from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.state_shard import StateShard
-from llmtrain.checkpoint.store_messages import Exchange
+from llmtrain.checkpoint.store_messages import StoreMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
@@ -33,11 +33,11 @@ def load_latest(
     checkpoints may serve, None for all. Collective. Raises RunFailedError if there are checkpoints but none is
     sound, BadInputError if a sound one holds another model than `shards`.
     """
-    exchange = Exchange(ranks, "load")
-    folders = [one for one in _candidates(path, ranks, exchange) if wanted is None or wanted(step_of(one))]
+    messages = StoreMessages(ranks, "load")
+    folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
     for folder in folders:
         try:
-            return _load(folder, shards, ranks, exchange, model)
+            return _load(folder, shards, ranks, messages, model)
         except DamagedError as error:
             warn(f"skipped the checkpoint {folder}: {error}")
     if folders:
@@ -54,37 +54,37 @@ def load(folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig 
     holds another model than `shards`.
     """
     try:
-        return _load(folder, shards, ranks, Exchange(ranks, "load"), model)
+        return _load(folder, shards, ranks, StoreMessages(ranks, "load"), model)
     except DamagedError as error:
         raise RunFailedError(f"the checkpoint {folder} is damaged: {error}") from error
 
 
-def _candidates(path: Path, ranks: Ranks, exchange: Exchange) -> list[Path]:
+def _candidates(path: Path, ranks: Ranks, messages: StoreMessages) -> list[Path]:
     """Return the checkpoints that rank 0 sees: a folder may look different from elsewhere for a moment."""
     if ranks.is_main:
         found = find_checkpoints(path) if path.is_dir() else []
-        exchange.tell("folders", json.dumps([str(folder) for folder in found]))
-    return [Path(folder) for folder in json.loads(exchange.hear("folders"))]
+        messages.tell("folders", json.dumps([str(folder) for folder in found]))
+    return [Path(folder) for folder in json.loads(messages.hear("folders"))]
 
 
 def _load(
-    folder: Path, shards: list[StateShard], ranks: Ranks, exchange: Exchange, model: GPTConfig | None
+    folder: Path, shards: list[StateShard], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None
 ) -> dict[str, JsonValue]:
     """Load, and agree: raises the same error on every rank, if any rank has one."""
-    exchange.next()
+    messages.next()
     progress: dict[str, JsonValue] = {}
     failure: Exception | None = None
     try:
-        progress = _fill(folder, shards, model, ranks.watch.moving)
+        progress = _fill(folder, shards, model, ranks.activity.moving)
     except (DamagedError, BadInputError) as error:
         failure = error
-        exchange.tell(type(error).__name__, str(error))
+        messages.tell(type(error).__name__, str(error))
     damaged, unfit = ranks.sum_all(
         [float(isinstance(failure, DamagedError)), float(isinstance(failure, BadInputError))]
     )
     for kind, count in ((DamagedError, damaged), (BadInputError, unfit)):
         if count:
-            raise kind(exchange.hear(kind.__name__))
+            raise kind(messages.hear(kind.__name__))
     return progress
 
 
@@ -103,7 +103,7 @@ def _fill(
                     values.zero_()
                     continue
                 offset = 0
-                for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
+                for tensor, first, last in shard.unit.tensor_ranges(shard.start, shard.end):
                     for position, read in reader.read(tensor.name, state, first, last):
                         done += len(read)
                         moving(done / whole)

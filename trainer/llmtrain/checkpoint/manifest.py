@@ -38,7 +38,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Piece:
+class StoredRange:
     """The elements `[start, end)` of one state of one tensor, fp32, at byte `offset` of a file.
 
     xxh3: one XXH3-64 digest for each block of `Manifest.block` bytes, the last one shorter.
@@ -70,7 +70,7 @@ class TensorEntry:
     """One canonical tensor. states: by name, the pieces that make it up, in order."""
 
     shape: list[Annotated[int, Field(ge=1)]]
-    states: dict[str, list[Piece]]
+    states: dict[str, list[StoredRange]]
 
 
 @dataclass(frozen=True, config=_STRICT)

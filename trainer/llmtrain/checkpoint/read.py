@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from llmtrain.checkpoint.manifest import ITEM, MANIFEST, Piece, digest, read_manifest
+from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, digest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
@@ -60,7 +60,7 @@ class CheckpointReader:
             flat[position : position + len(values)] = values
         return result
 
-    def block(self, what: str, piece: Piece, index: int) -> torch.Tensor:
+    def block(self, what: str, piece: StoredRange, index: int) -> torch.Tensor:
         """Return one block of a piece, fp32, verified, valid until the next is read.
 
         what: the piece's name in the sentence of a DamagedError.

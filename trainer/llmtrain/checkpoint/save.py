@@ -14,9 +14,9 @@ from pydantic import JsonValue, TypeAdapter
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
-from llmtrain.checkpoint.shard_file import Part, Range, merge_parts, write_part
+from llmtrain.checkpoint.shard_file import Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateShard
-from llmtrain.checkpoint.store_messages import Exchange
+from llmtrain.checkpoint.store_messages import StoreMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 
@@ -37,7 +37,7 @@ class _Save:
 class _Report:
     """What a rank tells rank 0 of its part: the part, if it has ranges at all, or why it could not be written."""
 
-    part: Part | None = None
+    part: ShardFile | None = None
     failure: str = ""
 
 
@@ -60,7 +60,7 @@ class Checkpointer:
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
-        self._exchange, self._confirm = Exchange(ranks, "save"), confirm
+        self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
         self._staging: list[torch.Tensor] = []
         self._failure: str | None = None
         self._remark = ""
@@ -102,7 +102,7 @@ class Checkpointer:
         every rank; earlier checkpoints then stay.
         """
         failure = self.wait()
-        self._exchange.next()
+        self._messages.next()
         host, copied = self._host_copies(shards)
         save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
         if not self._asynchronous:
@@ -163,11 +163,11 @@ class Checkpointer:
             self._conclude()
 
     def _follow(self, save: _Save) -> str | None:
-        failure = self._exchange.hear("open")
+        failure = self._messages.hear("open")
         if not failure:
             report = self._write(save)
-            self._exchange.tell(str(self._ranks.rank), TypeAdapter(_Report).dump_json(report).decode())
-            failure = self._exchange.hear("done")
+            self._messages.tell(str(self._ranks.rank), TypeAdapter(_Report).dump_json(report).decode())
+            failure = self._messages.hear("done")
         return failure or None
 
     def _lead(self, save: _Save) -> str | None:
@@ -181,9 +181,9 @@ class Checkpointer:
                 sync_folder(self._folder.parent)
         except (OSError, RunFailedError) as error:
             failure = self._sentence(save, _reason(error))
-            self._exchange.tell("open", failure)
+            self._messages.tell("open", failure)
             return failure
-        self._exchange.tell("open", "")
+        self._messages.tell("open", "")
         try:
             self._finish(save, [self._write(save), *self._reports()])
         except Exception as error:
@@ -192,43 +192,43 @@ class Checkpointer:
             failure = self._sentence(save, _reason(error))
         else:
             failure, self._remark = "", self._prune(save)
-        self._exchange.tell("done", failure)
+        self._messages.tell("done", failure)
         return failure or None
 
     def _conclude(self) -> None:
         """Have the main rank, which has the store, stay until all others have heard how it went."""
         if self._ranks.is_main:
             for rank in range(1, self._ranks.layout.world):
-                self._exchange.hear(f"{rank} has heard")
-                self._exchange.forget(f"{rank} has heard")
+                self._messages.hear(f"{rank} has heard")
+                self._messages.forget(f"{rank} has heard")
         else:
-            self._exchange.tell(f"{self._ranks.rank} has heard", "")
+            self._messages.tell(f"{self._ranks.rank} has heard", "")
 
     def _reports(self) -> Iterator[_Report]:
         for rank in range(1, self._ranks.layout.world):
-            yield TypeAdapter(_Report).validate_json(self._exchange.hear(str(rank)))
-            self._exchange.forget(str(rank))
+            yield TypeAdapter(_Report).validate_json(self._messages.hear(str(rank)))
+            self._messages.forget(str(rank))
 
     def _write(self, save: _Save) -> _Report:
         """Write this rank's file."""
         name = f"rank-{self._ranks.rank:05d}.safetensors"
-        self._ranks.watch.writing = True
+        self._ranks.activity.writing = True
         try:
             if save.copied is not None:
                 save.copied.synchronize()
             ranges = list(_ranges(save.shards))
             if not ranges:
                 return _Report()
-            return _Report(write_part(self._partial(save) / name, ranges, self._moving(_contents(save))))
+            return _Report(write_shard_file(self._partial(save) / name, ranges, self._moving(_contents(save))))
         except Exception as error:
             return _Report(failure=f"rank {self._ranks.rank}: {_reason(error)}")
         finally:
-            self._ranks.watch.writing = False
+            self._ranks.activity.writing = False
 
     def _moving(self, contents: Iterator[memoryview]) -> Iterator[memoryview]:
         """Have it known that a long write goes on."""
         for content in contents:
-            self._ranks.watch.moving()
+            self._ranks.activity.moving()
             yield content
 
     def _finish(self, save: _Save, reports: list[_Report]) -> None:
@@ -241,7 +241,7 @@ class Checkpointer:
         for part in parts:
             if not (partial / part.name).exists():
                 raise RunFailedError(f"rank 0 does not see {part.name}; all ranks must share {self._folder}")
-        files, tensors = merge_parts(parts)
+        files, tensors = merge_shard_files(parts)
         manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
         self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
@@ -269,7 +269,7 @@ def _states(shards: list[StateShard]) -> list[torch.Tensor]:
 def _ranges(shards: list[StateShard]) -> Iterator[Range]:
     for shard in shards:
         for state in shard.states:
-            for tensor, first, last in shard.unit.pieces(shard.start, shard.end):
+            for tensor, first, last in shard.unit.tensor_ranges(shard.start, shard.end):
                 yield Range(tensor.name, tensor.shape, state, first, last)
 
 
@@ -277,7 +277,7 @@ def _contents(save: _Save) -> Iterator[memoryview]:
     """Yield the bytes of each of `_ranges`."""
     host = iter(save.host)
     for shard in save.shards:
-        pieces = shard.unit.pieces(shard.start, shard.end)
+        pieces = shard.unit.tensor_ranges(shard.start, shard.end)
         for _ in shard.states:
             values, offset = next(host), 0
             for _, first, last in pieces:

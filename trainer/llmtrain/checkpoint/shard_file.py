@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmtrain.checkpoint.manifest import BLOCK, FileEntry, Piece, TensorEntry, digest
+from llmtrain.checkpoint.manifest import BLOCK, FileEntry, StoredRange, TensorEntry, digest
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
 
 
@@ -29,16 +29,16 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardFile:
     """One file of a checkpoint. pieces: what it holds of each range, in the order of the file."""
 
     name: str
     entry: FileEntry
     ranges: list[Range]
-    pieces: list[Piece]
+    pieces: list[StoredRange]
 
 
-def write_part(path: Path, ranges: Sequence[Range], contents: Iterable[memoryview]) -> Part:
+def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[memoryview]) -> ShardFile:
     """Write `ranges` into a new file at `path`, and make it durable.
 
     contents: the bytes of each range in turn; they are hashed on their way. Raises OSError.
@@ -53,15 +53,15 @@ def write_part(path: Path, ranges: Sequence[Range], contents: Iterable[memoryvie
                 block = content[start : start + BLOCK]
                 digests.append(digest(block))
                 file.write(block)
-            pieces.append(Piece(held.start, held.end, path.name, offset, digests))
+            pieces.append(StoredRange(held.start, held.end, path.name, offset, digests))
             offset += len(content)
-    return Part(path.name, FileEntry(offset, len(header), digest(header)), list(ranges), pieces)
+    return ShardFile(path.name, FileEntry(offset, len(header), digest(header)), list(ranges), pieces)
 
 
-def merge_parts(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+def merge_shard_files(parts: Iterable[ShardFile]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
     """Return the manifest's `files` and `tensors` of a checkpoint made of `parts`."""
     files: dict[str, FileEntry] = {}
-    found: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[StoredRange]]] = defaultdict(lambda: defaultdict(list))
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         files[part.name] = part.entry

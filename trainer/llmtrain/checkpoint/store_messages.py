@@ -17,7 +17,7 @@ _PATIENCE = 3600.0
 _LOOK = 0.5
 
 
-class Exchange:
+class StoreMessages:
     """A numbered series of conversations.
 
     Every rank makes the same ones in the same order, so that no key is used twice.
@@ -25,7 +25,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self._store = dist.HashStore() if ranks.store is None else ranks.store.clone()  # type: ignore[attr-defined]
-        self._watch = ranks.watch
+        self._activity = ranks.activity
         self._name = f"{name}/{self._store.add(f'{name}/{ranks.rank}', 1)}"
         self._turn = 0
 
@@ -43,7 +43,7 @@ class Exchange:
         # A wait of the store's own would go on when the other rank has died.
         while not self._store.check([key]):
             waited = time.monotonic() - begin
-            if self._watch.over or waited > _PATIENCE:
+            if self._activity.over or waited > _PATIENCE:
                 raise RuntimeError("contact with another rank was lost")
             time.sleep(min(_LOOK, 0.001 + waited / 10))
         return zlib.decompress(self._store.get(key)).decode()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llmtrain_data.progress import Report, progress
 
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, Piece
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, StoredRange
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 
@@ -43,7 +43,7 @@ def verify(folder: Path) -> list[str]:
     return problems
 
 
-def _problems(reader: CheckpointReader, what: str, piece: Piece, report: Report) -> list[str]:
+def _problems(reader: CheckpointReader, what: str, piece: StoredRange, report: Report) -> list[str]:
     problems = []
     for index in range(len(piece.xxh3)):
         report(min(reader.manifest.block, piece.nbytes - index * reader.manifest.block))

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch
 
-from llmtrain.comm.crash_notes import Ending, Last, Note
+from llmtrain.comm.crash_notes import CrashNote, Ending, Last
 
 T = TypeVar("T")
 
 
-class Watch:
+class Activity:
     """Notes of one rank.
 
     phase: of the run, empty in the middle of training. last: the newest note. moved: when that was, seconds since the
@@ -24,7 +24,7 @@ class Watch:
     def __init__(self, rank: int = 0, path: str | None = None) -> None:
         """path: of the launcher's notes, None where nobody keeps any."""
         self.rank = rank
-        self._note = Note(path, rank)
+        self._note = CrashNote(path, rank)
         self.phase = ""
         self._share: float | None = None
         self.last, self.moved, self.writing, self.lost = Last(), time.time(), False, False
@@ -33,7 +33,7 @@ class Watch:
         self._stream: torch.cuda.Stream | None = None
         self._thread = threading.get_ident()
 
-    def note(self, doing: str, step: int | None = None) -> None:
+    def record(self, doing: str, step: int | None = None) -> None:
         """Note what this rank begins. step: steps done, where that has changed."""
         self.last = Last(self.last.step if step is None else step, doing)
         self.moved = time.time()
@@ -42,7 +42,7 @@ class Watch:
     def begin(self, phase: str) -> None:
         """Note a phase that takes its time, and which the person who watches is told of until the next one begins."""
         self.phase, self._share = phase, None
-        self.note(phase)
+        self.record(phase)
 
     def moving(self, share: float | None = None) -> None:
         """Note that what was begun goes on. share: how much of the phase is done, 0 to 1, None if as before."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 # Set for ranks that `llmtrain run --nproc` started: the file of their notes.
-NOTES = "LLMTRAIN_NOTES"
+CRASH_NOTES = "LLMTRAIN_NOTES"
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
@@ -34,7 +34,7 @@ class Last:
         return f"after step {self.step}, in {self.doing}"
 
 
-class Note:
+class CrashNote:
     """A rank's page of the launcher's notes: writing it costs no system call, and it outlives the process."""
 
     def __init__(self, path: str | None, rank: int) -> None:
@@ -57,7 +57,7 @@ class Note:
         return self._page is not None and self._verdict[0] != 0
 
 
-class Notes:
+class CrashNotes:
     """The launcher's side: one page for what ranks found to be the reason of the run's end, and one for each rank.
 
     A file in memory that is gone with this process, however it ends. Ranks open it as `path`, None where the system

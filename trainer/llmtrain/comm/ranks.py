@@ -12,11 +12,11 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.nic import card_of
 from llmtrain.cluster.tiers import Tier
-from llmtrain.comm.activity import Watch
-from llmtrain.comm.crash_notes import NOTES, Ending
+from llmtrain.comm.activity import Activity
+from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.groups import gloo_over, group_options
 from llmtrain.comm.small_collectives import sum_over
-from llmtrain.comm.watchdog import Vigil
+from llmtrain.comm.watchdog import Watchdog
 from llmtrain.errors import RunFailedError
 
 ALONE = (Tier("all", 1),)
@@ -30,8 +30,8 @@ class Ranks:
 
     store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
     tiers: of links between all ranks, fastest first. cluster: whose network cards the process groups are made on; None
-    for the default of each machine. watch: takes notes of what this rank does. vigil: what watches over all ranks.
-    timeout: of everything that ranks do together; None: torch's own.
+    for the default of each machine. activity: takes notes of what this rank does. watchdog: what watches over all
+    ranks. timeout: of everything that ranks do together; None: torch's own.
     """
 
     rank: int
@@ -41,8 +41,8 @@ class Ranks:
     store: dist.Store | None = None
     tiers: tuple[Tier, ...] = ALONE
     cluster: Cluster | None = None
-    watch: Watch = field(default_factory=Watch)
-    vigil: Vigil | None = None
+    activity: Activity = field(default_factory=Activity)
+    watchdog: Watchdog | None = None
     timeout: timedelta | None = None
 
     @property
@@ -52,15 +52,15 @@ class Ranks:
 
     def host_of(self, rank: int) -> str:
         """Return the name of the machine that a rank is on."""
-        return socket.gethostname() if self.vigil is None else self.vigil.host_of(rank)
+        return socket.gethostname() if self.watchdog is None else self.watchdog.host_of(rank)
 
     def sum_all(self, values: list[float]) -> list[float]:
         """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
         if self.layout.world == 1:
             return values
-        self.watch.note("all_reduce over all ranks")
+        self.activity.record("all_reduce over all ranks")
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.watch.wait(lambda: sum_over(summed))
+        self.activity.wait(lambda: sum_over(summed))
         return [float(value) for value in summed.tolist()]
 
     def gather_all(self, values: list[int]) -> list[list[int]]:
@@ -123,9 +123,9 @@ def connect(
     if layout.world == 1:
         return Ranks(0, 0, layout, device)
     store, rank = _meet(timeout)
-    watch = Watch(rank, os.environ.get(NOTES))
+    activity = Activity(rank, os.environ.get(CRASH_NOTES))
     own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
-    vigil = Vigil(watch, own, layout.world, timeout.total_seconds(), noted)
+    watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted)
     backend = "nccl" if device.type == "cuda" else "gloo"
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
@@ -143,7 +143,7 @@ def connect(
             pg_options=group_options(backend, cluster, card),
         )
     store = dist.PrefixStore("llmtrain", store)
-    return Ranks(rank, local_rank, layout, device, store, tiers, cluster, watch, vigil, patience)
+    return Ranks(rank, local_rank, layout, device, store, tiers, cluster, activity, watchdog, patience)
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
@@ -165,13 +165,13 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
 
 def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
     """Return the only rank of a run with a vigil over it: it may hang in a file system that is gone."""
-    return replace(ranks, vigil=Vigil(ranks.watch, dist.HashStore(), 1, timeout.total_seconds(), noted=True))
+    return replace(ranks, watchdog=Watchdog(ranks.activity, dist.HashStore(), 1, timeout.total_seconds(), noted=True))
 
 
 def disconnect(ranks: Ranks) -> None:
     """Leave the run's process groups, with nothing more to do."""
-    ranks.watch.ended(Ending.WELL)
-    if ranks.vigil is not None:
-        ranks.vigil.end()
+    ranks.activity.ended(Ending.WELL)
+    if ranks.watchdog is not None:
+        ranks.watchdog.end()
     if ranks.layout.world > 1:
         dist.destroy_process_group()

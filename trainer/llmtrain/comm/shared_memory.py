@@ -9,25 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOM = 8 << 20
+SLOT_BYTES = 8 << 20
 """Bytes that one member of a group tells the others at once."""
 
 _TOKEN = 16
 
 
-class SharedRooms:
+class SharedSlots:
     """Two rooms for each member of a group: what it writes into one of its own, the others read.
 
     Members hear from each other that rooms are filled, through gloo, which also finds out who is gone. Rooms are used
     in turn: who has filled its next one has read all the ones before.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rooms: Sequence[Tensor]) -> None:
-        """rooms: by member, uint8 `[2, ROOM]`."""
-        self._group, self._rooms, self._me = group, rooms, group.rank()
-        self._others = [member for member in range(len(rooms)) if member != self._me]
+    def __init__(self, group: dist.ProcessGroup, slots: Sequence[Tensor]) -> None:
+        """slots: by member, uint8 `[2, ROOM]`."""
+        self._group, self._slots, self._me = group, slots, group.rank()
+        self._others = [member for member in range(len(slots)) if member != self._me]
         self._turn = self._used = 0
-        self._told = torch.zeros(len(rooms), dtype=torch.uint8)
+        self._told = torch.zeros(len(slots), dtype=torch.uint8)
         self._heard = torch.zeros_like(self._told)
 
     @property
@@ -38,12 +38,12 @@ class SharedRooms:
     def gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
         """Fill `parts`, by member, with what each passes as `own`; this member's is not touched. One-dimensional."""
         mine, theirs = own.view(torch.uint8), [part.view(torch.uint8) for part in parts]
-        for start in range(0, len(mine), ROOM):
-            piece = mine[start : start + ROOM]
-            self._rooms[self._me][self._turn, : len(piece)].copy_(piece)
+        for start in range(0, len(mine), SLOT_BYTES):
+            piece = mine[start : start + SLOT_BYTES]
+            self._slots[self._me][self._turn, : len(piece)].copy_(piece)
             self.tell(len(piece))
             for member in self._others:
-                theirs[member][start : start + ROOM].copy_(self._rooms[member][self._turn, : len(piece)])
+                theirs[member][start : start + SLOT_BYTES].copy_(self._slots[member][self._turn, : len(piece)])
             self._turn = 1 - self._turn
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
@@ -73,15 +73,15 @@ class SharedRooms:
 
         Yields the first column, and by member what it sent of them to this one.
         """
-        share = ROOM // len(self._rooms) // wire.itemsize
+        share = SLOT_BYTES // len(self._slots) // wire.itemsize
         for start in range(0, sent.shape[1], share):
             rows = sent[:, start : start + share]
             size = rows.shape[1]
             own = self._parts(self._me, wire, size)
-            for member in self._others if sent.dtype == wire else range(len(self._rooms)):
+            for member in self._others if sent.dtype == wire else range(len(self._slots)):
                 own[member].copy_(rows[member])
             self.tell(own.nbytes)
-            found = [self._parts(member, wire, size)[self._me] for member in range(len(self._rooms))]
+            found = [self._parts(member, wire, size)[self._me] for member in range(len(self._slots))]
             if sent.dtype == wire:
                 found[self._me] = rows[self._me]
             yield start, found
@@ -89,8 +89,8 @@ class SharedRooms:
 
     def _parts(self, sender: int, wire: torch.dtype, size: int) -> Tensor:
         """Return the sender's room as `[members, size]`, a row for each receiver, as far in front as can be."""
-        members = len(self._rooms)
-        room = self._rooms[sender][self._turn, : members * size * wire.itemsize]
+        members = len(self._slots)
+        room = self._slots[sender][self._turn, : members * size * wire.itemsize]
         return room.view(wire).view(members, size)
 
     def tell(self, used: int = 0) -> None:
@@ -99,10 +99,10 @@ class SharedRooms:
         dist.all_to_all_single(self._heard, self._told, group=self._group)
 
 
-def share_rooms(group: dist.ProcessGroup) -> SharedRooms | None:
+def share_slots(group: dist.ProcessGroup) -> SharedSlots | None:
     """Make rooms for the members of `group`; None where they cannot share memory. Collective."""
-    memory = shared_memory(group, 2 * ROOM)
-    return SharedRooms(group, [part.view(2, ROOM) for part in memory]) if memory else None
+    memory = shared_memory(group, 2 * SLOT_BYTES)
+    return SharedSlots(group, [part.view(2, SLOT_BYTES) for part in memory]) if memory else None
 
 
 def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:

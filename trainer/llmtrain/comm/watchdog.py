@@ -18,8 +18,8 @@ import psutil
 import torch.distributed as dist
 from llmtrain_data.output import say
 
-from llmtrain.comm.activity import Watch
-from llmtrain.comm.crash_notes import NOTES, Last, leave_verdict, read_note
+from llmtrain.comm.activity import Activity
+from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
 from llmtrain.errors import EXIT_FAILED
 
 # Seconds between two signs of life, at most; more often where the timeout is short.
@@ -52,19 +52,19 @@ class Beat:
         return Last(self.step, "writing its part of a checkpoint" if self.writing else self.doing)
 
 
-class Vigil:
+class Watchdog:
     """One rank's eye on the others, in two threads; what it finds ends the process with exit code 1.
 
     store: a connection of its own, as the training loop may wait for an answer in its. timeout: seconds within which
     silence or standstill has ended all ranks. noted: whether ranks note what they do, else standstill looks like work.
     """
 
-    def __init__(self, watch: Watch, store: dist.Store, world: int, timeout: float, noted: bool) -> None:
-        self._watch, self._store, self._timeout, self._noted = watch, store, timeout, noted
+    def __init__(self, activity: Activity, store: dist.Store, world: int, timeout: float, noted: bool) -> None:
+        self._activity, self._store, self._timeout, self._noted = activity, store, timeout, noted
         self._pause = min(LONGEST_ROUND, timeout / ROUNDS)
         # Two rounds are for the others to hear of it.
         self._patience = max(2, int(timeout / self._pause) - 2)
-        self._others = list(range(1, world)) if watch.rank == 0 else [0]
+        self._others = list(range(1, world)) if activity.rank == 0 else [0]
         self._heard: dict[int, Beat] = {}
         self._silent = dict.fromkeys(self._others, 0)
         self._answers = self._apart = self._still = self._told = 0
@@ -104,7 +104,7 @@ class Vigil:
         """Tell, hear and judge, round by round."""
         # A store that is gone is for `_guard` to notice, as is one that never answers.
         with suppress(RuntimeError):
-            if self._watch.rank:
+            if self._activity.rank:
                 # Known from the start, so that it is named and ended however soon it falls silent.
                 self._heard[0] = _parse(self._store.get(_key(0)))
             while not self._over.wait(self._pause):
@@ -117,13 +117,13 @@ class Vigil:
                     self._judge()
 
     def _tell(self) -> None:
-        watch, turn = self._watch, self._self.turn + 1
-        last = watch.last
+        activity, turn = self._activity, self._self.turn + 1
+        last = activity.last
         self._self = replace(
-            self._self, turn=turn, step=last.step, doing=last.doing, moved=watch.moved, lost=watch.lost,
-            writing=watch.writing,
+            self._self, turn=turn, step=last.step, doing=last.doing, moved=activity.moved, lost=activity.lost,
+            writing=activity.writing,
         )  # fmt: skip
-        self._store.set(_key(watch.rank), json.dumps(asdict(self._self)))
+        self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))
 
     def _hear(self) -> None:
         here = [rank for rank in self._others if rank in self._heard or self._store.check([_key(rank)])]
@@ -137,15 +137,15 @@ class Vigil:
             self._heard[rank] = beat
 
     def _judge(self) -> None:
-        apart = self._watch.lost or any(beat.lost for beat in self._heard.values())
+        apart = self._activity.lost or any(beat.lost for beat in self._heard.values())
         self._apart = self._apart + 1 if apart else 0
         patience = min(LOST_ROUNDS, self._patience) if apart else self._patience
         gone = [rank for rank in self._others if self._silent[rank] >= patience]
         if gone:
             self._condemn(self._named(gone), gone)
         elif self._apart > 2 * LOST_ROUNDS:
-            self._condemn(f"ranks lost contact with each other {self._watch.last}, though each still answers", [])
-        elif self._noted and self._watch.rank == 0 and len(self._heard) == len(self._others):
+            self._condemn(f"ranks lost contact with each other {self._activity.last}, though each still answers", [])
+        elif self._noted and self._activity.rank == 0 and len(self._heard) == len(self._others):
             self._judge_standstill()
 
     def _judge_standstill(self) -> None:
@@ -170,11 +170,11 @@ class Vigil:
         while not self._over.wait(self._pause):
             silent = 0 if self._answers != answers else silent + 1
             answers = self._answers
-            if silent < (min(LOST_ROUNDS, self._patience) if self._watch.lost else self._patience):
+            if silent < (min(LOST_ROUNDS, self._patience) if self._activity.lost else self._patience):
                 continue
             first = self._heard.get(0, self._self)
             # One voice for each machine, as they have nothing left to agree by: its first rank but the one gone.
-            if self._watch.rank == max(self._watch.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
+            if self._activity.rank == max(self._activity.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
                 self._say(
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "
                     f"{self._self.host} for {self._spent(silent)}; it was last seen {first.last}"
@@ -213,14 +213,14 @@ class Vigil:
 
     def _carry_out(self, verdict: dict[str, object]) -> None:
         """Do what another rank's verdict says, which has been said."""
-        gone, path = verdict["gone"], os.environ.get(NOTES)
+        gone, path = verdict["gone"], os.environ.get(CRASH_NOTES)
         assert isinstance(gone, list)
         if gone and path is not None:
             leave_verdict(path, str(verdict["sentence"]))
         self._kill(gone)
         self._told += 1
         # Where a rank ended by itself, the others may be about to do the same.
-        if verdict["sentence"] or self._watch.lost or self._told > LOST_ROUNDS:
+        if verdict["sentence"] or self._activity.lost or self._told > LOST_ROUNDS:
             os._exit(EXIT_FAILED)
 
     def _kill(self, gone: Sequence[dict[str, object]]) -> None:
@@ -233,7 +233,7 @@ class Vigil:
                         process.kill()
 
     def _say(self, sentence: str) -> None:
-        path = os.environ.get(NOTES)
+        path = os.environ.get(CRASH_NOTES)
         if path is None:
             say(f"llmtrain: {sentence}; the run stopped", err=True)
         else:
@@ -243,7 +243,7 @@ class Vigil:
 def _newest(rank: int, beat: Beat) -> Last:
     """Return what a rank did last, by its notes where they are at hand, as beats are some seconds apart."""
     with suppress(KeyError, OSError):
-        return read_note(os.environ[NOTES], rank)
+        return read_note(os.environ[CRASH_NOTES], rank)
     return beat.last
 
 

@@ -63,9 +63,9 @@ def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | Non
 
 def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     ranks = connect(Layout({Axis.DATA: 1}))
-    ranks.watch.begin(f"loading the checkpoint {folder.name}")
+    ranks.activity.begin(f"loading the checkpoint {folder.name}")
     if waiting is not None:
-        waiting.doing = ranks.watch.doing
+        waiting.doing = ranks.activity.doing
     manifest = read_manifest(folder)
     config = model_of(manifest)
     model = GPT(config, ranks.device)
@@ -95,7 +95,7 @@ def evaluate_on(
     samples = open_split(data, split, trained.model.config.vocab)
     samples.check_ids()
     count = min(count or len(samples), len(samples))
-    trained.ranks.watch.begin(f"evaluating {count} samples")
+    trained.ranks.activity.begin(f"evaluating {count} samples")
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         yield from ((1, [trained.model(rows[:, :-1], rows[:, 1:])]) for rows in batches)

@@ -30,18 +30,18 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
     try:
         yield
     except (CommandError, DataError) as error:
-        if ranks.watch.over and not isinstance(error, PreemptedError):
+        if ranks.activity.over and not isinstance(error, PreemptedError):
             # It is of a rank that was lost, whom our launcher names.
             _skip_finalization(EXIT_FAILED)
             _end_lost(error, ranks)
-        ranks.watch.ended(Ending.TOLD)
+        ranks.activity.ended(Ending.TOLD)
         _skip_finalization(error.exit_code)
         if _has_spoken(ranks):
             raise SystemExit(error.exit_code) from error
-        if ranks.vigil is not None:
+        if ranks.watchdog is not None:
             if not isinstance(error, PreemptedError):
-                ranks.vigil.leave_word()
-            ranks.vigil.end()
+                ranks.watchdog.leave_word()
+            ranks.watchdog.end()
         raise
     except BaseException as error:
         _end_apart(error, ranks)
@@ -51,13 +51,13 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
 def _end_apart(error: BaseException, ranks: "Ranks") -> None:
     """End after an error that is this rank's alone: lost contact, of which not every rank is to speak, or a crash."""
     _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
-    if ranks.vigil is None:
+    if ranks.watchdog is None:
         return
     if not isinstance(error, RuntimeError) or not _lost_peer(error):
         # Of a file that cannot be read or written the command line makes a sentence.
-        ranks.watch.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
-        ranks.vigil.leave_word()
-        ranks.vigil.end()
+        ranks.activity.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
+        ranks.watchdog.leave_word()
+        ranks.watchdog.end()
         return
     # What gloo and NCCL raise when a peer is gone.
     _end_lost(error, ranks)
@@ -65,13 +65,13 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
 
 def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
     """End after having lost contact."""
-    ranks.watch.ended(Ending.LOST)
+    ranks.activity.ended(Ending.LOST)
     if LAUNCHER_PID in os.environ:
         # Our launcher sees which rank is gone, and says so for all.
         raise SystemExit(EXIT_FAILED) from error
-    if ranks.vigil is not None:
-        ranks.vigil.find_lost()
-    raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.watch.last}") from error
+    if ranks.watchdog is not None:
+        ranks.watchdog.find_lost()
+    raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.activity.last}") from error
 
 
 def _has_spoken(ranks: "Ranks") -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from llmtrain.comm.crash_notes import NOTES, Ending, Notes
+from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Ending
 from llmtrain.comm.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
 from llmtrain.errors import (
     EXIT_BAD_INPUT,
@@ -140,9 +140,9 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
 
 def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | None:
     """Run the ranks once; return how they ended, None for well."""
-    notes = Notes(ranks)
+    notes = CrashNotes(ranks)
     if notes.path is not None:
-        os.environ[NOTES] = notes.path
+        os.environ[CRASH_NOTES] = notes.path
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -193,7 +193,7 @@ def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool)
     return None
 
 
-def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: Notes, monitor: Monitor) -> _End:
+def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashNotes, monitor: Monitor) -> _End:
     """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
     rank, last = first.local_rank, notes.last(first.local_rank)
     # What ranks find after one has died is of its death.

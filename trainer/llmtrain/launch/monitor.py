@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from llmtrain.comm.crash_notes import Ending, Notes, leave_verdict
+from llmtrain.comm.crash_notes import CrashNotes, Ending, leave_verdict
 
 # Seconds between looks at the processes.
 _LOOK = 0.05
@@ -23,7 +23,7 @@ class Monitor:
     those that were ended here.
     """
 
-    def __init__(self, ranks: int, notes: Notes) -> None:
+    def __init__(self, ranks: int, notes: CrashNotes) -> None:
         self.died: list[int] = []
         self.verdict = ""
         self.killed: set[int] = set()

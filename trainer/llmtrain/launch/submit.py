@@ -20,7 +20,7 @@ from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, note_job, note_sources, slurm_folder
 from llmtrain.launch.slurm.script import Job, render
 from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan.prepare import folders_above, settle
+from llmtrain.plan.prepare import check_and_resolve, folders_above
 from llmtrain.plan.resolve import Facts
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.schema import Recipe
@@ -65,7 +65,7 @@ def plan(
     if site.container is None:
         # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
         facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
-        settle(recipe, facts, read_hf_config, folders_above(name))
+        check_and_resolve(recipe, facts, read_hf_config, folders_above(name))
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")

@@ -14,7 +14,7 @@ BLOCK = 1 << 20
 def initialize(unit: UnitSpec, start: int, end: int, seed: int, out: Tensor) -> None:
     """Fill `out`, fp32 `[end - start]`, with what `[start, end)` of the unit starts from."""
     place = 0
-    for tensor, first, last in unit.pieces(start, end):
+    for tensor, first, last in unit.tensor_ranges(start, end):
         _draw(tensor, first, last, seed, out[place : place + last - first])
         place += last - first
 

@@ -77,7 +77,7 @@ class UnitSpec:
         """Start of the suffix that tensor parallelism does not cut."""
         return self.offsets[sum(tensor.split for tensor in self.tensors)]
 
-    def pieces(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
+    def tensor_ranges(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
         """Return (tensor, first, last) for what `[start, end)` of the unit holds of each whole tensor, in order."""
         index = bisect_right(self.offsets, start) - 1
         found = []

@@ -25,7 +25,7 @@ def prepared(
     read_hf: Callable[[Path], GPTConfig],
 ) -> Recipe:
     """Load a recipe, settle it and return it. Raises BadInputError or DataError; writes nothing."""
-    return settle(load_recipe(name_or_path, overrides), facts, read_hf, folders_above(name_or_path))
+    return check_and_resolve(load_recipe(name_or_path, overrides), facts, read_hf, folders_above(name_or_path))
 
 
 def folders_above(name_or_path: str) -> list[Path]:
@@ -34,7 +34,9 @@ def folders_above(name_or_path: str) -> list[Path]:
     return list(find_recipe(name_or_path).resolve().parents)
 
 
-def settle(recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig], others: Sequence[Path] = ()) -> Recipe:
+def check_and_resolve(
+    recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig], others: Sequence[Path] = ()
+) -> Recipe:
     """Check a loaded recipe, resolve it and check the result. Raises BadInputError or DataError; writes nothing.
 
     facts: the run's ranks and device; the tokenizer's size and the shape of `model.hf` are looked up here.

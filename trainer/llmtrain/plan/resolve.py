@@ -22,7 +22,7 @@ from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.degrees import STATES_SHARE, degrees_of, resolve_zero
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import schedule_problems
-from llmtrain.plan.pipeline.stage_layout import pieces_of, stages_of, units_of
+from llmtrain.plan.pipeline.stage_layout import open_schedule, stage_layouts_of, units_of
 from llmtrain.recipe.load import recipe_adapter
 from llmtrain.recipe.pipeline import PipelineConfig
 from llmtrain.recipe.schema import EveryK, Recipe
@@ -225,7 +225,7 @@ def _compute_bytes(precision: PrecisionConfig) -> int:
 
 def _pipeline(recipe: Recipe, config: GPTConfig, facts: Facts, layout: Layout) -> PipelineConfig:
     pipeline, ranks = recipe.pipeline, layout.degree(Axis.PIPELINE)
-    stages, costs = stages_of(pipeline, ranks), stage_costs(config, recipe.data.sequence_length)
+    stages, costs = open_schedule(pipeline, ranks), stage_costs(config, recipe.data.sequence_length)
     if ranks == 1:
         # A recipe for many stages is fine on one rank, which is all of them.
         return replace(pipeline, chunks=1, limit=1, split=(config.layers,))
@@ -249,9 +249,11 @@ def _microbatch(share: int, stages: int) -> int:
 def _largest_share(config: GPTConfig, pipeline: PipelineConfig, parallel: ParallelConfig) -> int:
     """Return the parameters of the rank of the pipeline and the tensor axis that has most."""
     assert not isinstance(pipeline.split, str)
-    stages = stages_of(pipeline, parallel.pipeline)
-    held = [pieces_of(config, stages, pipeline.split, rank) for rank in range(parallel.pipeline)]
-    return max(sum(unit.numel for unit in units_of(config, pieces, 0, parallel.tensor)) for pieces in held)
+    stages = open_schedule(pipeline, parallel.pipeline)
+    held = [stage_layouts_of(config, stages, pipeline.split, rank) for rank in range(parallel.pipeline)]
+    return max(
+        sum(unit.numel for unit in units_of(config, stage_layouts, 0, parallel.tensor)) for stage_layouts in held
+    )
 
 
 def _ffn(family: Family, hidden: int) -> int:

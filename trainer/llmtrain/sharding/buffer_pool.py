@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Arena:
+class BufferPool:
     """Flat buffers by size. Nothing is allocated after construction."""
 
     def __init__(self, sizes: Iterable[int], most: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.stream import Job
-from llmtrain.sharding.workspace import Scratch
+from llmtrain.sharding.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Stage:
+class HopStep:
     """A part of a gather or a reduction, which runs on the lane of `hop`, without gradients."""
 
     hop: Hop
     job: Job
 
-    def then(self, job: Job) -> "Stage":
+    def then(self, job: Job) -> "HopStep":
         """Return this stage with `job` done after it."""
-        return Stage(self.hop, lambda: (self.job(), job()))
+        return HopStep(self.hop, lambda: (self.job(), job()))
 
-    def first(self, job: Job) -> "Stage":
+    def first(self, job: Job) -> "HopStep":
         """Return this stage with `job` done before it."""
-        return Stage(self.hop, lambda: (job(), self.job()))
+        return HopStep(self.hop, lambda: (job(), self.job()))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
     return whole
 
 
-def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[Stage]:
+def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
     """Fill `whole`, one-dimensional, of which this rank's part is there already.
 
     The slowest hop goes first, with as little as possible; each lands where it belongs (MiCS, section 3.3, without
@@ -70,40 +70,40 @@ def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[Stage]:
 
 
 def all_gather_packed(
-    whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, flight: Scratch, packed: bool = False
-) -> list[Stage]:
+    whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, workspace: Workspace, packed: bool = False
+) -> list[HopStep]:
     """Fill `whole` from every rank's `part`, which travels packed; one's own part is rounded as all others are.
 
-    flight: buffers for this gather alone. packed: whether `part` is packed already.
+    workspace: buffers for this gather alone. packed: whether `part` is packed already.
     """
     rows = math.prod(hop.radix for hop in hops)
-    buffer = flight.take("packed", rows * packing.row_bytes(whole.numel() // rows), torch.uint8)
+    buffer = workspace.take("packed", rows * packing.row_bytes(whole.numel() // rows), torch.uint8)
     own = own_part(buffer, hops)
-    stages = all_gather(buffer, hops)
-    stages[0] = stages[0].first(lambda: own.copy_(part) if packed else packing.pack(part, own))
-    stages[-1] = stages[-1].then(
+    steps = all_gather(buffer, hops)
+    steps[0] = steps[0].first(lambda: own.copy_(part) if packed else packing.pack(part, own))
+    steps[-1] = steps[-1].then(
         lambda: dequantize(buffer.view(rows, -1), packing.bits, packing.block, whole.view(rows, -1))
     )
-    return stages
+    return steps
 
 
 def reduce_scatter(
-    values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, flight: Scratch
-) -> tuple[list[Stage], Tensor]:
-    """Sum `values` over the hops' ranks; returns with the stages where this rank's part will be, fp32, in `flight`.
+    values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, workspace: Workspace
+) -> tuple[list[HopStep], Tensor]:
+    """Sum `values` over the hops' ranks; returns with the stages where this rank's part will be, fp32, in `workspace`.
 
     The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32.
     Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
     """
-    stages = []
+    steps = []
     for hop in hops:
-        total = flight.take(f"sum over {hop.span}", values.numel() // hop.radix, torch.float32)
-        stages.append(_exchange(values, hop, wire, packing, total))
+        total = workspace.take(f"sum over {hop.span}", values.numel() // hop.radix, torch.float32)
+        steps.append(_exchange(values, hop, wire, packing, total))
         values = total
-    return stages, values
+    return steps, values
 
 
-def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
+def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> HopStep:
     parts, in_order = region.chunk(hop.radix), hop.order == tuple(range(hop.radix))
 
     def by_collective() -> None:
@@ -122,23 +122,23 @@ def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> Stage:
             message.wait()
 
     def by_memory() -> None:
-        assert hop.rooms is not None
-        hop.rooms.gather([parts[place] for place in hop.order], part)
+        assert hop.slots is not None
+        hop.slots.gather([parts[place] for place in hop.order], part)
 
-    if hop.rooms is not None:
-        return Stage(hop, by_memory)
+    if hop.slots is not None:
+        return HopStep(hop, by_memory)
     # One hop over several nodes' ranks is a ring in gloo: each shard comes into a node once, not once for each rank.
-    return Stage(hop, by_collective if region.is_cuda or not in_order else by_messages)
+    return HopStep(hop, by_collective if region.is_cuda or not in_order else by_messages)
 
 
-def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> Stage:
+def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> HopStep:
     def by_memory() -> None:
-        assert hop.rooms is not None
-        hop.rooms.reduce(total, values.view(hop.radix, -1), wire)
+        assert hop.slots is not None
+        hop.slots.reduce(total, values.view(hop.radix, -1), wire)
 
     def plain() -> None:
-        sent = values if values.dtype == wire else hop.scratch.take("sent", values.numel(), wire).copy_(values)
-        received = hop.scratch.take("received", values.numel(), wire)
+        sent = values if values.dtype == wire else hop.workspace.take("sent", values.numel(), wire).copy_(values)
+        received = hop.workspace.take("received", values.numel(), wire)
         dist.all_to_all_single(received, sent, group=hop.group)
         if total.is_cuda:
             torch.sum(received.view(hop.radix, -1), 0, dtype=torch.float32, out=total)
@@ -150,14 +150,14 @@ def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | No
             total.add_(row)
 
     if packing is not None:
-        return Stage(hop, lambda: _exchange_packed(values, hop, packing, total))
-    return Stage(hop, plain if hop.rooms is None else by_memory)
+        return HopStep(hop, lambda: _exchange_packed(values, hop, packing, total))
+    return HopStep(hop, plain if hop.slots is None else by_memory)
 
 
 def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) -> None:
     row = packing.row_bytes(total.numel())
-    sent = hop.scratch.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
-    received = hop.scratch.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
+    sent = hop.workspace.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
+    received = hop.workspace.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
     others = slice(hop.place), slice(hop.place + 1, None)
     for rows in others:
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.gradients import Alike, GradientReducer, Received, Turn
+from llmtrain.sharding.gradients import BackwardPass, GradientReducer, Received, ReplicaGroups
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardingSpec:
     """How model states are spread and how they travel. gradients: how those are packed, None for not at all. alike:
     what ranks beyond the data-parallel ones hold as well."""
 
@@ -24,7 +24,7 @@ class Spread:
     hops: Hops = field(default_factory=Hops)
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: Packing | None = None
-    alike: Alike = field(default_factory=Alike)
+    replica_groups: ReplicaGroups = field(default_factory=ReplicaGroups)
 
 
 class Engine:
@@ -38,19 +38,25 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[ShardedUnit],
-        spread: Spread,
+        sharding: ShardingSpec,
         used: dict[str, str],
         count: Count,
     ) -> None:
         self.units = {unit.spec.name: unit for unit in units}
-        self._hops = spread.hops
-        self.weights = WeightKeeper(self.units, spread.degrees, spread.hops, spread.weights, count)
+        self._hops = sharding.hops
+        self.weights = WeightKeeper(self.units, sharding.degrees, sharding.hops, sharding.weights, count)
         self.gradients = GradientReducer(
-            self.units, spread.degrees, spread.hops, spread.gradients, spread.alike, count, self.weights.release
+            self.units,
+            sharding.degrees,
+            sharding.hops,
+            sharding.gradients,
+            sharding.replica_groups,
+            count,
+            self.weights.release,
         )
-        self._cut = spread.degrees.weights > 1
+        self._sharded = sharding.degrees.weights > 1
         self._backward = False
-        if spread.degrees.optimizer > 1:
+        if sharding.degrees.optimizer > 1:
             for name in self.units:
                 needed = [name, used[name]] if name in used else [name]
                 module = model.get_submodule(name)
@@ -62,7 +68,7 @@ class Engine:
         """Surround all forward and backward passes of one optimizer step."""
         self.weights.start_pass("train")
         # A weight that autograd keeps is kept as a reference, and gathered anew when it is used.
-        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._cut else nullcontext()
+        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._sharded else nullcontext()
         with kept:
             yield
         self.gradients.finish()
@@ -74,11 +80,11 @@ class Engine:
         yield
         self.weights.end_forward()
 
-    def backward(self, run: Callable[[], None], turns: Collection[Turn]) -> None:
-        """Do one microbatch's backward pass through the units of `turns`, which `run` makes."""
-        self.gradients.start(turns, passing=True)
-        self._run_backward(run, [turn.name for turn in turns])
-        self.gradients.check(turns)
+    def backward(self, run: Callable[[], None], backward_passes: Collection[BackwardPass]) -> None:
+        """Do one microbatch's backward pass through the units of `backward_passes`, which `run` makes."""
+        self.gradients.start(backward_passes, passing=True)
+        self._run_backward(run, [backward_pass.name for backward_pass in backward_passes])
+        self.gradients.check(backward_passes)
 
     def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
         """Do a backward pass whose gradients of weights are to wait; returns those that came out all the same."""
@@ -86,14 +92,16 @@ class Engine:
             self._run_backward(run, names)
         return received
 
-    def backward_weights(self, received: list[Received], products: Iterable[Received], turns: Collection[Turn]) -> None:
+    def backward_weights(
+        self, received: list[Received], products: Iterable[Received], backward_passes: Collection[BackwardPass]
+    ) -> None:
         """Take in what `backward_inputs` returned, and the `products` that are the other gradients of that microbatch.
 
         products: computed as they are taken, all of a unit one after another.
         """
-        self.gradients.start(turns, passing=False)
+        self.gradients.start(backward_passes, passing=False)
         self.gradients.take_in(received, products)
-        self.gradients.check(turns)
+        self.gradients.check(backward_passes)
 
     def update(self) -> None:
         """Bring all weights up to date with the masters. Collective."""
@@ -102,7 +110,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is on its way, and leave the process groups."""
-        self.weights.settle()
+        self.weights.finish_updates()
         self.gradients.close()
         self._hops.close()
 
@@ -114,8 +122,8 @@ class Engine:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of this rank's buffers for whole units and for what travels."""
-        rooms = (self.weights, self.gradients)
-        return self._hops.nbytes + sum(room.arena.nbytes + room.flights.nbytes for room in rooms)
+        held = (self.weights, self.gradients)
+        return self._hops.nbytes + sum(one.pool.nbytes + one.in_flight.nbytes for one in held)
 
     def _run_backward(self, run: Callable[[], None], names: Collection[str]) -> None:
         self._backward = True

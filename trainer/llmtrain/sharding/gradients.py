@@ -18,15 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.small_collectives import sum_over
-from llmtrain.sharding.buffer_pool import Arena
-from llmtrain.sharding.collectives import Packing, Stage, all_gather, own_part, reduce_scatter
+from llmtrain.sharding.buffer_pool import BufferPool
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part, reduce_scatter
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.in_flight import Flights
+from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count
-from llmtrain.sharding.workspace import Scratch
+from llmtrain.sharding.workspace import Workspace
 
 # Whole gradients of one size on their way at once: one is filled while another is sent.
 BUFFERS = 2
@@ -36,7 +36,7 @@ Received = tuple[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
-class Alike:
+class ReplicaGroups:
     """What ranks beyond the data-parallel ones hold alike.
 
     copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
@@ -54,7 +54,7 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Turn:
+class BackwardPass:
     """One backward pass through a unit.
 
     first, last: of the step's; the first replaces what the gradients held, the last completes their sums. leading:
@@ -75,7 +75,7 @@ class _Filling:
     parameters' `grad`.
     """
 
-    turn: Turn
+    backward_pass: BackwardPass
     missing: int
     summed: bool
     views: list[Tensor] = field(default_factory=list)
@@ -86,10 +86,10 @@ class GradientReducer:
     """Sums the gradients of units; `done` hears of each unit whose gradients of a microbatch are complete."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, packing: Packing | None, alike: Alike,
-        count: Count, done: Callable[[str], None],
+        self, units: Mapping[str, ShardedUnit], degrees: Degrees, hops: Hops, packing: Packing | None, replica_groups:
+        ReplicaGroups, count: Count, done: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._units, self._degrees, self._packing, self.alike = units, degrees, packing, alike
+        self._units, self._degrees, self._packing, self.replica_groups = units, degrees, packing, replica_groups
         self._count, self._done = count, done
         some = next(iter(units.values()))
         self._wire = some.weight.dtype
@@ -97,9 +97,9 @@ class GradientReducer:
         self._second_hops = hops.reduce(degrees.gradients, degrees.optimizer)
         self._replica_hops = hops.reduce(degrees.optimizer, degrees.ranks)
         self._back_hops = hops.gather(degrees.optimizer, degrees.ranks)
-        sizes = [unit.cut.padded for unit in units.values()] if degrees.gradients > 1 else []
-        self.arena = Arena(sizes, BUFFERS, self._wire, some.gradient.device)
-        self.flights = Flights(some.gradient.device, len(hops.gradients) + 1)
+        sizes = [unit.ranges.padded for unit in units.values()] if degrees.gradients > 1 else []
+        self.pool = BufferPool(sizes, BUFFERS, self._wire, some.gradient.device)
+        self.in_flight = InFlight(some.gradient.device, len(hops.gradients) + 1)
         self._filling: dict[str, _Filling] = {}
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
@@ -115,22 +115,22 @@ class GradientReducer:
         for name in units:
             self._listen(name, True)
 
-    def start(self, turns: Iterable[Turn], passing: bool) -> None:
+    def start(self, backward_passes: Iterable[BackwardPass], passing: bool) -> None:
         """Begin a microbatch's backward pass. passing: whether autograd makes it now, and hands over all gradients."""
         # Whole sums in the dtype of what is added need no hand of ours, 5 us a parameter, until they are complete.
         whole = passing and bool(self._views) and self._wire == torch.float32
-        for turn in turns:
-            unit, summed = self._units[turn.name], whole and not (turn.first and turn.last)
-            told = turn.last or not summed
-            missing = 1 if turn.leading else len(unit.parameters)
-            before = self._filling.get(turn.name)
-            filling = self._filling[turn.name] = _Filling(turn, missing if told else 0, summed)
-            self._listen(turn.name, told)
+        for backward_pass in backward_passes:
+            unit, summed = self._units[backward_pass.name], whole and not (backward_pass.first and backward_pass.last)
+            told = backward_pass.last or not summed
+            missing = 1 if backward_pass.leading else len(unit.parameters)
+            before = self._filling.get(backward_pass.name)
+            filling = self._filling[backward_pass.name] = _Filling(backward_pass, missing if told else 0, summed)
+            self._listen(backward_pass.name, told)
             if summed:
-                filling.views = self._views[turn.name]
-            if summed and turn.first:
+                filling.views = self._views[backward_pass.name]
+            if summed and backward_pass.first:
                 unit.gradient.zero_()
-            if turn.first or not summed or not (before and before.summed):
+            if backward_pass.first or not summed or not (before and before.summed):
                 for place, parameter in enumerate(unit.parameters):
                     parameter.grad = filling.views[place] if summed else None
 
@@ -143,9 +143,9 @@ class GradientReducer:
             for hook in self._hooks.pop(name, []):
                 hook.remove()
 
-    def check(self, turns: Iterable[Turn]) -> None:
+    def check(self, backward_passes: Iterable[BackwardPass]) -> None:
         """Raise RuntimeError where a backward pass left out gradients."""
-        missing = [turn.name for turn in turns if self._filling[turn.name].missing]
+        missing = [backward_pass.name for backward_pass in backward_passes if self._filling[backward_pass.name].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
 
@@ -159,9 +159,9 @@ class GradientReducer:
         if self._degrees.ranks == 1:
             for unit in self._units.values():
                 self._sum_partial(unit, unit.gradient)
-        if self.alike.stage is not None:
-            self._level(self.alike.stage)
-        for name, group in self.alike.tied.items():
+        if self.replica_groups.stage is not None:
+            self._level(self.replica_groups.stage)
+        for name, group in self.replica_groups.tied.items():
             sum_over(self._units[name].owned_gradient, group)
 
     def _level(self, stage: dist.ProcessGroup) -> None:
@@ -171,13 +171,13 @@ class GradientReducer:
         every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
         held: list[tuple[Tensor, Tensor]] = []
         for unit, whole in zip(units, every.split(sizes), strict=True):
-            start, end = (max(place - unit.spec.replicated, 0) for place in unit.cut.optimizer)
+            start, end = (max(place - unit.spec.replicated, 0) for place in unit.ranges.optimizer)
             place = unit.own(unit.spec.replicated)
             held.append((unit.owned_gradient[place : place + len(whole[start:end])], whole[start:end]))
         for own, part in held:
             part.copy_(own)
         sum_over(every, stage)
-        every.mul_(self._degrees.optimizer / (self._degrees.ranks * self.alike.copies))
+        every.mul_(self._degrees.optimizer / (self._degrees.ranks * self.replica_groups.copies))
         for own, part in held:
             own.copy_(part)
 
@@ -217,7 +217,7 @@ class GradientReducer:
         """Leave the parameters alone, and the process groups of what is held alike."""
         for name in self._units:
             self._listen(name, False)
-        for group in (self.alike.partial, self.alike.stage, *self.alike.tied.values()):
+        for group in (self.replica_groups.partial, self.replica_groups.stage, *self.replica_groups.tied.values()):
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -233,11 +233,11 @@ class GradientReducer:
 
     def _parts(self, name: str, unit: ShardedUnit) -> list[tuple[Tensor, float]]:
         """Return parts of the unit's gradients, each with the share of its square that counts here."""
-        if name in self.alike.second:
+        if name in self.replica_groups.second:
             return []
-        if self.alike.copies == 1:
+        if self.replica_groups.copies == 1:
             return [(unit.owned_gradient, 1.0)]
-        cut, replicated = unit.own(unit.spec.replicated), 1 / self.alike.copies
+        cut, replicated = unit.own(unit.spec.replicated), 1 / self.replica_groups.copies
         return [(unit.owned_gradient[:cut], 1.0), (unit.owned_gradient[cut:], replicated)]
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
@@ -261,7 +261,7 @@ class GradientReducer:
         filling = self._filling[name]
         if not filling.views:
             self._open(name, filling)
-        if filling.buffer is None and not filling.turn.first:
+        if filling.buffer is None and not filling.backward_pass.first:
             filling.views[place].add_(gradient)
         else:
             filling.views[place].copy_(gradient)
@@ -278,38 +278,38 @@ class GradientReducer:
         if self._views:
             filling.views = self._views[name]
         else:
-            filling.buffer = self._take(unit.cut.padded)
+            filling.buffer = self._take(unit.ranges.padded)
             filling.buffer[unit.spec.numel :].zero_()
             filling.views = unit.lasting_views(filling.buffer)
-        if filling.turn.first or filling.buffer is not None:
-            for view in filling.views[1:] if filling.turn.leading else []:
+        if filling.backward_pass.first or filling.buffer is not None:
+            for view in filling.views[1:] if filling.backward_pass.leading else []:
                 view.zero_()
 
     def _take(self, size: int) -> Tensor:
-        while (buffer := self.arena.take(size)) is None:
+        while (buffer := self.pool.take(size)) is None:
             self._receive()
         return buffer
 
     def _receive(self) -> None:
         ticket, buffer = self._sent.popleft()
         ticket.wait()
-        self.arena.give_back(buffer)
+        self.pool.give_back(buffer)
 
     def _send(self, name: str, filling: _Filling) -> None:
-        unit, first, last = self._units[name], filling.turn.first, filling.turn.last
+        unit, first, last = self._units[name], filling.backward_pass.first, filling.backward_pass.last
         buffer, filling.buffer, filling.views = filling.buffer, None, []
         if self._degrees.ranks == 1 or (buffer is None and not last):
             return
         self._count_bytes(unit, last)
 
-        def stages(flight: Scratch) -> list[Stage]:
-            found = self._first_stages(unit, buffer, first, flight) if buffer is not None else []
-            found += self._last_stages(unit, flight) if last else []
+        def steps(workspace: Workspace) -> list[HopStep]:
+            found = self._first_steps(unit, buffer, first, workspace) if buffer is not None else []
+            found += self._last_steps(unit, workspace) if last else []
             whole = unit.gradient if buffer is None else buffer
             found[0] = found[0].first(lambda: self._sum_partial(unit, whole))
             return found
 
-        tickets = self.flights.start(stages)
+        tickets = self.in_flight.start(steps)
         if buffer is not None:
             # The first hop has it all; what goes on from there lies elsewhere.
             self._sent.append((tickets[0], buffer))
@@ -319,30 +319,30 @@ class GradientReducer:
     def _sum_partial(self, unit: ShardedUnit, whole: Tensor) -> None:
         """Add up what each tensor-parallel rank has of the gradients of what they all hold."""
         part = whole[unit.spec.replicated : unit.spec.numel]
-        if self.alike.partial is not None and len(part):
-            sum_over(part, self.alike.partial)
+        if self.replica_groups.partial is not None and len(part):
+            sum_over(part, self.replica_groups.partial)
 
-    def _first_stages(self, unit: ShardedUnit, buffer: Tensor, first: bool, flight: Scratch) -> list[Stage]:
+    def _first_steps(self, unit: ShardedUnit, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
         """Sum one microbatch's gradients over the ranks that its sum is cut over."""
-        (*stages, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, flight)
-        return [*stages, end.then(lambda: unit.gradient.copy_(part) if first else unit.gradient.add_(part))]
+        (*steps, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, workspace)
+        return [*steps, end.then(lambda: unit.gradient.copy_(part) if first else unit.gradient.add_(part))]
 
-    def _last_stages(self, unit: ShardedUnit, flight: Scratch) -> list[Stage]:
+    def _last_steps(self, unit: ShardedUnit, workspace: Workspace) -> list[HopStep]:
         """Sum the gradient shard over all other ranks, and gather back what several of them step with."""
         hops, owned = (*self._second_hops, *self._replica_hops), unit.owned_gradient
         if not hops:
             return []
-        (*stages, end), part = reduce_scatter(unit.gradient, hops, self._wire, self._packing, flight)
-        whole = owned if self._wire == owned.dtype else flight.take("whole", len(owned), self._wire)
+        (*steps, end), part = reduce_scatter(unit.gradient, hops, self._wire, self._packing, workspace)
+        whole = owned if self._wire == owned.dtype else workspace.take("whole", len(owned), self._wire)
         target = own_part(whole, self._replica_hops)
-        stages.append(end.then(lambda: target.copy_(part)))
-        stages += all_gather(whole, self._back_hops)
+        steps.append(end.then(lambda: target.copy_(part)))
+        steps += all_gather(whole, self._back_hops)
         if whole is not owned:
-            stages[-1] = stages[-1].then(lambda: owned.copy_(whole))
-        return stages
+            steps[-1] = steps[-1].then(lambda: owned.copy_(whole))
+        return steps
 
     def _count_bytes(self, unit: ShardedUnit, last: bool) -> None:
-        padded, cut, size = unit.cut.padded, self._degrees, self._wire.itemsize
+        padded, cut, size = unit.ranges.padded, self._degrees, self._wire.itemsize
         if cut.gradients > 1:
             self._count(reduce_traffic("gradients", self._first_hops, padded, size, self._packing))
         if last:

@@ -9,10 +9,10 @@ from torch import Tensor
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level, shard_range
 from llmtrain.comm.ranks import Ranks
-from llmtrain.comm.shared_memory import SharedRooms, share_rooms
+from llmtrain.comm.shared_memory import SharedSlots, share_slots
 from llmtrain.comm.subgroups import make_groups
-from llmtrain.sharding.stream import Lane, lane
-from llmtrain.sharding.workspace import Scratch
+from llmtrain.sharding.stream import Stream, new_stream
+from llmtrain.sharding.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Hop:
     """One collective of a gather or a reduction.
 
     span: ranks that it and all faster hops reach. order: for each member of the group the place of its part in what the
-    group holds together. tier: the slowest link it crosses. lane: where it runs, so that one unit's slow hop runs
-    beside another's fast one. scratch: buffers for what runs there. rooms: memory that the group's processes share,
+    group holds together. tier: the slowest link it crosses. stream: where it runs, so that one unit's slow hop runs
+    beside another's fast one. workspace: buffers for what runs there. slots: memory that the group's processes share,
     where they can.
     """
 
@@ -29,9 +29,9 @@ class Hop:
     order: tuple[int, ...]
     tier: str
     group: dist.ProcessGroup
-    lane: Lane
-    scratch: Scratch
-    rooms: SharedRooms | None = None
+    stream: Stream
+    workspace: Workspace
+    slots: SharedSlots | None = None
 
     @property
     def radix(self) -> int:
@@ -45,8 +45,8 @@ class Hop:
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """Give part k of `sent` to member k, and put what it gives into part k of `received`."""
-        if self.rooms is not None:
-            self.rooms.exchange(received, sent)
+        if self.slots is not None:
+            self.slots.exchange(received, sent)
         else:
             dist.all_to_all_single(received, sent, group=self.group)
 
@@ -66,14 +66,14 @@ class Hops:
     def close(self) -> None:
         """Leave the process groups."""
         for hop in (*self.weights, *self.gradients, *self.flat):
-            hop.lane.close()
+            hop.stream.close()
             dist.destroy_process_group(hop.group)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the hops' buffers."""
         hops = (*self.weights, *self.gradients, *self.flat)
-        return sum(hop.scratch.nbytes + (hop.rooms.nbytes if hop.rooms else 0) for hop in hops)
+        return sum(hop.workspace.nbytes + (hop.slots.nbytes if hop.slots else 0) for hop in hops)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
@@ -99,9 +99,9 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
         places = level.groups(ranks.layout.degrees[Axis.DATA])
         groups = [[axis[place] for place in group] for axis in axes for group in places]
         group = make_groups(ranks, groups)
-        lanes = lane(ranks.device, f"{name} over {level.tier}", ranks.watch)
-        rooms = share_rooms(group) if _in_a_node(ranks, group) else None
-        return Hop(level.span, tuple(order), level.tier, group, lanes, Scratch(ranks.device), rooms)
+        stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
+        slots = share_slots(group) if _in_a_node(ranks, group) else None
+        return Hop(level.span, tuple(order), level.tier, group, stream, Workspace(ranks.device), slots)
 
     # What is only reduced over a level is gathered back over it, too: every level is for both.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)

@@ -6,43 +6,43 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.sharding.collectives import Stage
+from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.stream import Job, Ticket
-from llmtrain.sharding.workspace import Scratch
+from llmtrain.sharding.workspace import Workspace
 
 
 @dataclass
-class _Flight:
-    scratch: Scratch
+class _Slot:
+    workspace: Workspace
     ticket: Ticket | None = None
 
 
-class Flights:
+class InFlight:
     """Starts lists of stages on their hops' lanes; at most `count` are under way at once, each with its own buffers."""
 
     def __init__(self, device: torch.device, count: int) -> None:
-        self._flights = deque(_Flight(Scratch(device)) for _ in range(count))
+        self._slots = deque(_Slot(Workspace(device)) for _ in range(count))
 
-    def start(self, build: Callable[[Scratch], list[Stage]]) -> list[Ticket]:
+    def start(self, build: Callable[[Workspace], list[HopStep]]) -> list[Ticket]:
         """Start the stages that `build` makes with the buffers it is given; returns one ticket for each, in order."""
-        flight = self._flights[0]
-        self._flights.rotate(-1)
+        slot = self._slots[0]
+        self._slots.rotate(-1)
         tickets: list[Ticket] = []
-        before = flight.ticket
-        stages = build(flight.scratch)
-        for other in self._flights:
+        before = slot.ticket
+        steps = build(slot.workspace)
+        for other in self._slots:
             # Which unit meets which flight changes from step to step: all grow in the first one.
-            other.scratch.match(flight.scratch)
-        for stage in stages:
-            before = stage.hop.lane.submit(_after(before, stage.job))
+            other.workspace.match(slot.workspace)
+        for step in steps:
+            before = step.hop.stream.submit(_after(before, step.job))
             tickets.append(before)
-        flight.ticket = before
+        slot.ticket = before
         return tickets
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(flight.scratch.nbytes for flight in self._flights)
+        return sum(slot.workspace.nbytes for slot in self._slots)
 
 
 def _after(ticket: Ticket | None, job: Job) -> Job:

@@ -4,7 +4,7 @@
 WINDOW = 4
 
 
-class UseOrder:
+class PrefetchOrder:
     """A pass (a training step, or a forward pass alone) needs its units in the order in which the last one did."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.small_collectives import in_one_round, sum_over
-from llmtrain.sharding.collectives import Stage
+from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
 
 
-class Suffix:
+class ReplicatedParameters:
     """The replicated suffix of one unit, whole on every rank, in the dtype of the weights."""
 
     def __init__(self, unit: ShardedUnit) -> None:
@@ -22,15 +22,15 @@ class Suffix:
         size = unit.spec.numel - unit.spec.replicated
         self._values = torch.zeros(size, dtype=unit.weight.dtype, device=unit.weight.device)
 
-    def stages(self, hops: Sequence[Hop]) -> list[Stage]:
+    def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
         """Return what brings it up to date with the masters, which are cut over `hops`, and the weights with it."""
-        found = [Stage(hop, partial(sum_over, self._values, hop.group)) for hop in hops]
+        found = [HopStep(hop, partial(sum_over, self._values, hop.group)) for hop in hops]
         found[0] = found[0].first(self._take)
-        found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.cut.weights[0]))
+        found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.ranges.weights[0]))
         return found
 
     def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:
-        """Return what `stages` put on the links."""
+        """Return what `steps` put on the links."""
         size = self._values.nbytes
         return [Traffic("update", "all_reduce", hop.tier, size, _sent(self._values, hop.radix), False) for hop in hops]
 
@@ -44,8 +44,8 @@ class Suffix:
     def _take(self) -> None:
         """Take this rank's part from its masters; the sum with those of the others is the whole."""
         unit, first = self._unit, self._unit.spec.replicated
-        start, end = (min(max(place, first), unit.spec.numel) for place in unit.cut.optimizer)
-        offset = unit.cut.optimizer[0]
+        start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
+        offset = unit.ranges.optimizer[0]
         self._values.zero_()
         self._values[start - first : end - first].copy_(unit.master[start - offset : end - offset])
 

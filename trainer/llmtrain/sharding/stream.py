@@ -1,4 +1,4 @@
-"""A lane runs jobs one after another beside the computation: a CUDA stream, or a thread on a CPU."""
+"""Streams run jobs one after another, in parallel with the computation: a CUDA stream, or a thread on a CPU."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from llmtrain.comm.activity import Watch
+from llmtrain.comm.activity import Activity
 
 Job = Callable[[], object]
 
@@ -20,7 +20,7 @@ class Ticket(Protocol):
         """Have what this thread computes next come after the job. Raises what the job raised."""
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """Where jobs run in the order in which they were submitted, each after what was computed before its submission."""
 
     def submit(self, job: Job) -> Ticket:
@@ -30,16 +30,16 @@ class Lane(Protocol):
         """Take no more jobs."""
 
 
-def lane(device: torch.device, name: str, watch: Watch) -> Lane:
-    """Return a new lane for work on `device`. watch: told of waiting."""
-    return StreamLane(device, watch) if device.type == "cuda" else ThreadLane(name, watch)
+def new_stream(device: torch.device, name: str, activity: Activity) -> Stream:
+    """Return a new stream for work on `device`. activity: told of waiting."""
+    return CudaStream(device, activity) if device.type == "cuda" else ThreadStream(name, activity)
 
 
-class ThreadLane:
+class ThreadStream:
     """Jobs run in a thread: gloo and ctypes release the interpreter's lock, so a CPU computes meanwhile."""
 
-    def __init__(self, name: str, watch: Watch | None = None) -> None:
-        self._watch = watch or Watch()
+    def __init__(self, name: str, activity: Activity | None = None) -> None:
+        self._activity = activity or Activity()
         self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
         # A daemon, so that a job that waits for a lost rank does not keep the process alive.
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -48,7 +48,7 @@ class ThreadLane:
         """Queue `job`."""
         future: Future[None] = Future()
         self._jobs.put((job, future))
-        return _ThreadTicket(future, self._watch)
+        return _ThreadTicket(future, self._activity)
 
     def close(self) -> None:
         """End the thread when it has done what is queued."""
@@ -69,18 +69,18 @@ class ThreadLane:
 
 
 class _ThreadTicket:
-    def __init__(self, future: "Future[None]", watch: Watch) -> None:
-        self._future, self._watch = future, watch
+    def __init__(self, future: "Future[None]", activity: Activity) -> None:
+        self._future, self._activity = future, activity
 
     def wait(self) -> None:
-        self._watch.wait(self._future.result)
+        self._activity.wait(self._future.result)
 
 
-class StreamLane:
+class CudaStream:
     """Jobs are queued on a stream of their own; streams wait for each other's events, and the host for neither."""
 
-    def __init__(self, device: torch.device, watch: Watch | None = None) -> None:
-        self._stream, self._watch = torch.cuda.Stream(device), watch or Watch()
+    def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
+        self._stream, self._activity = torch.cuda.Stream(device), activity or Activity()
 
     @torch.no_grad()
     def submit(self, job: Job) -> Ticket:
@@ -88,15 +88,15 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             job()
-        return _StreamTicket(self._stream.record_event(), self._watch)
+        return _StreamTicket(self._stream.record_event(), self._activity)
 
     def close(self) -> None:
         """Nothing to end: a stream goes with its last reference."""
 
 
 class _StreamTicket:
-    def __init__(self, event: torch.cuda.Event, watch: Watch) -> None:
-        self._event, self._watch = event, watch
+    def __init__(self, event: torch.cuda.Event, activity: Activity) -> None:
+        self._event, self._activity = event, activity
 
     def wait(self) -> None:
-        self._watch.wait(lambda: torch.cuda.current_stream().wait_event(self._event))
+        self._activity.wait(lambda: torch.cuda.current_stream().wait_event(self._event))

@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardRanges:
     """Where the states of one rank lie in a unit padded to `padded` elements; each range lies in the one before."""
 
     padded: int
@@ -26,7 +26,7 @@ class Cut:
     optimizer: Range
 
     @classmethod
-    def of(cls, numel: int, degrees: Degrees, levels: Sequence[Level], place: int) -> "Cut":
+    def of(cls, numel: int, degrees: Degrees, levels: Sequence[Level], place: int) -> "ShardRanges":
         """Cut `numel` elements for the rank at `place` of the data axis."""
         multiple = degrees.ranks * ALIGNMENT if degrees.ranks > 1 else 1
         padded = -(-numel // multiple) * multiple
@@ -36,7 +36,7 @@ class Cut:
 
 @dataclass
 class ShardedUnit:
-    """The states of one unit on this rank, each one-dimensional over its range of `cut`; padding stays zero.
+    """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
     weight: in the compute dtype. gradient: fp32 sum over microbatches. master: the fp32 weight that the optimizer
     steps; part of `weight` where that is fp32 and exact. m, v: AdamW's moments, fp32. secondary: second copy of the
@@ -45,7 +45,7 @@ class ShardedUnit:
     """
 
     spec: UnitSpec
-    cut: Cut
+    ranges: ShardRanges
     weight: Tensor
     gradient: Tensor
     master: Tensor
@@ -71,13 +71,13 @@ class ShardedUnit:
     @property
     def owned_gradient(self) -> Tensor:
         """The part of `gradient` that the optimizer steps with."""
-        start, end = (place - self.cut.gradients[0] for place in self.cut.optimizer)
+        start, end = (place - self.ranges.gradients[0] for place in self.ranges.optimizer)
         return self.gradient[start:end]
 
     @property
     def owned_weight(self) -> Tensor:
         """The part of `weight` that the optimizer writes."""
-        start, end = (place - self.cut.weights[0] for place in self.cut.optimizer)
+        start, end = (place - self.ranges.weights[0] for place in self.ranges.optimizer)
         return self.weight[start:end]
 
     @property
@@ -87,7 +87,7 @@ class ShardedUnit:
 
     def own(self, place: int) -> int:
         """Return how much of this rank's optimizer states lies before `place` of the unit."""
-        start, end = self.cut.optimizer
+        start, end = self.ranges.optimizer
         return min(max(place - start, 0), end - start)
 
     def move_weight(self, to: Tensor) -> None:
@@ -111,33 +111,39 @@ class ShardedUnit:
 
 
 def build_unit(
-    spec: UnitSpec, module: nn.Module, cut: Cut, device: torch.device, dtype: torch.dtype, seed: int, exact: bool = True
+    spec: UnitSpec,
+    module: nn.Module,
+    ranges: ShardRanges,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    exact: bool = True,
 ) -> ShardedUnit:
     """Give the unit its states, initialised from `seed`; the parameters of `module` get storage once weights are whole.
 
     exact: whether the weights are the masters as they are, not packed on their way from other ranks.
     """
-    start, end = cut.optimizer
-    weight = torch.zeros(cut.weights[1] - cut.weights[0], dtype=dtype, device=device)
-    offset = start - cut.weights[0]
+    start, end = ranges.optimizer
+    weight = torch.zeros(ranges.weights[1] - ranges.weights[0], dtype=dtype, device=device)
+    offset = start - ranges.weights[0]
     owned = weight[offset : offset + end - start]
     master = owned if dtype == torch.float32 and exact else torch.zeros(end - start, device=device)
     drawn = min(end, spec.numel)
     if drawn > start:
         initialize(spec, start, drawn, seed, master[: drawn - start])
     m, v = torch.zeros_like(master), torch.zeros_like(master)
-    gradient = torch.zeros(cut.gradients[1] - cut.gradients[0], device=device)
-    whole = cut.weights == (0, cut.padded)
+    gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
+    whole = ranges.weights == (0, ranges.padded)
     shapes = tuple(module.get_parameter(name).shape for name, _, _ in parameter_ranges(spec))
     parameters = attach(spec, module, weight) if whole else _detached(spec, module, weight)
-    unit = ShardedUnit(spec, cut, weight, gradient, master, m, v, None, parameters, shapes)
+    unit = ShardedUnit(spec, ranges, weight, gradient, master, m, v, None, parameters, shapes)
     unit.publish()
     return unit
 
 
 def whole_unit(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> ShardedUnit:
     """Give the unit all its states on this one rank."""
-    return build_unit(spec, module, Cut.of(spec.numel, Degrees(), (), 0), device, dtype, seed)
+    return build_unit(spec, module, ShardRanges.of(spec.numel, Degrees(), (), 0), device, dtype, seed)
 
 
 def attach(spec: UnitSpec, module: nn.Module, weight: Tensor) -> tuple[nn.Parameter, ...]:

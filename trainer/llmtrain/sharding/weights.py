@@ -9,16 +9,16 @@ from torch import Tensor
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.shared_memory import shared_memory
-from llmtrain.sharding.buffer_pool import Arena
-from llmtrain.sharding.collectives import Packing, Stage, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.buffer_pool import BufferPool
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
 from llmtrain.sharding.hops import Hop, Hops
-from llmtrain.sharding.in_flight import Flights
-from llmtrain.sharding.prefetch_order import UseOrder
-from llmtrain.sharding.replicated import Suffix
+from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.prefetch_order import PrefetchOrder
+from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.sharding.workspace import Scratch
+from llmtrain.sharding.workspace import Workspace
 
 Count = Callable[[Iterable[Traffic]], None]
 
@@ -36,15 +36,15 @@ class Whole:
 class WeightPolicy:
     """How weights travel and rest. packing: of gathers; secondary: of the second copy. lookahead: units gathered ahead
     of need, and uses within which a unit is kept. together: units that compute at one time. held: whether a unit stays
-    whole until its weights are stepped. alike: whether tensor-parallel ranks share a part of each unit, which then
-    travels by itself where the rest is packed."""
+    whole until its weights are stepped. tensor_parallel: whether tensor-parallel ranks share a part of each unit, which
+    then travels by itself where the rest is packed."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     lookahead: int = 2
     together: int = 1
     held: bool = False
-    alike: bool = False
+    tensor_parallel: bool = False
 
     @property
     def buffers(self) -> int:
@@ -61,13 +61,13 @@ class WeightKeeper:
         self._units, self._degrees, self._hops, self._policy = units, degrees, hops, policy
         self._count = count
         some = next(iter(units.values())).weight
-        self._cut = degrees.weights > 1
-        sizes = [unit.cut.padded for unit in units.values()] if self._cut else []
+        self._sharded = degrees.weights > 1
+        sizes = [unit.ranges.padded for unit in units.values()] if self._sharded else []
         most = len(sizes) if policy.held else policy.buffers
-        self.arena = Arena(sizes, most, some.dtype, some.device)
-        self.flights = Flights(some.device, len(hops.weights) + 1)
-        self._orders: dict[str, UseOrder] = {}
-        self._order = UseOrder()
+        self.pool = BufferPool(sizes, most, some.dtype, some.device)
+        self.in_flight = InFlight(some.device, len(hops.weights) + 1)
+        self._orders: dict[str, PrefetchOrder] = {}
+        self._order = PrefetchOrder()
         self._whole: dict[str, Whole] = {}
         self._owners: dict[int, str] = {}
         self._updates: dict[str, Ticket] = {}
@@ -75,15 +75,15 @@ class WeightKeeper:
         self._backward = False
         for unit in units.values():
             unit.secondary = self._new_secondary(unit)
-        apart = policy.alike and degrees.optimizer > 1 and (policy.packing or policy.secondary) is not None
+        apart = policy.tensor_parallel and degrees.optimizer > 1 and (policy.packing or policy.secondary) is not None
         shared = [name for name, unit in units.items() if apart and unit.spec.replicated < unit.spec.numel]
-        self._suffixes = {name: Suffix(units[name]) for name in shared}
+        self._replicated = {name: ReplicatedParameters(units[name]) for name in shared}
         self._seen = self._show()
         self._written = set(self._seen)
 
     def start_pass(self, name: str) -> None:
         """Begin a pass called `name`, which uses the units in the same order as earlier ones of that name."""
-        self._order = self._orders.setdefault(name, UseOrder())
+        self._order = self._orders.setdefault(name, PrefetchOrder())
         self._order.start()
         self._backward = False
         self._look_ahead()
@@ -95,7 +95,7 @@ class WeightKeeper:
     def need(self, name: str) -> Tensor:
         """Return the whole weights of a unit, which its parameters show from now on."""
         unit = self._units[name]
-        if not self._cut:
+        if not self._sharded:
             if self._updates:
                 self._wait_for_update(name)
             return unit.weight
@@ -139,27 +139,27 @@ class WeightKeeper:
         self._written.add(unit.spec.name)
         if unit.spec.name in self._whole:
             self._drop(unit.spec.name)
-        degrees, packing, suffix = self._degrees, self._policy.packing, self._suffixes.get(unit.spec.name)
+        degrees, packing, replicated = self._degrees, self._policy.packing, self._replicated.get(unit.spec.name)
         hops, all_hops = (self._hops.gather(inner, degrees.optimizer) for inner in (degrees.weights, 1))
         if not hops:
             unit.publish()
-            if suffix is None:
+            if replicated is None:
                 return
 
-        def stages(flight: Scratch) -> list[Stage]:
+        def steps(workspace: Workspace) -> list[HopStep]:
             if packing is not None and hops:
-                found = all_gather_packed(unit.weight, unit.master, hops, packing, flight)
+                found = all_gather_packed(unit.weight, unit.master, hops, packing, workspace)
             else:
                 found = all_gather(unit.weight, hops)
                 found[:1] = [first.first(unit.publish) for first in found[:1]]
-            return found if suffix is None else [*found, *suffix.stages(all_hops)]
+            return found if replicated is None else [*found, *replicated.steps(all_hops)]
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
-        if suffix is not None:
-            self._count(suffix.traffic(all_hops))
-        self._updates[unit.spec.name] = self.flights.start(stages)[-1]
+        if replicated is not None:
+            self._count(replicated.traffic(all_hops))
+        self._updates[unit.spec.name] = self.in_flight.start(steps)[-1]
 
-    def settle(self) -> None:
+    def finish_updates(self) -> None:
         """Wait until every update has arrived."""
         for name in list(self._updates):
             self._wait_for_update(name)
@@ -180,21 +180,21 @@ class WeightKeeper:
     def _look_ahead(self) -> None:
         for name in self._ahead():
             if name not in self._whole:
-                buffer = self.arena.take(self._units[name].cut.padded)
+                buffer = self.pool.take(self._units[name].ranges.padded)
                 if buffer is None:
                     return
                 self._gather(self._units[name], buffer)
 
     def _take(self, unit: ShardedUnit) -> Tensor:
         """Return a buffer for a unit that cannot wait, if need be one that was gathered too early."""
-        buffer = self.arena.take(unit.cut.padded)
+        buffer = self.pool.take(unit.ranges.padded)
         if buffer is None:
-            size = unit.cut.padded
+            size = unit.ranges.padded
             idle = [name for name, whole in self._whole.items() if not whole.busy and whole.buffer.numel() == size]
             if not idle:
                 raise RuntimeError(f"no buffer for {unit.spec.name}: more units compute at once than were planned for")
             self._drop(idle[-1])
-            buffer = self.arena.take(size)
+            buffer = self.pool.take(size)
         assert buffer is not None
         return buffer
 
@@ -203,7 +203,7 @@ class WeightKeeper:
         # A gather that nobody waited for still writes into the buffer.
         whole.ticket.wait()
         del self._owners[whole.buffer.data_ptr()]
-        self.arena.give_back(whole.buffer)
+        self.pool.give_back(whole.buffer)
 
     def _gather(self, unit: ShardedUnit, buffer: Tensor) -> Whole:
         name, degrees, policy = unit.spec.name, self._degrees, self._policy
@@ -213,12 +213,12 @@ class WeightKeeper:
         packing, purpose = (policy.secondary, "secondary") if second else (policy.packing, "weights")
         copy = unit.secondary is not None and name not in self._copied
         # The update of these weights goes over other hops, whose lanes no gather waits for by itself.
-        update, suffix = self._updates.pop(name, None), self._suffixes.get(name)
+        update, replicated = self._updates.pop(name, None), self._replicated.get(name)
 
-        def stages(flight: Scratch) -> list[Stage]:
-            found = self._stages(unit, buffer, hops, packing, second, flight)
-            if suffix is not None:
-                found[-1] = found[-1].then(lambda: suffix.put(buffer, 0))
+        def steps(workspace: Workspace) -> list[HopStep]:
+            found = self._steps(unit, buffer, hops, packing, second, workspace)
+            if replicated is not None:
+                found[-1] = found[-1].then(lambda: replicated.put(buffer, 0))
             if copy:
                 found[-1] = found[-1].then(lambda: self._copy(unit, buffer))
             if update is not None:
@@ -228,22 +228,22 @@ class WeightKeeper:
         self._count(gather_traffic(purpose, hops, buffer.numel(), buffer.itemsize, packing))
         if copy:
             self._copied.add(name)
-        whole = self._whole[name] = Whole(buffer, self.flights.start(stages)[-1])
+        whole = self._whole[name] = Whole(buffer, self.in_flight.start(steps)[-1])
         self._owners[buffer.data_ptr()] = name
         return whole
 
-    def _stages(
+    def _steps(
         self, unit: ShardedUnit, buffer: Tensor, hops: tuple[Hop, ...], packing: Packing | None, second: bool,
-        flight: Scratch,
-    ) -> list[Stage]:  # fmt: skip
+        workspace: Workspace,
+    ) -> list[HopStep]:  # fmt: skip
         part = unit.secondary if second else unit.weight
         assert part is not None
         if not hops:
             # A second copy on every rank is whole already.
             restore = partial(packing.unpack, part) if packing else lambda whole: whole.copy_(part)
-            return [Stage(self._hops.weights[0], lambda: restore(buffer))]
+            return [HopStep(self._hops.weights[0], lambda: restore(buffer))]
         if packing is not None:
-            return all_gather_packed(buffer, part, hops, packing, flight, packed=second)
+            return all_gather_packed(buffer, part, hops, packing, workspace, packed=second)
         if unit.spec.name in self._seen and not second:
             return [self._look(unit, buffer, hops[0])]
         own = own_part(buffer, hops)
@@ -259,7 +259,7 @@ class WeightKeeper:
         stepped when its gradients are summed, over the same ranks, each of which has computed with it before.
         """
         hops = self._hops.gather(1, self._degrees.weights)
-        if self._policy.packing is not None or len(hops) != 1 or hops[0].rooms is None:
+        if self._policy.packing is not None or len(hops) != 1 or hops[0].slots is None:
             return {}
         memory = shared_memory(hops[0].group, sum(unit.weight.nbytes for unit in self._units.values()))
         seen, start = {}, 0
@@ -270,19 +270,19 @@ class WeightKeeper:
             start = end
         return seen
 
-    def _look(self, unit: ShardedUnit, buffer: Tensor, hop: Hop) -> Stage:
+    def _look(self, unit: ShardedUnit, buffer: Tensor, hop: Hop) -> HopStep:
         """Fill `buffer` with the weights that the hop's ranks show."""
-        name, places, rooms = unit.spec.name, buffer.chunk(hop.radix), hop.rooms
+        name, places, slots = unit.spec.name, buffer.chunk(hop.radix), hop.slots
         written = name in self._written
         self._written.discard(name)
 
         def read() -> None:
-            if written and rooms is not None:
-                rooms.tell()
+            if written and slots is not None:
+                slots.tell()
             for place, part in zip(hop.order, self._seen[name], strict=True):
                 places[place].copy_(part)
 
-        return Stage(hop, read)
+        return HopStep(hop, read)
 
     def _copy(self, unit: ShardedUnit, buffer: Tensor) -> None:
         assert unit.secondary is not None
@@ -295,7 +295,7 @@ class WeightKeeper:
     def _new_secondary(self, unit: ShardedUnit) -> Tensor | None:
         if not self._degrees.secondary:
             return None
-        numel, packing = unit.cut.padded // self._degrees.secondary, self._policy.secondary
+        numel, packing = unit.ranges.padded // self._degrees.secondary, self._policy.secondary
         if packing is None:
             return torch.zeros(numel, dtype=unit.weight.dtype, device=unit.weight.device)
         return torch.zeros(packing.row_bytes(numel), dtype=torch.uint8, device=unit.weight.device)

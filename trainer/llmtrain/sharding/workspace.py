@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass
-class Scratch:
+class Workspace:
     """Buffers by name; they grow in the first step and then stay."""
 
     device: torch.device
@@ -26,7 +26,7 @@ class Scratch:
             held = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return held[:nbytes].view(dtype)
 
-    def match(self, other: "Scratch") -> None:
+    def match(self, other: "Workspace") -> None:
         """Grow to hold all that `other` holds."""
         for name, buffer in other._buffers.items():
             self.take(name, buffer.numel(), buffer.dtype)

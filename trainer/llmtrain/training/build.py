@@ -16,20 +16,20 @@ from llmtrain.parallel.pipeline.executor import Executor, channels
 from llmtrain.parallel.pipeline.mpi import MpiTransport
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.plan.degrees import degrees_of
 from llmtrain.plan.passes import recompute_of, schedule_of
 from llmtrain.plan.pipeline.actions import Schedule, peak_live
-from llmtrain.plan.pipeline.stage_layout import Piece, pieces_of, units_of
+from llmtrain.plan.pipeline.stage_layout import StageLayout, stage_layouts_of, units_of
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.engine import Engine, Spread
-from llmtrain.sharding.gradients import Alike
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.gradients import ReplicaGroups
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.sharding.unit import Cut, ShardedUnit, build_unit
+from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
 from llmtrain.sharding.weights import Count, WeightPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,25 +55,25 @@ def build(recipe: Recipe, config: GPTConfig, ranks: Ranks, count: Count) -> Asse
     """Return this rank's part of a resolved recipe's model. count: told of every collective. Collective."""
     schedule, split = schedule_of(recipe), recipe.pipeline.split
     assert not isinstance(split, str)
-    pieces = pieces_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
+    stage_layouts = stage_layouts_of(config, schedule, split, ranks.layout.coordinate(ranks.rank, Axis.PIPELINE))
     # The first stage has nobody to hand a gradient back to.
-    hands_back = schedule.hands_back and not all(piece.opens for piece in pieces)
-    deferred = Deferred() if schedule.splits_backward or hands_back else None
+    hands_back = schedule.hands_back and not all(stage_layout.opens for stage_layout in stage_layouts)
+    weight_gradients = WeightGradientQueue() if schedule.splits_backward or hands_back else None
     # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
     # memory to what is left; compile comes last, as it traces what is there.
     model = GPT(config, ranks.device, recompute=recompute_of(recipe))
-    keep(model, pieces)
+    keep(model, stage_layouts)
     mesh = _mesh(recipe, ranks, count)
-    parallelize(model, mesh, deferred)
-    spread, levels = _spread(recipe, config, ranks)
-    units = _units(model, recipe, ranks, pieces, spread, levels)
-    spread = _with_alike(spread, recipe, ranks, pieces)
-    used = {"head": "embedding"} if config.tie_embeddings and pieces[-1].closes else {}
-    engine = Engine(model, units, spread, used, count)
+    parallelize(model, mesh, weight_gradients)
+    sharding, levels = _sharding(recipe, config, ranks)
+    units = _units(model, recipe, ranks, stage_layouts, sharding, levels)
+    sharding = _with_replica_groups(sharding, recipe, ranks, stage_layouts)
+    used = {"head": "embedding"} if config.tie_embeddings and stage_layouts[-1].closes else {}
+    engine = Engine(model, units, sharding, used, count)
     if recipe.train.compile:
         for block in model.blocks.values():
             block.compile()
-    executor = _executor(model, pieces, recipe, ranks, schedule, engine, deferred, count, mesh)
+    executor = _executor(model, stage_layouts, recipe, ranks, schedule, engine, weight_gradients, count, mesh)
     return Assembly(model, engine, executor, mesh)
 
 
@@ -90,30 +90,35 @@ def _mesh(recipe: Recipe, ranks: Ranks, count: Count) -> TensorMesh:
     if not schedule_of(recipe).actions:
         # What arrives first differs from rank to rank, and the order of a layer's collectives must not.
         words = make_groups(ranks, layout.groups(Axis.TENSOR), "gloo")
-    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.watch, words)
+    return TensorMesh(place, degree, group, recipe.parallel.sequence, tier, count, ranks.activity, words)
 
 
 def _units(
-    model: GPT, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...], spread: Spread, levels: tuple[Level, ...]
+    model: GPT,
+    recipe: Recipe,
+    ranks: Ranks,
+    stage_layouts: tuple[StageLayout, ...],
+    sharding: ShardingSpec,
+    levels: tuple[Level, ...],
 ) -> list[ShardedUnit]:
     layout, rank = ranks.layout, ranks.rank
     tensor, data = layout.coordinate(rank, Axis.TENSOR), layout.coordinate(rank, Axis.DATA)
-    exact = spread.weights.packing is None or spread.degrees.optimizer == spread.degrees.weights
+    exact = sharding.weights.packing is None or sharding.degrees.optimizer == sharding.degrees.weights
     return [
         build_unit(
             spec,
             model.unit(spec.name),
-            Cut.of(spec.numel, spread.degrees, levels, data),
+            ShardRanges.of(spec.numel, sharding.degrees, levels, data),
             ranks.device,
             DTYPES[recipe.precision.compute],
             recipe.seed,
             exact,
         )
-        for spec in units_of(model.config, pieces, tensor, layout.degree(Axis.TENSOR))
+        for spec in units_of(model.config, stage_layouts, tensor, layout.degree(Axis.TENSOR))
     ]
 
 
-def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tuple[Level, ...]]:
+def _sharding(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[ShardingSpec, tuple[Level, ...]]:
     degrees, quantize = degrees_of(recipe), recipe.quantize
     levels = levels_of(degrees, axis_tiers(ranks.tiers, ranks.layout, Axis.DATA))
     hops = make_hops(ranks, degrees, levels, bool(recipe.zero.hierarchical))
@@ -123,13 +128,15 @@ def _spread(recipe: Recipe, config: GPTConfig, ranks: Ranks) -> tuple[Spread, tu
         together=_together(recipe),
         # What arrives first differs from replica to replica, and the order of gathers must not.
         held=not schedule_of(recipe).actions,
-        alike=ranks.layout.degree(Axis.TENSOR) > 1,
+        tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
     )
     gradients = Packing(4, quantize.block) if quantize.gradients == "int4" else None
-    return Spread(degrees, hops, weights, gradients), levels
+    return ShardingSpec(degrees, hops, weights, gradients), levels
 
 
-def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piece, ...]) -> Spread:
+def _with_replica_groups(
+    sharding: ShardingSpec, recipe: Recipe, ranks: Ranks, stage_layouts: tuple[StageLayout, ...]
+) -> ShardingSpec:
     """Say which states ranks beyond the data-parallel ones hold as well. Collective."""
     layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
     partial = None
@@ -137,7 +144,7 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
         # Groups of their own, as these sums are made beside the layers'.
         partial = make_groups(ranks, layout.groups(Axis.TENSOR))
     stage = None
-    if spread.gradients is not None and copies > 1:
+    if sharding.gradients is not None and copies > 1:
         stages = range(layout.degree(Axis.PIPELINE))
         members = [
             [rank for rank in range(layout.world) if layout.coordinate(rank, Axis.PIPELINE) == one] for one in stages
@@ -146,19 +153,19 @@ def _with_alike(spread: Spread, recipe: Recipe, ranks: Ranks, pieces: tuple[Piec
     schedule = schedule_of(recipe)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
-    if pieces[0].tied and ends[0] != ends[1]:
+    if stage_layouts[0].tied and ends[0] != ends[1]:
         pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
         group = join_group(ranks, pairs)
         tied = {} if group is None else {"embedding": group}
-        if any(piece.closes for piece in pieces):
+        if any(stage_layout.closes for stage_layout in stage_layouts):
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
             second = frozenset({"embedding"})
-    return replace(spread, alike=Alike(copies, partial, stage, tied, second))
+    return replace(sharding, replica_groups=ReplicaGroups(copies, partial, stage, tied, second))
 
 
 def _executor(
-    model: GPT, pieces: tuple[Piece, ...], recipe: Recipe, ranks: Ranks, schedule: Schedule, engine: Engine,
-    deferred: Deferred | None, count: Count, mesh: TensorMesh,
+    model: GPT, stage_layouts: tuple[StageLayout, ...], recipe: Recipe, ranks: Ranks, schedule: Schedule, engine:
+    Engine, weight_gradients: WeightGradientQueue | None, count: Count, mesh: TensorMesh,
 ) -> Executor:  # fmt: skip
     parts = ranks.layout.degree(Axis.TENSOR) if recipe.parallel.sequence else 1
     line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
@@ -169,16 +176,16 @@ def _executor(
         count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
 
     return Executor(
-        [Stage(model, piece) for piece in pieces],
+        [Stage(model, stage_layout) for stage_layout in stage_layouts],
         ranks.layout.coordinate(ranks.rank, Axis.PIPELINE),
         schedule,
         _limit(recipe),
         engine,
         _transport(recipe, ranks, schedule),
         lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
-        deferred,
+        weight_gradients,
         count_sent,
-        ranks.watch,
+        ranks.activity,
         mesh.first_says,
     )
 
@@ -220,6 +227,6 @@ def _together(recipe: Recipe) -> int:
     split = recipe.pipeline.split
     assert not isinstance(split, str)
     # A backward pass whose gradients of weights wait tells of no block that it is done with it, only of all.
-    piece = max(split) if schedule_of(recipe).splits_backward else 0
+    stage_layout = max(split) if schedule_of(recipe).splits_backward else 0
     # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
-    return max(recompute_of(recipe), piece, 2)
+    return max(recompute_of(recipe), stage_layout, 2)

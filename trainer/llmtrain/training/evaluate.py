@@ -36,7 +36,7 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     sizes = [max(min(microbatch, end - first), 0) for first in firsts]
     total, passed, was_training = 0.0, 0, model.training
     model.eval()
-    ranks.watch.moving(0.0)
+    ranks.activity.moving(0.0)
     for at in range(0, len(sizes), TOGETHER):
         some = sizes[at : at + TOGETHER]
         rows = [
@@ -46,7 +46,7 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
         losses: list[Tensor] = []
         for count_of, found in losses_of(rows):
             passed, losses = passed + count_of, losses + found
-            ranks.watch.moving(passed / len(sizes))
+            ranks.activity.moving(passed / len(sizes))
         total += sum(float(loss) * size for loss, size in zip(losses, some, strict=False))
     model.train(was_training)
     return ranks.sum_all([total])[0] / count

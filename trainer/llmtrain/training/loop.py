@@ -41,7 +41,7 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting |
         warn_of_validation(run)
         if not goes_on or run.progress.step == 0:
             begin(run)
-        ranks.watch.phase = first_step(recipe)
+        ranks.activity.phase = first_step(recipe)
         while run.progress.step < steps:
             before = run.progress.step
             stopping = train_step(run, before)
@@ -55,11 +55,11 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting |
                     evaluate(run)
                 if saving:
                     save(run)
-            ranks.watch.phase = ""
+            ranks.activity.phase = ""
             if stopping and done < steps:
-                settle(run)
+                finish_checkpoint(run)
                 raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
-        settle(run)
+        finish_checkpoint(run)
         run.log.end({})
 
 
@@ -96,9 +96,9 @@ def begin(run: Run) -> None:
 def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
     recipe, started = run.recipe, time.perf_counter()
-    run.ranks.watch.note("computing", step)
+    run.ranks.activity.record("computing", step)
     if is_logged(recipe, step + 1):
-        run.ranks.watch.start_timing()
+        run.ranks.activity.start_timing()
     if run.config.dropout:
         # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
         # ranks, unless each has its own part of the sequence.
@@ -174,7 +174,7 @@ def own_seconds(run: Run, step: int) -> list[float]:
     if not is_logged(run.recipe, step + 1) or ranks.layout.world == 1:
         return []
     seconds = [0.0] * ranks.layout.world
-    seconds[ranks.rank] = ranks.watch.own_seconds()
+    seconds[ranks.rank] = ranks.activity.own_seconds()
     return seconds
 
 
@@ -236,7 +236,7 @@ def evaluate(run: Run) -> None:
     if run.valid_data is not None:
         count = run.recipe.train.eval_batches * run.recipe.train.global_batch
         microbatch = int(run.recipe.train.microbatch)
-        run.ranks.watch.begin(f"evaluating {min(count, len(run.valid_data))} samples")
+        run.ranks.activity.begin(f"evaluating {min(count, len(run.valid_data))} samples")
 
         def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
             counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0
@@ -254,9 +254,9 @@ def compare_replicas(run: Run) -> None:
         run.compared = run.progress.step
 
 
-def settle(run: Run) -> None:
+def finish_checkpoint(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
-    run.ranks.watch.begin("waiting for the checkpoint to be on disk")
+    run.ranks.activity.begin("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
     if remark := run.checkpoints.remark():
         run.log.warn(remark)

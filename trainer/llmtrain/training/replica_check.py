@@ -28,8 +28,8 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
     """
     if ranks.layout.world == 1:
         return
-    ranks.watch.note("comparing replicas")
-    engine.weights.settle()
+    ranks.activity.record("comparing replicas")
+    engine.weights.finish_updates()
     own = [number for kind in KINDS for number in _checksums(_held(engine, kind))]
     table = ranks.gather_all(own)
     for place, kind in enumerate(KINDS):
@@ -45,22 +45,22 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
 def _held(engine: Engine, kind: str) -> Iterator[Held]:
     """Yield what this rank holds of a kind, unit by unit."""
     for name, unit in engine.units.items():
-        weights, owned, shared = unit.cut.weights, unit.cut.optimizer, unit.spec.replicated
+        weights, owned, shared = unit.ranges.weights, unit.ranges.optimizer, unit.spec.replicated
         if kind == "weights":
-            yield _range(unit, *weights, unit.cut.weights[0], [unit.weight])
+            yield _range(unit, *weights, unit.ranges.weights[0], [unit.weight])
         elif kind == "optimizer states":
             yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
         elif kind == "tied embeddings":
-            if name in engine.gradients.alike.tied:
+            if name in engine.gradients.replica_groups.tied:
                 yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
-        elif engine.gradients.alike.copies > 1:
+        elif engine.gradients.replica_groups.copies > 1:
             yield _range(unit, max(shared, weights[0]), weights[1], weights[0], [unit.weight])
 
 
 def _range(unit: ShardedUnit, start: int, end: int, offset: int, states: list[Tensor]) -> Held:
     """Return the elements `[start, end)` of a unit, without padding, of states that begin at `offset`."""
     end = max(start, min(end, unit.spec.numel))
-    pieces = [(tensor.name, first, last) for tensor, first, last in unit.spec.pieces(start, end)]
+    pieces = [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
     return pieces, [state[start - offset : end - offset] for state in states]
 
 

@@ -103,7 +103,7 @@ class Run:
 def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     """Build the run's parts, in the order in which they need each other, and close them at the end. Collective."""
     config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
-    ranks.watch.begin("opening the data")
+    ranks.activity.begin("opening the data")
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
     train_data, valid_data = open_data(recipe, config)
     with _claim(folder, ranks, stop) as lock:
@@ -112,12 +112,12 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         def count(calls: Iterable[Traffic]) -> None:
             comm.add(calls := list(calls))
             if calls:
-                ranks.watch.note(f"{calls[-1].op} ({calls[-1].purpose})")
+                ranks.activity.record(f"{calls[-1].op} ({calls[-1].purpose})")
 
         if ranks.device.type == "cpu":
-            ranks.watch.begin("building C++ kernels for this processor")
+            ranks.activity.begin("building C++ kernels for this processor")
             native_reason(MODEL_KERNELS)
-        ranks.watch.begin("building the model")
+        ranks.activity.begin("building the model")
         parts = build(recipe, config, ranks, count)
         about = RunInfo(
             model=config,
@@ -126,7 +126,7 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             model_state_bytes=parts.engine.state_bytes,
             unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
-            doing=ranks.watch.doing,
+            doing=ranks.activity.doing,
         )
         saving = recipe.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
@@ -151,7 +151,7 @@ def _claim(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
         if why not in told:
             told.add(why)
             say(f"llmtrain: {why}", err=True)
-        ranks.watch.note("waiting for the run's folder")
+        ranks.activity.record("waiting for the run's folder")
         time.sleep(LOOK)
 
     if ranks.is_main:
@@ -176,7 +176,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def save(run: Run) -> None:
     """Save the states; each rank writes an even share of every unit. Collective."""
-    run.ranks.watch.begin(f"saving the checkpoint of step {run.progress.step}")
+    run.ranks.activity.begin(f"saving the checkpoint of step {run.progress.step}")
     shards = _my_shards(run)
     run.progress.rewinds = 0
     progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
@@ -189,7 +189,7 @@ def save(run: Run) -> None:
 def resume(run: Run) -> bool:
     """Bring the states to where the recipe says the run starts from; return whether it has checkpoints of its own.
     Collective."""
-    run.ranks.watch.begin("loading the checkpoint")
+    run.ranks.activity.begin("loading the checkpoint")
     run.checkpoints.reserve(_my_shards(run))
     start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
     progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.config)
@@ -218,7 +218,7 @@ def resume(run: Run) -> bool:
 def go_back(run: Run) -> None:
     """Bring the states back to the newest checkpoint, and pass over the data of the steps since then and of the step at
     hand. Collective."""
-    run.ranks.watch.begin("going back to the last checkpoint")
+    run.ranks.activity.begin("going back to the last checkpoint")
     if failure := run.checkpoints.wait():
         run.log.warn(failure)
     gone, every, own = run.progress, run.recipe.checkpoint.every, run.folder / "checkpoints"
@@ -279,16 +279,16 @@ def _record(run: Run) -> None:
 def _import_hf(run: Run, folder: Path) -> None:
     places = {}
     for unit in run.engine.units.values():
-        start, end = _real(unit.spec, unit.cut.optimizer)
+        start, end = _real(unit.spec, unit.ranges.optimizer)
         offset = 0
-        for tensor, first, last in unit.spec.pieces(start, end):
+        for tensor, first, last in unit.spec.tensor_ranges(start, end):
             places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
             offset += last - first
-    run.ranks.watch.begin(f"reading the weights of {folder}")
+    run.ranks.activity.begin(f"reading the weights of {folder}")
     done, whole = 0, parameter_count(run.config)
     for name, values in hf_tensors(folder, run.config):
         done += values.numel()
-        run.ranks.watch.moving(done / whole)
+        run.ranks.activity.moving(done / whole)
         if name in places:
             held, first, last = places[name]
             held.copy_(values.flatten()[first:last])
@@ -302,9 +302,9 @@ def _my_shards(run: Run) -> list[StateShard]:
     copy = layout.coordinate(rank, Axis.DATA) // degrees.optimizer
     shards = []
     for name, unit in run.engine.units.items():
-        if name in run.engine.gradients.alike.second:
+        if name in run.engine.gradients.replica_groups.second:
             continue
-        start, end = _real(unit.spec, unit.cut.optimizer)
+        start, end = _real(unit.spec, unit.ranges.optimizer)
         if layout.coordinate(rank, Axis.TENSOR):
             start, end = min(start, unit.spec.replicated), min(end, unit.spec.replicated)
         first, last = even_share(end - start, copies, copy)
@@ -314,7 +314,7 @@ def _my_shards(run: Run) -> list[StateShard]:
 
 def _all_shards(run: Run) -> list[StateShard]:
     """What this rank holds of the optimizer's states."""
-    return [_shard(unit, *_real(unit.spec, unit.cut.optimizer)) for unit in run.engine.units.values()]
+    return [_shard(unit, *_real(unit.spec, unit.ranges.optimizer)) for unit in run.engine.units.values()]
 
 
 def _real(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
@@ -324,7 +324,7 @@ def _real(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
 
 def _shard(unit: ShardedUnit, start: int, end: int) -> StateShard:
     states = {"master": unit.master, "m": unit.m, "v": unit.v}
-    offset = unit.cut.optimizer[0]
+    offset = unit.ranges.optimizer[0]
     return StateShard(
         unit.spec, start, end, {name: state[start - offset : end - offset] for name, state in states.items()}
     )

@@ -24,7 +24,7 @@ from llmtrain.launch.ending import ending_as_one
 from llmtrain.launch.gpus import check_gpus
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import advice, memory_problem
-from llmtrain.plan.prepare import folders_above, settle
+from llmtrain.plan.prepare import check_and_resolve, folders_above
 from llmtrain.plan.resolve import Facts, as_data, decisions, shape, to_yaml
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
@@ -60,7 +60,7 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
         apex=_has_apex(),
     )
     with _told_once(place):
-        resolved = settle(recipe, facts, read_hf_config, folders_above(name))
+        resolved = check_and_resolve(recipe, facts, read_hf_config, folders_above(name))
     unled = _without_mpi(resolved, world) if place is None else None
     lacking = [sentence for sentence in (unled, memory_problem(resolved, facts)) if sentence]
     if dry_run:
@@ -128,7 +128,7 @@ def _restarts(recipe: Recipe, facts: Facts) -> "Restarts":
     def fewer(ranks: int) -> int:
         for world in range(ranks - 1, 0, -1):
             with suppress(BadInputError):
-                settle(recipe, replace(facts, world=world, ranks_per_node=world), read_hf_config)
+                check_and_resolve(recipe, replace(facts, world=world, ranks_per_node=world), read_hf_config)
                 return world
         return ranks
 
@@ -156,8 +156,8 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         enabled=_speaks(place),
     ):
         ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
-    ranks = ranks if ranks.vigil is not None else watched(ranks, timeout)
-    with ending_as_one(ranks), Waiting(ranks.watch.doing, enabled=ranks.is_main) as waiting:
+    ranks = ranks if ranks.watchdog is not None else watched(ranks, timeout)
+    with ending_as_one(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         if _is_split_by_speed(recipe, layout, facts):
             resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
             said.append(speeds)
@@ -184,7 +184,9 @@ def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Fac
     if speeds is None:
         return resolved, "stages are equally fast, as measured"
     shown = ", ".join(f"{speed:.2f}" for speed in speeds)
-    return settle(recipe, replace(facts, speeds=speeds), read_hf_config), f"speeds of the stages, as measured: {shown}"
+    return check_and_resolve(
+        recipe, replace(facts, speeds=speeds), read_hf_config
+    ), f"speeds of the stages, as measured: {shown}"
 
 
 def _has_apex() -> bool:

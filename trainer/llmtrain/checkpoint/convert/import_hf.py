@@ -13,7 +13,7 @@ from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.folder import commit, step_name
 from llmtrain.checkpoint.manifest import ITEM, Manifest
 from llmtrain.checkpoint.safetensors_file import bytes_of
-from llmtrain.checkpoint.shard_file import Range, merge_parts, write_part
+from llmtrain.checkpoint.shard_file import Range, merge_shard_files, write_shard_file
 from llmtrain.model.hf_config import read_hf_config
 
 
@@ -38,8 +38,8 @@ def import_hf(source: Path, target: Path) -> None:
     with new_folder(target) as folder:
         partial = folder / "checkpoints" / f"{step_name(0)}.partial"
         partial.mkdir(parents=True)
-        part = write_part(partial / "rank-00000.safetensors", ranges, contents())
-        files, entries = merge_parts([part])
+        part = write_shard_file(partial / "rank-00000.safetensors", ranges, contents())
+        files, entries = merge_shard_files([part])
         manifest = Manifest(0, files, entries, {"step": 0}, {}, asdict(config))
         commit(partial, partial.with_suffix(""), manifest)
         copy_tokenizer(source, folder / "tokenizer")

@@ -186,7 +186,7 @@ class _Course:
 
         before: what comes first and has the ranks that take part begin together.
         """
-        self._ranks.watch.note(f"measuring {self._link.tier}")
+        self._ranks.activity.record(f"measuring {self._link.tier}")
         self._slowest(0.0)
         if call is None or before is None:
             return self._slowest(0.0)

@@ -5,15 +5,15 @@ from llmtrain_kernels.matmul import Product, linear
 from torch import Tensor, nn
 
 from llmtrain.model.layers import InputMajorLinear, Linear
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 
 
-class DeferredLinear(nn.Module):
+class SplitBackwardLinear(nn.Module):
     """The affine map of a plain layer, with its parameters under their names."""
 
-    def __init__(self, plain: Linear | InputMajorLinear, defer: Deferred) -> None:
+    def __init__(self, plain: Linear | InputMajorLinear, queue: WeightGradientQueue) -> None:
         super().__init__()
-        self.weight, self.bias, self._defer = plain.weight, plain.bias, defer
+        self.weight, self.bias, self._queue = plain.weight, plain.bias, queue
         self._input_major = isinstance(plain, InputMajorLinear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,17 +28,17 @@ class DeferredLinear(nn.Module):
         return linear(x, self.weight.t() if self._input_major else self.weight, self.bias, self._later)
 
     def _later(self, for_weight: Product, for_bias: Product) -> bool:
-        if not self._defer.active:
+        if not self._queue.active:
             return False
-        self._defer.push(self.weight, lambda: (lambda: for_weight().t()) if self._input_major else for_weight)
+        self._queue.push(self.weight, lambda: (lambda: for_weight().t()) if self._input_major else for_weight)
         if self.bias is not None:
-            self._defer.push(self.bias, lambda: for_bias)
+            self._queue.push(self.bias, lambda: for_bias)
         return True
 
 
-def defer_products(blocks: nn.Module, defer: Deferred) -> None:
-    """Replace the products of blocks by such as wait while `defer` collects, in place."""
+def split_backward(blocks: nn.Module, queue: WeightGradientQueue) -> None:
+    """Replace the products of blocks by such as wait while `queue` collects, in place."""
     for module in list(blocks.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, Linear | InputMajorLinear):
-                setattr(module, name, DeferredLinear(layer, defer))
+                setattr(module, name, SplitBackwardLinear(layer, queue))

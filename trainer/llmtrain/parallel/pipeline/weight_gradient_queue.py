@@ -9,48 +9,48 @@ from torch import Tensor, nn
 
 # Begins what a product waits for, if anything, and returns what computes it.
 Begin = Callable[[], Callable[[], Tensor]]
-Left = deque[tuple[nn.Parameter, Begin]]
+PendingProducts = deque[tuple[nn.Parameter, Begin]]
 
 
-class Deferred:
+class WeightGradientQueue:
     """Where layers leave the products that make gradients of weights, while a backward pass collects them."""
 
     def __init__(self) -> None:
-        self._left: Left | None = None
+        self._pending: PendingProducts | None = None
 
     @property
     def active(self) -> bool:
         """Whether products are to be left."""
-        return self._left is not None
+        return self._pending is not None
 
     @contextmanager
-    def collecting(self) -> Iterator[Left]:
+    def collecting(self) -> Iterator[PendingProducts]:
         """Surround one microbatch's backward pass; yields what it leaves."""
-        self._left = deque()
+        self._pending = deque()
         try:
-            yield self._left
+            yield self._pending
         finally:
-            self._left = None
+            self._pending = None
 
     def push(self, parameter: nn.Parameter, begin: Begin) -> None:
         """Leave the product that makes the gradient of `parameter`. begin: holds no weights, but their nn.Parameter."""
-        assert self._left is not None
-        self._left.append((parameter, begin))
+        assert self._pending is not None
+        self._pending.append((parameter, begin))
 
 
-def gradients(left: Left) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def gradients(pending: PendingProducts) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each parameter with its gradient, in the compute dtype, and forget what that took.
 
     What a product waits for begins to come before the product ahead of it is computed.
     """
     begun: deque[tuple[nn.Parameter, Callable[[], Tensor]]] = deque()
     with torch.no_grad():
-        while left or begun:
-            if left:
-                parameter, begin = left.popleft()
+        while pending or begun:
+            if pending:
+                parameter, begin = pending.popleft()
                 begun.append((parameter, begin()))
                 del begin
-            if len(begun) > 1 or not left:
+            if len(begun) > 1 or not pending:
                 parameter, product = begun.popleft()
                 yield parameter, product()
                 del product

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.comm.activity import Watch
+from llmtrain.comm.activity import Activity
 from llmtrain.comm.small_collectives import begin_gather, begin_sum, in_one_round
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.weights import Count
@@ -19,16 +19,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way: `finish` makes the result once `work` is done. watch: told of waiting for it."""
+    """A collective under way: `finish` makes the result once `work` is done. activity: told of waiting for it."""
 
     finish: Callable[[], Tensor]
     work: dist.Work | None = None
-    watch: Watch | None = None
+    activity: Activity | None = None
 
     def wait(self) -> Tensor:
         """Return the result; on CUDA, what is queued next comes after it and the host goes on."""
         if self.work is not None:
-            self.work.wait() if self.watch is None else self.watch.wait(self.work.wait)
+            self.work.wait() if self.activity is None else self.activity.wait(self.work.wait)
         return self.finish()
 
 
@@ -39,7 +39,7 @@ class TensorMesh:
     place: of this rank among `degree`. group: in order of their places; None where there is one rank alone. sequence:
     whether they share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2): what a rank
     holds of `[batch, sequence, ...]` is then `[batch, sequence / degree, ...]`. tier: the slowest link between them.
-    count: told of every collective. watch: told of waiting for them. words: a group of gloo's for what they have to
+    count: told of every collective. activity: told of waiting for them. words: a group of gloo's for what they have to
     agree on; None where nothing is left open.
 
     What is gathered from shards comes rank by rank, `[degree * batch, sequence / degree, ...]`: products and
@@ -52,7 +52,7 @@ class TensorMesh:
     sequence: bool = False
     tier: str = "all"
     count: Count = lambda calls: None
-    watch: Watch = field(default_factory=Watch)
+    activity: Activity = field(default_factory=Activity)
     words: dist.ProcessGroup | None = None
 
     @property
@@ -89,7 +89,7 @@ class TensorMesh:
         if self.words is None:
             return choose()
         said = torch.tensor([int(self.place == 0 and choose())])
-        self.watch.wait(partial(dist.broadcast, said, group_src=0, group=self.words))
+        self.activity.wait(partial(dist.broadcast, said, group_src=0, group=self.words))
         return bool(said)
 
     def close(self) -> None:
@@ -103,14 +103,14 @@ class TensorMesh:
         x = x.contiguous()
         self._count("all_reduce", x.nbytes, self.degree if in_one_round(x, self.degree) else 2)
         work, finish = begin_sum(x, self.group)
-        return Pending(finish, work, self.watch)
+        return Pending(finish, work, self.activity)
 
     def all_gather(self, x: Tensor) -> Pending:
         """Begin to join every rank's `x` along dim 0."""
         x = x.contiguous()
         parts = x.new_empty(self.degree, *x.shape)
         self._count("all_gather", parts.nbytes, 1)
-        return Pending(lambda: parts.flatten(0, 1), begin_gather(parts, x, self.group), self.watch)
+        return Pending(lambda: parts.flatten(0, 1), begin_gather(parts, x, self.group), self.activity)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks; each keeps its part along dim 0."""
@@ -118,11 +118,11 @@ class TensorMesh:
         self._count("reduce_scatter", x.nbytes, 1)
         if x.is_cuda:
             part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
-            return Pending(lambda: part, _reduce_scatter(part, x, group=self.group, async_op=True), self.watch)
+            return Pending(lambda: part, _reduce_scatter(part, x, group=self.group, async_op=True), self.activity)
         # gloo's own reduce-scatter is an all-reduce, which sends twice as much.
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return Pending(partial(torch.sum, parts.unflatten(0, (self.degree, -1)), 0), work, self.watch)
+        return Pending(partial(torch.sum, parts.unflatten(0, (self.degree, -1)), 0), work, self.activity)
 
     def _count(self, op: str, size: int, passes: int) -> None:
         sent = passes * (size // self.degree) * (self.degree - 1)

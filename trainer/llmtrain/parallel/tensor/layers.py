@@ -1,7 +1,7 @@
 """Parts of a block cut over tensor-parallel ranks, with the names that the plain ones' parameters have.
 
 After Megatron-LM (Shoeybi et al. 2019, section 3) and Korthikanti et al. 2022, section 4.2.2 (sequence parallelism).
-Products of weights may be put off (`Deferred`).
+Products of weights may be put off (`WeightGradientQueue`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain.cluster.layout import even_share
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.layers import Attention, Embedding, empty_parameter
-from llmtrain.parallel.pipeline.weight_gradient_queue import Deferred
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 
 
@@ -28,10 +28,16 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, mesh: TensorMesh, defer: Deferred | None, ordered: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        mesh: TensorMesh,
+        queue: WeightGradientQueue | None,
+        ordered: bool = False,
     ) -> None:
         super().__init__()
-        self.mesh, self.defer, self.ordered = mesh, defer, ordered
+        self.mesh, self.queue, self.ordered = mesh, queue, ordered
         self.weight = empty_parameter(outputs // mesh.degree, inputs)
         self.bias = empty_parameter(outputs // mesh.degree) if bias else None
 
@@ -48,10 +54,16 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, mesh: TensorMesh, defer: Deferred | None, ordered: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        mesh: TensorMesh,
+        queue: WeightGradientQueue | None,
+        ordered: bool = False,
     ) -> None:
         super().__init__()
-        self.mesh, self.defer, self.ordered = mesh, defer, ordered
+        self.mesh, self.queue, self.ordered = mesh, queue, ordered
         self.weight = empty_parameter(inputs // mesh.degree, outputs)
         self.bias = empty_parameter(outputs) if bias else None
 
@@ -68,13 +80,13 @@ class RowParallelLinear(nn.Module):
 class ParallelAttention(Attention):
     """Attention with this rank's share of the heads."""
 
-    def __init__(self, config: GPTConfig, mesh: TensorMesh, defer: Deferred | None) -> None:
+    def __init__(self, config: GPTConfig, mesh: TensorMesh, queue: WeightGradientQueue | None) -> None:
         super().__init__(config)
         bias = config.family != "llama"
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.mesh, self.heads = mesh, config.heads // mesh.degree
-        self.qkv = ColumnParallelLinear(config.hidden, width, bias, mesh, defer, ordered=True)  # type: ignore[assignment]
-        self.out = RowParallelLinear(config.hidden, config.hidden, bias, mesh, defer, ordered=True)  # type: ignore[assignment]
+        self.qkv = ColumnParallelLinear(config.hidden, width, bias, mesh, queue, ordered=True)  # type: ignore[assignment]
+        self.out = RowParallelLinear(config.hidden, config.hidden, bias, mesh, queue, ordered=True)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the same shape."""
@@ -124,15 +136,15 @@ class _Column(torch.autograd.Function):
             whole = mesh.gather(x)
             return lambda: matmul(_rows(grad).t(), _rows(whole.wait()))
 
-        later = layer.defer is not None and layer.defer.active
+        later = layer.queue is not None and layer.queue.active
         product = None if later else begin()
         reduced = mesh.reduce(matmul(grad, weight))
         # The sum over the ranks is under way while this rank's weights get their gradient.
-        grad_weight = _now_or_later(layer.defer, layer.weight, begin, product)
+        grad_weight = _now_or_later(layer.queue, layer.weight, begin, product)
         grad_bias = None
         if layer.bias is not None:
             total = partial(_rows(grad).sum, 0)
-            grad_bias = _now_or_later(layer.defer, layer.bias, lambda: total, None if later else total)
+            grad_bias = _now_or_later(layer.queue, layer.bias, lambda: total, None if later else total)
         return reduced.wait(), grad_weight, grad_bias, None
 
 
@@ -151,7 +163,7 @@ class _RowBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, ctx.saved_tensors
-        later = layer.defer is not None and layer.defer.active
+        later = layer.queue is not None and layer.queue.active
         gathered = mesh.gather(grad)
         grad_bias = None if layer.bias is None else _rows(grad).sum(0)
         whole = gathered.wait()
@@ -163,7 +175,7 @@ class _RowBackward(torch.autograd.Function):
             return lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(again.wait()))
 
         product = None if later else lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(whole))
-        grad_weight = _now_or_later(layer.defer, layer.weight, begin, product)
+        grad_weight = _now_or_later(layer.queue, layer.weight, begin, product)
         return mesh.by_sequence(grad_x) if layer.ordered else grad_x, grad_weight, grad_bias, None
 
 
@@ -219,11 +231,11 @@ def _by_rank(x: Tensor, layer: RowParallelLinear) -> Tensor:
 
 
 def _now_or_later(
-    defer: Deferred | None, parameter: nn.Parameter, begin: Callable[[], Callable[[], Tensor]], product: Any
+    queue: WeightGradientQueue | None, parameter: nn.Parameter, begin: Callable[[], Callable[[], Tensor]], product: Any
 ) -> Tensor | None:
     """Return the gradient of `parameter`, or None and put it off where `product` has not begun."""
     if product is not None:
         return product()
-    assert defer is not None
-    defer.push(parameter, begin)
+    assert queue is not None
+    queue.push(parameter, begin)
     return None

@@ -12,7 +12,7 @@ from llmtrain.plan.pipeline.actions import Schedule
 
 
 @dataclass(frozen=True)
-class Hops:
+class MessageTimes:
     """Of each hop from a stage to the next: the seconds in which a message has the link, its latency, and what the two
     ranks send over, as `Durations` takes them. unknown: whether the bandwidth of any is not stated."""
 
@@ -22,7 +22,7 @@ class Hops:
     unknown: bool
 
 
-def hops_of(cluster: Cluster | None, layout: Layout, stages: Schedule, message: float) -> Hops:
+def message_times(cluster: Cluster | None, layout: Layout, stages: Schedule, message: float) -> MessageTimes:
     """Return the hops of a pipeline. What the description does not state takes no time. message: bytes that a rank
     sends.
 
@@ -56,7 +56,7 @@ def hops_of(cluster: Cluster | None, layout: Layout, stages: Schedule, message: 
         ((here, _medium(cluster, first[here], first[there])), (there, _medium(cluster, first[there], first[here])))
         for here, there in places
     ]
-    return Hops(tuple(transfer), tuple(latency), tuple(links), unknown)
+    return MessageTimes(tuple(transfer), tuple(latency), tuple(links), unknown)
 
 
 def _medium(cluster: Cluster | None, one: int, other: int) -> str:

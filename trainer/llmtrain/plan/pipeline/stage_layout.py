@@ -12,7 +12,7 @@ from llmtrain.recipe.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageLayout:
     """Consecutive blocks `[first, end)`, which make up `stage`. opens: the embedding is before them; closes: the head
     after them. tied: the head computes with the embedding's matrix."""
 
@@ -32,19 +32,19 @@ class Piece:
         return (*names, "head") if self.closes else tuple(names)
 
 
-def stages_of(pipeline: PipelineConfig, ranks: int) -> Schedule:
+def open_schedule(pipeline: PipelineConfig, ranks: int) -> Schedule:
     """Return where the stages of a pipeline over `ranks` lie: a schedule whose actions are still open."""
     several = pipeline.schedule in ("interleaved", "zero-bubble-v")
     chunks = int(several) + 1 if pipeline.chunks == "auto" else pipeline.chunks
     return Schedule(ranks, chunks if ranks > 1 else 1, 0, (), folded=pipeline.schedule == "zero-bubble-v")
 
 
-def pieces_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[Piece, ...]:
+def stage_layouts_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[StageLayout, ...]:
     """Return the pieces of a rank of the pipeline, in the order of its chunks. split: layers of each stage."""
     borders = list(accumulate(split, initial=0))
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     return tuple(
-        Piece(
+        StageLayout(
             stage,
             borders[stage],
             borders[stage + 1],
@@ -56,8 +56,8 @@ def pieces_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank:
     )
 
 
-def units_of(config: GPTConfig, pieces: Sequence[Piece], place: int, parts: int) -> list[UnitSpec]:
+def units_of(config: GPTConfig, stage_layouts: Sequence[StageLayout], place: int, parts: int) -> list[UnitSpec]:
     """Return the units of a rank's pieces, in the order of the model, as the tensor-parallel rank at `place` of `parts`
     holds them."""
-    names = {name for piece in pieces for name in piece.units}
+    names = {name for stage_layout in stage_layouts for name in stage_layout.units}
     return [unit.slice(place, parts) for unit in model_units(config) if unit.name in names]

@@ -20,9 +20,9 @@ from llmtrain.plan.check import check_given
 from llmtrain.plan.cluster_source import run_on
 from llmtrain.plan.pipeline.actions import Schedule, peak_live
 from llmtrain.plan.pipeline.layer_split import StageCosts, stage_costs
-from llmtrain.plan.pipeline.message_times import Hops, hops_of
+from llmtrain.plan.pipeline.message_times import MessageTimes, message_times
 from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
-from llmtrain.plan.pipeline.stage_layout import stages_of
+from llmtrain.plan.pipeline.stage_layout import open_schedule
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 from llmtrain.plan.resolve import Facts, replica_share, resolve, shape
 from llmtrain.plan.tensor_check import tensor_problems
@@ -160,10 +160,10 @@ def show_recipe(
             f"train.global_batch ({train.global_batch})"
         )
     assert not isinstance(pipeline.split, str)
-    stages = stages_of(pipeline, parallel.pipeline)
+    stages = open_schedule(pipeline, parallel.pipeline)
     costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
     message = _message_bytes(resolved)
-    hops = hops_of(cluster, layout, stages, message)
+    hops = message_times(cluster, layout, stages, message)
     layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
     recomputed = passes.recompute_of(resolved) > 0
     durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
@@ -195,7 +195,7 @@ _UNCOUNTED = (
 )
 
 
-def _about_links(recipe: Recipe, message: int, hops: Hops) -> str:
+def _about_links(recipe: Recipe, message: int, hops: MessageTimes) -> str:
     """Return a sentence on what messages take, and what is not counted."""
     most = units.seconds(max(map(add, hops.transfer, hops.latency)))
     said = f"messages are {units.size(message)}, in {recipe.precision.compute}, and take up to {most}"
