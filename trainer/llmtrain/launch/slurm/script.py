@@ -117,7 +117,7 @@ def render(job: Job, site: Site) -> str:
 def train_script() -> str:
     """Return the lines that run a command as ranks, those for people who write their own script left out."""
     package = Path(llmtrain.__file__).resolve().parent
-    shipped = package / "cluster" / "slurm" / "train.sh"
+    shipped = package / "launch" / "slurm" / "train.sh"
     path = shipped if shipped.is_file() else package.parents[1] / "tools" / "slurm" / "train.sh"
     return path.read_text(encoding="utf-8").partition("\n\n")[2]
 
