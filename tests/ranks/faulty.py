@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from llmtrain.checkpoint.safetensors_file import DurableFile
 from llmtrain.cli.main import main
+from llmtrain.launch import ending
 from llmtrain.telemetry import about
 from llmtrain.training import loop as train
-from llmtrain.training import start
 from llmtrain.training.run import Run
 
 
 def flip(run: Run, name: str) -> None:
-    """Flip the lowest bit of a number in the middle of one unit's states."""
+    """Flip a bit of a number in the middle of one unit's states: the lowest one, the next step may round away."""
     states = getattr(run.engine.units["blocks.1"], name)
-    states.view(torch.int32)[states.numel() // 2].bitwise_xor_(1)
+    states.view(torch.int32)[states.numel() // 2].bitwise_xor_(1 << 12)
 
 
 def flip_shared(run: Run) -> None:
-    """Flip the lowest bit of a weight that every tensor-parallel rank holds."""
+    """Flip a bit of a weight that every tensor-parallel rank holds."""
     unit = run.engine.units["blocks.1"]
-    unit.weight.view(torch.int32)[unit.spec.replicated].bitwise_xor_(1)
+    unit.weight.view(torch.int32)[unit.spec.replicated].bitwise_xor_(1 << 12)
 
 
 def crash(run: Run) -> None:
@@ -68,7 +68,7 @@ def be_rank(job: dict[str, Any], rank: int) -> int:
     place = {"PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": world, "STEP_TASKS_PER_NODE": world}
     os.environ.update({f"SLURM_{name}": str(number) for name, number in place.items()})
     torch.set_num_threads(1)
-    start._skip_finalization = lambda code: None  # type: ignore[assignment]
+    ending._skip_finalization = lambda code: None  # type: ignore[assignment]
     forward = train.forward_backward
 
     def harmed(run: Run, step: int) -> train.Passes:

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from allocations import Allocations
-from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
 from llmtrain.sharding.stream import Job, ThreadStream, Ticket
@@ -43,14 +42,13 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step; collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     recipe = prepared(case["recipe"], case["overrides"], facts, read_hf_config)
-    facts = replace(facts, cluster=recipe.cluster if isinstance(recipe.cluster, Cluster) else None)
+    plan = make_plan(recipe, facts)
     notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
     loop.train_step = noting(notes)  # type: ignore[assignment]
     if case["counted"]:
         notes |= {"on_lanes": [], "whole": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
-    layout = Layout(layout_degrees(recipe.parallel, facts.world))
-    loop.train(recipe, replace(ranks, tiers=facts.tiers, layout=layout), [])
+    loop.train(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), [])
     (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 

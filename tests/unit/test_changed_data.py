@@ -14,8 +14,9 @@ from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError
 from llmtrain.inference.trained import evaluate_on, open_model
 from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts, shape
+from llmtrain.plan.resolve import Facts
 from llmtrain.training import loop as loop
 from llmtrain.training import run_data
 from llmtrain.training.run_data import DATA, check_data, open_data
@@ -49,8 +50,9 @@ def train(folder: Path) -> Train:
     """Train by the tiny recipe with overrides."""
 
     def run(*overrides: str) -> None:
-        recipe = prepared(str(folder / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
-        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+        facts = Facts(world=1, device="cpu")
+        recipe = prepared(str(folder / "tiny.yaml"), overrides, facts, read_hf_config)
+        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
 
     return run
 
@@ -151,8 +153,9 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
 
 def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the path of the data may, with which it begins."""
-    recipe = prepared(str(folder / "tiny.yaml"), [], Facts(world=1, device="cpu"), read_hf_config)
-    data, _ = open_data(recipe, shape(recipe))
+    facts = Facts(world=1, device="cpu")
+    plan = make_plan(prepared(str(folder / "tiny.yaml"), [], facts, read_hf_config), facts)
+    data, _ = open_data(plan)
     said: list[str] = []
     main = SimpleNamespace(local_rank=0, is_main=True, from_main=lambda name, text: said.append(text) or text)
     other = SimpleNamespace(local_rank=1, is_main=False, from_main=lambda name, text: said[-1])
@@ -168,8 +171,9 @@ def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.
 
 def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> None:
     """Nodes may each have a copy of their own."""
-    recipe = prepared(str(folder / "tiny.yaml"), [], Facts(world=1, device="cpu"), read_hf_config)
-    data, _ = open_data(recipe, shape(recipe))
+    facts = Facts(world=1, device="cpu")
+    plan = make_plan(prepared(str(folder / "tiny.yaml"), [], facts, read_hf_config), facts)
+    data, _ = open_data(plan)
     said: list[str] = []
     main = SimpleNamespace(
         local_rank=0, is_main=True, from_main=lambda name, text: said.append(text) or text, host_of=lambda rank: "one"
@@ -181,6 +185,6 @@ def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> N
     assert check_data(data, None, False, other, said.append) == found  # type: ignore[arg-type]
     (folder / "set.checksums").unlink()
     turn_round(folder)
-    data, _ = open_data(recipe, shape(recipe))
+    data, _ = open_data(plan)
     with pytest.raises(BadInputError, match=r"set on .* holds other data than on one; copy the same files to both"):
         check_data(data, None, False, other, said.append)  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.cli.main import main
-from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.launch.slurm.record import slurm_folder
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo
@@ -28,7 +29,7 @@ MODEL = GPTConfig(
 )  # fmt: skip
 RECIPE = Recipe(
     name="tiny",
-    model=ModelConfig(family="gpt2"),
+    model=ModelConfig(family="gpt2", layers=2, hidden=32, heads=2, vocab=50),
     data=DataConfig(path="corpus", sequence_length=16),
     train=TrainConfig(steps=8, global_batch=4),
     precision=PrecisionConfig(compute="fp32"),
@@ -38,8 +39,8 @@ RECIPE = Recipe(
 
 def logger(folder: Path) -> RunLogger:
     device = torch.device("cpu")
-    about = RunInfo(model=MODEL, layout=Layout({Axis.DATA: 1}), device=device, model_state_bytes=77)
-    return RunLogger(folder, RECIPE, about, True)
+    about, facts = RunInfo(device=device, model_state_bytes=77), Facts(world=1, device="cpu")
+    return RunLogger(folder, make_plan(resolve(RECIPE, facts), facts), about, True)
 
 
 def record(step: int) -> StepRecord:

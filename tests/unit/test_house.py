@@ -117,6 +117,16 @@ def test_imports_point_down(module: str) -> None:
             assert ROOMS.index(imported.split(".")[1]) <= ROOMS.index(room), f"{module} imports {imported}"
 
 
+# Rooms that take the plan and never the recipe that it was made from.
+WITHOUT_RECIPE = ("comm", "sharding", "parallel", "checkpoint", "telemetry")
+PLANNED = ("llmtrain.training.loop", "llmtrain.training.run", "llmtrain.training.build", "llmtrain.training.run_data")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[1] in WITHOUT_RECIPE or m in PLANNED])
+def test_what_runs_takes_the_plan(module: str) -> None:
+    assert [imported for imported in neighbours(module) if imported.startswith("llmtrain.recipe.")] == []
+
+
 def test_no_module_imports_itself_through_others() -> None:
     # It raises CycleError, which names the modules.
     list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())

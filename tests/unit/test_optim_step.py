@@ -1,16 +1,18 @@
 """Schedules, clipping and loss scale."""
 
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
-from llmtrain.optim.config import OptimizerConfig, PrecisionConfig
+from llmtrain.optim.config import AdamW, LossScaling, OptimizerConfig
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.step import clip_divisor
 
 
 def rates(schedule: str, steps: int = 100, **keys: float) -> list[float]:
-    config = OptimizerConfig(schedule=schedule, lr=1.0, warmup=10, min_lr=0.1, **keys)  # type: ignore[arg-type]
+    recipe = OptimizerConfig(schedule=schedule, lr=1.0, warmup=10, min_lr=0.1, **keys)  # type: ignore[arg-type]
+    config = AdamW(**{entry.name: getattr(recipe, entry.name) for entry in fields(AdamW)})
     return [learning_rate(config, step, steps) for step in range(steps)]
 
 
@@ -51,7 +53,7 @@ def test_divisor_undoes_scale_and_clips(norm: float, scale: float, clip: float, 
 
 
 def test_loss_scale_halves_and_doubles() -> None:
-    scale = LossScale.of(PrecisionConfig(compute="fp16", loss_scale=8.0, loss_scale_window=2))
+    scale = LossScale.of(LossScaling(loss_scale=8.0, loss_scale_window=2), "fp16")
     scale.update(finite=False, dynamic=True)
     assert scale.value == 4.0
     scale.update(finite=True, dynamic=True)
@@ -61,4 +63,4 @@ def test_loss_scale_halves_and_doubles() -> None:
     scale.good_steps = 600
     scale.update(finite=True, dynamic=True)
     assert scale.value == 16.0
-    assert LossScale.of(PrecisionConfig(compute="bf16")).value == 1.0
+    assert LossScale.of(LossScaling(loss_scale=8.0, loss_scale_window=2), "bf16").value == 1.0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
-from llmtrain.plan.passes import schedule_of
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.pipeline import ScheduleName
@@ -126,7 +126,8 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     monkeypatch.setattr(build, "join_group", lambda ranks, members: None)
     monkeypatch.setattr(build, "TorchTransport", lambda peers, device, dtype, ahead: given.append(ahead))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
-    recipe = resolve(parse_recipe({**RECIPE, "pipeline": keys}), Facts(4, "cpu", 4))
+    facts = Facts(4, "cpu", 4)
+    plan = make_plan(resolve(parse_recipe({**RECIPE, "pipeline": keys}), facts), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
-    build._transport(recipe, ranks, schedule_of(recipe))
+    build._transport(plan, ranks)
     assert given == [ahead]

@@ -6,11 +6,12 @@ import time
 import pytest
 import torch
 from llmtrain.cluster.description import Accelerator, Cluster, Node
-from llmtrain.cluster.layout import Layout
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.flops import datasheet_peak, flops_per_token, multiplying_parameters
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.about import RunInfo, describe
@@ -117,13 +118,14 @@ def test_peak_that_the_cluster_states(
     monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device: name)
     recipe = Recipe(
         name="x",
-        model=ModelConfig(),
+        model=ModelConfig(family="gpt2", layers=2, hidden=32, heads=2, vocab=50),
         data=DataConfig(path="corpus"),
         precision=PrecisionConfig(compute="fp32"),
         cluster=Cluster(node=Node(ranks=1), accelerator=Accelerator(peak=stated)),
     )
-    about = RunInfo(model=config(), layout=Layout({}), device=torch.device(device), model_state_bytes=0)
-    assert describe(recipe, about)["datasheet_peak"] == expected
+    about = RunInfo(device=torch.device(device), model_state_bytes=0)
+    facts = Facts(world=1, device="cpu", cluster=recipe.cluster)
+    assert describe(make_plan(resolve(recipe, facts), facts), about)["datasheet_peak"] == expected
 
 
 def test_measuring_leaves_random_numbers_alone() -> None:

@@ -4,14 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.layout import Layout
-from llmtrain.cluster.topology import layout_degrees
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.check import advice, check, found_elsewhere
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts, decisions, resolve, shape, to_yaml
+from llmtrain.plan.resolve import Facts, as_data, decisions, resolve, shape, to_yaml
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import EveryK, Recipe
 
@@ -38,7 +37,7 @@ def refuse_hf(folder: Path) -> GPTConfig:
 def test_resolving_twice_changes_nothing(facts: Facts, model: str) -> None:
     resolved = resolve(recipe("activation_checkpointing=auto", model=model), facts)
     assert resolve(resolved, facts) == resolved
-    Path("resolved.yaml").write_text(to_yaml(resolved))
+    Path("resolved.yaml").write_text(to_yaml(as_data(resolved)))
     again = load_recipe("resolved.yaml")
     assert replace(again, name=resolved.name) == resolved
     assert shape(again) == shape(resolved)
@@ -142,7 +141,7 @@ def test_decisions_name_every_key_that_was_open() -> None:
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:
     facts = Facts(world=4, device="cpu")
     resolved = resolve(recipe("parallel.pipeline=2", "train.microbatch=1", *overrides), facts)
-    found = advice(resolved, None, Layout(layout_degrees(resolved.parallel, 4)))
+    found = advice(resolved, make_plan(resolved, facts))
     assert [sentence for sentence in found if said and sentence.startswith(said)] == found
     assert len(found) == (said is not None)
 

@@ -141,7 +141,7 @@ def test_a_word_that_yaml_takes_for_a_boolean(key: str, word: str) -> None:
     Path("recipe.yaml").write_text(f"extends: folder/base.yaml\n{section}: {{{leaf}: {word}}}\n")
     for recipe in (load_recipe("recipe.yaml"), load_recipe("folder/base.yaml", [f"{key}={word}"])):
         assert getattr(getattr(recipe, section), leaf) == word
-        Path("again.yaml").write_text(to_yaml(recipe))
+        Path("again.yaml").write_text(to_yaml(as_data(recipe)))
         assert load_recipe("again.yaml") == recipe
 
 
@@ -206,5 +206,5 @@ def test_what_cannot_be_meant_is_refused(text: str) -> None:
 )
 def test_what_is_written_reads_back(name: str) -> None:
     recipe = replace(load_recipe("folder/base.yaml"), name=name)
-    Path("again.yaml").write_text(to_yaml(recipe))
+    Path("again.yaml").write_text(to_yaml(as_data(recipe)))
     assert load_recipe("again.yaml") == recipe

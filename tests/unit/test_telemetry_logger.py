@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
@@ -36,7 +37,7 @@ MODEL = GPTConfig(
 def recipe(steps: int = 10, **logging: Any) -> Recipe:
     return Recipe(
         name="tiny [run]",
-        model=ModelConfig(family="gpt2"),
+        model=ModelConfig(family="gpt2", layers=2, hidden=32, heads=2, vocab=50),
         data=DataConfig(path="corpus", sequence_length=16),
         train=TrainConfig(steps=steps, global_batch=4),
         precision=PrecisionConfig(compute="fp32"),
@@ -46,10 +47,8 @@ def recipe(steps: int = 10, **logging: Any) -> Recipe:
 
 def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
     device = torch.device("cpu")
-    about = RunInfo(
-        model=MODEL, layout=Layout({Axis.DATA: world}), device=device, model_state_bytes=77, unigram_entropy=4.0
-    )
-    return RunLogger(folder, of, about, enabled)
+    about, facts = RunInfo(device=device, model_state_bytes=77, unigram_entropy=4.0), Facts(world=world, device="cpu")
+    return RunLogger(folder, make_plan(resolve(of, facts), facts), about, enabled)
 
 
 def record(step: int, **other: Any) -> StepRecord:

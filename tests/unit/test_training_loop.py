@@ -17,6 +17,7 @@ from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
 from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
 from llmtrain.training import evaluate
@@ -51,8 +52,9 @@ def train(folder: Path) -> Train:
     """Train by the tiny recipe with overrides, and return the run's training losses."""
 
     def run(*overrides: str) -> list[float]:
-        recipe = prepared(str(folder / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
-        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+        facts = Facts(world=1, device="cpu")
+        recipe = prepared(str(folder / "tiny.yaml"), overrides, facts, read_hf_config)
+        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
         return losses(folder / "runs" / recipe.name)
 
     return run

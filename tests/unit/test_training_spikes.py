@@ -12,6 +12,7 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
 from llmtrain.training import loop as loop
@@ -39,8 +40,9 @@ def train(tmp_path: Path) -> Train:
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
 
     def run(*overrides: str) -> list[dict[str, Any]]:
-        recipe = prepared(str(tmp_path / "tiny.yaml"), overrides, Facts(world=1, device="cpu"), read_hf_config)
-        loop.train(recipe, connect(Layout({Axis.DATA: 1})), [])
+        facts = Facts(world=1, device="cpu")
+        recipe = prepared(str(tmp_path / "tiny.yaml"), overrides, facts, read_hf_config)
+        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
         return [
             json.loads(line) for line in (tmp_path / "runs" / recipe.name / "metrics.jsonl").read_text().splitlines()
         ]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
@@ -47,16 +47,16 @@ class Contestant:
 
 def rows_of(run: Run, number: int) -> Tensor:
     """Return the batch of a step, int64 `[sequences, tokens + 1]`."""
-    batch = run.recipe.train.global_batch
-    return torch.from_numpy(run.train_data.batch(run.recipe.seed, number * batch, batch))
+    batch = run.plan.batch.sequences
+    return torch.from_numpy(run.train_data.batch(run.plan.seed, number * batch, batch))
 
 
 def ours(run: Run, seconds: float) -> Contestant:
     """A schedule of ours, in a run as any other."""
-    executor, watch, microbatch = run.executor, Watch(), int(run.recipe.train.microbatch)
+    executor, watch, microbatch = run.executor, Watch(), run.plan.batch.microbatch
     pace_run(run, seconds)
     watch_run(run, watch)
-    factor = microbatch / run.recipe.train.global_batch
+    factor = microbatch / run.plan.batch.sequences
     return Contestant(
         lambda number: executor.train(rows_of(run, number).split(microbatch), factor),
         lambda number: train_step(run, number),
@@ -86,7 +86,7 @@ def peer(run: Run, seconds: float) -> Contestant:
     The loss is our kernel's too, and gradients come out scaled, so that torch's pass over all of them can be left out.
     """
     rank, watch = run.ranks.rank, Watch()
-    count = run.recipe.train.global_batch // int(run.recipe.train.microbatch)
+    count = run.plan.batch.sequences // run.plan.batch.microbatch
     module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].layout.closes
     if seconds:
         pace(module.model, seconds, lambda: False)
@@ -128,7 +128,7 @@ def watch_chunks(stage: Any, name: str, kind: str, watch: Watch) -> None:
 
 def plain_copy(run: Run) -> GPT:
     """Return this rank's part of the model with the same weights, each parameter a tensor of its own."""
-    model = GPT(run.config, torch.device("cpu"))
+    model = GPT(run.plan.model, torch.device("cpu"))
     for name in set(model.blocks) - set(run.model.blocks):
         del model.blocks[name]
     for name in ("embedding", "head"):
@@ -145,8 +145,8 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
     recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"]), facts)
-    layout = Layout(layout_degrees(recipe.parallel, facts.world))
-    run = stack.enter_context(compose(recipe, replace(ranks, tiers=facts.tiers, layout=layout), StopRequest()))
+    plan = make_plan(recipe, facts)
+    run = stack.enter_context(compose(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

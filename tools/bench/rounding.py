@@ -23,6 +23,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.gradients import BackwardPass
@@ -189,9 +190,10 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     microbatch = BATCH // setting.world // setting.accumulation
     recipe_file = folder / "tiny.yaml"
     recipe_file.write_text(RECIPE.format(folder=folder, steps=STEPS, batch=BATCH, microbatch=microbatch, seed=seed))
-    recipe = resolve(load_recipe(str(recipe_file), []), Facts(world=1, device="cpu"))
+    facts = Facts(world=1, device="cpu")
+    plan = make_plan(resolve(load_recipe(str(recipe_file), []), facts), facts)
     found = []
-    with compose(recipe, ranks, StopRequest()) as run:
+    with compose(plan, ranks, StopRequest()) as run:
         units = run.engine.units
         if way is not None:
             run.engine.backward = apart(run.engine.backward, units, Reduction(setting, way))  # type: ignore[method-assign]
@@ -199,7 +201,7 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
             passes = forward_backward(run, step)
             found.append(passes.loss)
             run.progress.applied += 1
-            optimizer_step(run, learning_rate(recipe.optimizer, step, STEPS), passes.norm)
+            optimizer_step(run, learning_rate(plan.optimizer, step, STEPS), passes.norm)
     return found
 
 

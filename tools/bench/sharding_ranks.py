@@ -22,6 +22,7 @@ from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.unit import whole_unit
@@ -45,17 +46,17 @@ class Contestant:
 
 def batches(run: Run, number: int) -> Iterable[Tensor]:
     """Yield the microbatches of this rank, int64 `[1, sequence + 1]`, the same for all contestants."""
-    batch, ranks = run.recipe.train.global_batch, run.ranks
+    batch, ranks = run.plan.batch.sequences, run.ranks
     share = batch // ranks.layout.world
-    rows = torch.from_numpy(run.train_data.batch(run.recipe.seed, number * batch + ranks.rank * share, share))
+    rows = torch.from_numpy(run.train_data.batch(run.plan.seed, number * batch + ranks.rank * share, share))
     return rows.split(1)
 
 
 def plain_model(run: Run) -> GPT:
     """Return the same model with the same weights, each parameter a tensor of its own."""
-    model = GPT(run.config, torch.device("cpu"))
-    for spec in model_units(run.config):
-        whole_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.recipe.seed)
+    model = GPT(run.plan.model, torch.device("cpu"))
+    for spec in model_units(run.plan.model):
+        whole_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.plan.seed)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().clone()))
@@ -184,9 +185,9 @@ def alone(run: Run, accumulation: int) -> Contestant:
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
-    placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, facts.tiers)
-    run = stack.enter_context(compose(recipe, placed, StopRequest()))
+    plan = make_plan(resolve(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts), facts)
+    placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, plan.tiers)
+    run = stack.enter_context(compose(plan, placed, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     run.engine.weights.finish_updates()

@@ -22,6 +22,7 @@ import transformers
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
 from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
@@ -126,8 +127,9 @@ def our_loop(case: Case, folder: Path, documents: int = 100) -> Iterator[Run]:
         f"logging: {{dir: {folder}}}\n"
     )
     ranks = connect(Layout({Axis.DATA: 1}))
-    resolved = resolve(load_recipe(str(recipe)), Facts(world=1, device="cpu"))
-    with compose(resolved, ranks, StopRequest()) as run:
+    facts = Facts(world=1, device="cpu")
+    plan = make_plan(resolve(load_recipe(str(recipe)), facts), facts)
+    with compose(plan, ranks, StopRequest()) as run:
         run.log.start(0, [])
         yield run
 

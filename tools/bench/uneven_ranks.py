@@ -19,8 +19,9 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.layer_split import stage_costs
-from llmtrain.plan.resolve import Facts, resolve, shape
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.loop import train_step
@@ -38,10 +39,9 @@ class Contestant:
 
     def __init__(self, run: Run, layer: float) -> None:
         self.run, self.watch, self.whole = run, Watch(), list[float]()
-        recipe = run.recipe
-        split, stage = recipe.pipeline.split, run.ranks.layout.coordinate(run.ranks.rank, Axis.PIPELINE)
-        assert not isinstance(split, str)
-        self._costs = stage_costs(shape(recipe), recipe.data.sequence_length)
+        plan = run.plan
+        split, stage = plan.pipeline.layers, run.ranks.layout.coordinate(run.ranks.rank, Axis.PIPELINE)
+        self._costs = stage_costs(plan.model, plan.batch.sequence_length)
         if layer:
             # The head's work is spread over the layers of its stage.
             emulate(run, layer * self._costs.of(split)[stage] / (self._costs.layer * split[stage]))
@@ -72,11 +72,10 @@ class Contestant:
         """Return what the watches of all ranks say. busy: seconds in which a message has each link. Collective."""
         watches: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(watches, self.watch)
-        recipe = self.run.recipe
-        assert not isinstance(recipe.pipeline.split, str)
+        pipeline = self.run.plan.pipeline
         return {
-            "split": list(recipe.pipeline.split),
-            "limit": recipe.pipeline.limit,
+            "split": list(pipeline.layers),
+            "limit": pipeline.limit,
             # FLOPs of a token's forward pass through a layer.
             "layer": self._costs.layer / 3,
             "whole": self.whole,
@@ -88,7 +87,7 @@ class Contestant:
 
 def our_run(name: str, recipe: Recipe, facts: Facts, ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
-    run = stack.enter_context(compose(resolve(recipe, facts), ranks, StopRequest()))
+    run = stack.enter_context(compose(make_plan(resolve(recipe, facts), facts), ranks, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

@@ -43,22 +43,21 @@ class Target:
 
 def read_recipe(case: Case) -> None:
     """Do what `run --dry-run` and `recipes show` do."""
-    from llmtrain.cluster.description import Cluster
-    from llmtrain.cluster.layout import Layout
-    from llmtrain.cluster.topology import layout_degrees
     from llmtrain.model.hf_config import read_hf_config
     from llmtrain.plan.check import advice
+    from llmtrain.plan.make import make_plan
     from llmtrain.plan.prepare import check_and_resolve
     from llmtrain.plan.resolve import Facts, decisions, to_yaml
     from llmtrain.recipe.load import load_recipe
 
     recipe = load_recipe("recipe.yaml", case.words)
     world = 8 if len(case.words) % 2 else 1
-    resolved = check_and_resolve(recipe, Facts(world=world, ranks_per_node=world, device="cpu"), read_hf_config)
-    to_yaml(resolved)
+    facts = Facts(world=world, ranks_per_node=world, device="cpu")
+    resolved = check_and_resolve(recipe, facts, read_hf_config)
+    plan = make_plan(resolved, facts)
+    to_yaml(plan.record)
     decisions(recipe, resolved)
-    cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
-    advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
+    advice(resolved, plan)
 
 
 def read_cluster(case: Case) -> None:

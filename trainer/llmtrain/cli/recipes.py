@@ -29,13 +29,13 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
 ) -> None:
     """Print a recipe with what it extends and every default filled in; ??? is left to you."""
-    from llmtrain.plan.resolve import to_yaml
+    from llmtrain.plan.resolve import as_data, to_yaml
     from llmtrain.recipe.load import load_recipe
 
     if recipe == "presets":
         presets()
     else:
-        say(to_yaml(load_recipe(recipe, overrides or [], complete=False)), end="")
+        say(to_yaml(as_data(load_recipe(recipe, overrides or [], complete=False))), end="")
 
 
 @app.command()

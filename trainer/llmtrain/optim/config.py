@@ -41,6 +41,30 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The optimizer of a plan. See OptimizerConfig for the fields."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip: float
+    schedule: Literal["cosine", "linear", "constant", "wsd"]
+    warmup: int
+    min_lr: float
+    decay: float
+    backend: Literal["torch", "apex", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """The dynamic loss scale of fp16. See PrecisionConfig for the fields."""
+
+    loss_scale: float
+    loss_scale_window: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """What the matrix products compute in; masters, gradients sums and optimizer states stay fp32.
 

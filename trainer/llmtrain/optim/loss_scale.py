@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llmtrain.optim.config import PrecisionConfig
+from llmtrain.optim.config import LossScaling
 
 
 @dataclass
@@ -14,9 +14,9 @@ class LossScale:
     good_steps: int = 0
 
     @classmethod
-    def of(cls, config: PrecisionConfig) -> "LossScale":
-        """Return the scale that a run with this precision starts from."""
-        return cls(config.loss_scale if config.compute == "fp16" else 1.0, config.loss_scale_window)
+    def of(cls, scaling: LossScaling, compute: str) -> "LossScale":
+        """Return the scale that a run in this compute dtype starts from."""
+        return cls(scaling.loss_scale if compute == "fp16" else 1.0, scaling.loss_scale_window)
 
     def update(self, finite: bool, dynamic: bool) -> None:
         """Take note of one step. Nothing moves unless `dynamic`."""

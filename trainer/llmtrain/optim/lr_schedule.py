@@ -2,10 +2,10 @@
 
 from math import cos, pi
 
-from llmtrain.optim.config import OptimizerConfig
+from llmtrain.optim.config import AdamW
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+def learning_rate(config: AdamW, step: int, steps: int) -> float:
     """Return the learning rate of `step` (counted from 0) in a run of `steps`.
 
     Linear warm-up to `lr`, then: cosine or linear decay to `min_lr * lr` at the last step; constant; or wsd, constant

@@ -3,7 +3,7 @@
 from llmtrain_kernels.adamw import AdamWStep, adamw
 from torch import Tensor
 
-from llmtrain.optim.config import OptimizerConfig
+from llmtrain.optim.config import AdamW
 
 
 def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
@@ -17,7 +17,7 @@ def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
 
 
 def step_range(
-    config: OptimizerConfig,
+    config: AdamW,
     decayed: int,
     states: tuple[Tensor, Tensor, Tensor, Tensor],
     lr: float,

@@ -11,17 +11,15 @@ from pathlib import Path
 
 from llmtrain_data import units
 
-from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.memory import machine_memory
 from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.plan.passes import hands_back
-from llmtrain.plan.pipeline.schedules import schedule_problems, schedule_warning
-from llmtrain.plan.resolve import Facts, replica_share, shape, state_bytes
-from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.pipeline.schedules import schedule_warning
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve import Facts, state_bytes
 from llmtrain.recipe.schema import EveryK, Recipe
 
 
@@ -85,9 +83,7 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
 
 def check(recipe: Recipe, facts: Facts) -> None:
     """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
-    config = shape(recipe)
-    _check_batch(recipe)
-    _check_parallel(recipe, config)
+    config = make_plan(recipe, facts).model
     _check_model(config, facts)
     if recipe.model.hf is not None and facts.hf is not None:
         _check_same_model(config, facts.hf)
@@ -114,20 +110,17 @@ def check(recipe: Recipe, facts: Facts) -> None:
         )
 
 
-def advice(recipe: Recipe, cluster: Cluster | None, layout: Layout) -> list[str]:
-    """Return what a resolved recipe may do, but is likely not meant to: a sentence each."""
-    parallel, pipeline = recipe.parallel, recipe.pipeline
-    found = placement_advice(cluster, layout)
-    if parallel.pipeline > 1:
-        count = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
-        sizes = (parallel.pipeline, int(pipeline.chunks), count)
-        limit = None if pipeline.limit == "auto" else pipeline.limit
-        warning = schedule_warning(pipeline.schedule, *sizes, hands_back(recipe), limit)
+def advice(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return what a resolved recipe, whose plan is `plan`, may do, but is likely not meant to: a sentence each."""
+    schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
+    if schedule.ranks > 1:
+        sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
+        warning = schedule_warning(recipe.pipeline.schedule, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
-    return [*found, *_without_effect(recipe)]
+    return [*found, *_without_effect(recipe, plan)]
 
 
-def _without_effect(recipe: Recipe) -> Iterator[str]:
+def _without_effect(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield a sentence for each key that is set but does nothing as the others are. A resolved limit is the number of
     stages where it was left out, and a resolved `hierarchical` is true."""
     pipeline, stages, zero, spike = recipe.pipeline, recipe.parallel.pipeline, recipe.zero, recipe.on_spike
@@ -138,7 +131,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.schedule} does not have; leave it "
             "out, or set pipeline.schedule to message-driven"
         )
-    if zero.hierarchical is False and zero.partition.weights == 1 and int(recipe.parallel.data) > 1:
+    if zero.hierarchical is False and zero.partition.weights == 1 and plan.sharding.degrees.ranks > 1:
         yield (
             "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
             "changes no gather; leave it out, or set zero.stage to 3"
@@ -157,30 +150,6 @@ def memory_problem(recipe: Recipe, facts: Facts) -> str | None:
         f"the model's states take {units.size(needed)} on a rank, but this machine has {units.size(there)} of memory; "
         "take a smaller model, or cut the states over more ranks with zero.stage"
     )
-
-
-def _check_batch(recipe: Recipe) -> None:
-    data, microbatch = recipe.parallel.data, recipe.train.microbatch
-    assert data != "auto"
-    assert microbatch != "auto"
-    share = replica_share(recipe, data)
-    if share % microbatch:
-        raise BadInputError(
-            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {data} "
-            f"replicas takes of train.global_batch ({recipe.train.global_batch})"
-        )
-
-
-def _check_parallel(recipe: Recipe, config: GPTConfig) -> None:
-    parallel, pipeline = recipe.parallel, recipe.pipeline
-    microbatches = replica_share(recipe, int(parallel.data)) // int(recipe.train.microbatch)
-    problem = tensor_problems(config, parallel, recipe.data.sequence_length)
-    if problem is None:
-        # One stage has no schedule to choose.
-        name, chunks = (pipeline.schedule, int(pipeline.chunks)) if parallel.pipeline > 1 else ("1f1b", 1)
-        problem = schedule_problems(name, parallel.pipeline, chunks, microbatches)
-    if problem is not None:
-        raise BadInputError(problem)
 
 
 def _check_model(config: GPTConfig, facts: Facts) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.cluster.tiers import Tier, tier_ranks
@@ -38,9 +38,12 @@ def resolve_zero(
 
 def degrees_of(recipe: Recipe) -> Degrees:
     """Return the degrees that a resolved recipe says."""
-    partition, secondary = recipe.zero.partition, int(recipe.zero.secondary or 0)
-    numbers = [int(getattr(partition, state)) for state in _STATES]
-    return Degrees(int(recipe.parallel.data), numbers[0], numbers[1], numbers[2], secondary)
+    partition, secondary = recipe.zero.partition, recipe.zero.secondary or 0
+    # pydantic has checked the types of keys, and resolve_zero has replaced names of tiers by numbers.
+    weights, gradients, optimizer, data = (
+        cast(int, value) for value in (*(getattr(partition, state) for state in _STATES), recipe.parallel.data)
+    )
+    return Degrees(data, weights, gradients, optimizer, cast(int, secondary))
 
 
 def _with_preset(

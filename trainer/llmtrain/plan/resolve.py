@@ -1,7 +1,7 @@
 """Every `auto` and every key left open, made concrete. Pure: what it has to know comes in as `Facts`."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import sqrt
 from typing import Any, Literal
@@ -91,7 +91,7 @@ def resolve(recipe: Recipe, facts: Facts) -> Recipe:
         zero=zero,
         quantize=quantize,
         optimizer=replace(recipe.optimizer, backend=backend),
-        activation_checkpointing=_recompute(recipe.activation_checkpointing, config.layers),
+        activation_checkpointing=_recompute(recipe.activation_checkpointing, max(decided(pipeline.split))),
         cluster=facts.cluster or "auto",
     )
 
@@ -100,6 +100,13 @@ def shape(recipe: Recipe) -> GPTConfig:
     """Return the concrete shape of a resolved recipe's model."""
     sizes = {key: getattr(recipe.model, key) for key in _SIZES}
     return _gpt_config({**sizes, **_UNUSED[sizes["family"]]})
+
+
+def decided(value: Any) -> Any:
+    """Return a value of a resolved recipe, which is not `auto`. Raises ValueError where it is."""
+    if value in ("auto", "uniform", "balanced"):
+        raise ValueError(f"{value} is left in a resolved recipe")
+    return value
 
 
 def replica_share(recipe: Recipe, data: int) -> int:
@@ -144,11 +151,11 @@ def decisions(before: Recipe, after: Recipe) -> list[str]:
     return lines
 
 
-def changes(before: dict[str, Any], after: Recipe) -> list[str]:
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return what a resolved recipe has otherwise than `before`, an earlier one as plain data, as lines `key: value ->
     value`. Keys that only one of them has are left out, and the cluster."""
     old = dict(_flat(before))
-    found = [(key, old[key], value) for key, value in _flat(as_data(after)) if key in old and old[key] != value]
+    found = [(key, old[key], value) for key, value in _flat(after) if key in old and old[key] != value]
     return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]
 
 
@@ -158,9 +165,9 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
     return data
 
 
-def to_yaml(recipe: Recipe) -> str:
-    """Return the recipe as YAML, which `load_recipe` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_data(recipe)))
+def to_yaml(record: Mapping[str, Any]) -> str:
+    """Return a recipe as plain data, what `as_data` returns, as YAML, which `load_recipe` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(record)))
 
 
 def _model_shape(recipe: Recipe, facts: Facts) -> GPTConfig:
@@ -248,9 +255,8 @@ def _microbatch(share: int, stages: int) -> int:
 
 def _largest_share(config: GPTConfig, pipeline: PipelineConfig, parallel: ParallelConfig) -> int:
     """Return the parameters of the rank of the pipeline and the tensor axis that has most."""
-    assert not isinstance(pipeline.split, str)
-    stages = open_schedule(pipeline, parallel.pipeline)
-    held = [stage_layouts_of(config, stages, pipeline.split, rank) for rank in range(parallel.pipeline)]
+    stages, split = open_schedule(pipeline, parallel.pipeline), decided(pipeline.split)
+    held = [stage_layouts_of(config, stages, split, rank) for rank in range(parallel.pipeline)]
     return max(
         sum(unit.numel for unit in units_of(config, stage_layouts, 0, parallel.tensor)) for stage_layouts in held
     )
@@ -274,13 +280,14 @@ def _model_section(model: ModelConfig, config: GPTConfig) -> ModelConfig:
 
 
 def _recompute(setting: str | EveryK, layers: int) -> Any:
+    """Return the groups of activation checkpointing. layers: of the largest stage, whose activations are to be few."""
     if setting != "auto":
         return setting
     factors = [every for every in range(1, layers + 1) if layers % every == 0]
     return EveryK(every=min(factors, key=lambda every: (abs(every - sqrt(layers)), every)))
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

@@ -8,7 +8,8 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import flops_per_token
-from llmtrain.plan.resolve import decisions, shape, state_bytes
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve import decisions, state_bytes
 from llmtrain.recipe.schema import Recipe
 
 
@@ -58,18 +59,17 @@ class Summary:
         return "".join(f"# {name:<17}{' '.join(value.split())}\n" for name, value in rows)
 
 
-def summarize(recipe: Recipe, resolved: Recipe, ranks: int, device: str) -> Summary:
-    """Return the summary of a recipe that became `resolved` for as many ranks on `device`. Opens the data."""
-    config, steps = shape(resolved), resolved.train.steps
-    per_step = resolved.train.global_batch * resolved.data.sequence_length
+def summarize(recipe: Recipe, resolved: Recipe, plan: Plan, device: str) -> Summary:
+    """Return the summary of a recipe that became `resolved`, and whose plan is `plan`, on `device`. Opens the data."""
+    per_step, steps = plan.batch.tokens, plan.training.steps
     training, problem = None, None
     try:
-        training = sum(source.token_count for source in open_split(resolved.data, "train", config.vocab).sources)
+        training = sum(source.token_count for source in open_split(plan.data, "train", plan.model.vocab).sources)
     except DataError as error:
         problem = str(error)
     return Summary(
-        parameters=parameter_count(config),
-        ranks=ranks,
+        parameters=parameter_count(plan.model),
+        ranks=plan.grid.world,
         device=device,
         steps=steps,
         tokens_per_step=per_step,
@@ -77,7 +77,7 @@ def summarize(recipe: Recipe, resolved: Recipe, ranks: int, device: str) -> Summ
         training_tokens=training,
         epochs=per_step * steps / training if training else None,
         data_problem=problem,
-        flops=float(flops_per_token(config, resolved.data.sequence_length)) * per_step * steps,
+        flops=float(flops_per_token(plan.model, plan.batch.sequence_length)) * per_step * steps,
         state_bytes_per_rank=state_bytes(resolved),
         auto=decisions(recipe, resolved),
     )

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.quantity import quantity
-from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
-from llmtrain.recipe.schema import Recipe
+from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.meters import device_name, measured_peak
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,15 +20,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What the logger has to know beside the recipe.
+    """What the logger has to know beside the plan.
 
     device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
     unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context. host_of: names
     the machine that a rank is on. doing: says what the run is busy with, empty where that is training.
     """
 
-    model: GPTConfig
-    layout: Layout
     device: torch.device
     model_state_bytes: int
     unigram_entropy: float | None = None
@@ -39,27 +34,26 @@ class RunInfo:
     doing: Callable[[], str] = lambda: ""
 
 
-def describe(recipe: Recipe, about: RunInfo, before: dict[str, Any] | None = None) -> dict[str, Any]:
+def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of `run.json`; rates in FLOP/s, entropy in nats. Measures the device's peak.
 
     before: the content at the run's last start, whose measured peak of the same device stays if it is higher.
     """
-    precision, name = str(recipe.precision.compute), device_name(about.device)
-    tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
+    precision, name, tokens_per_step = plan.compute, device_name(about.device), plan.batch.tokens
     return {
-        "name": recipe.name,
+        "name": plan.name,
         # A folder's name may be no UTF-8, which JSON is.
         "cwd": os.fsencode(Path.cwd()).decode(errors="replace"),
-        "model": asdict(about.model),
-        "parameters": parameter_count(about.model),
-        "steps": recipe.train.steps,
+        "model": asdict(plan.model),
+        "parameters": parameter_count(plan.model),
+        "steps": plan.training.steps,
         "tokens_per_step": tokens_per_step,
-        "total_tokens": tokens_per_step * recipe.train.steps,
-        "flops_per_token": flops_per_token(about.model, recipe.data.sequence_length),
-        "world": about.layout.world,
+        "total_tokens": tokens_per_step * plan.training.steps,
+        "flops_per_token": flops_per_token(plan.model, plan.batch.sequence_length),
+        "world": plan.grid.world,
         "device": name,
         "precision": precision,
-        "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(recipe, about.device, precision),
+        "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(plan, about.device, precision),
         "measured_peak": max(
             measured_peak(about.device, _DTYPES[precision]), _peak_before(before or {}, name, precision)
         ),
@@ -73,10 +67,10 @@ def _peak_before(before: dict[str, Any], device: str, precision: str) -> float:
     return peak if isinstance(peak, float) and isfinite(peak) else 0.0
 
 
-def _stated_peak(recipe: Recipe, device: torch.device, precision: str) -> float | None:
+def _stated_peak(plan: Plan, device: torch.device, precision: str) -> float | None:
     """Return the peak in FLOP/s that the cluster's description states. CPUs only stand for the accelerators in it."""
-    cluster = recipe.cluster
-    if device.type == "cpu" or not isinstance(cluster, Cluster) or cluster.accelerator is None:
+    cluster = plan.cluster
+    if device.type == "cpu" or cluster is None or cluster.accelerator is None:
         return None
     speed = cluster.accelerator.peak.get(precision)
     return None if speed is None else quantity(speed, "FLOP/s")

@@ -20,8 +20,7 @@ from llmtrain_data import units
 
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.plan.flops import share_of
-from llmtrain.plan.resolve import as_data
-from llmtrain.recipe.schema import Recipe
+from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.link_usage import LinkSampler
@@ -66,7 +65,7 @@ class RunLogger:
     def __init__(
         self,
         run_dir: Path,
-        recipe: Recipe,
+        plan: Plan,
         about: RunInfo,
         enabled: bool,
         comm: CommMeter | None = None,
@@ -77,7 +76,7 @@ class RunLogger:
         comm: counter that the collectives of this rank add to. links: what samples the links of the nodes.
         """
         self.comm = comm or CommMeter()
-        self._session = _Session(run_dir, recipe, about, links) if enabled else None
+        self._session = _Session(run_dir, plan, about, links) if enabled else None
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int = 0) -> None:
         """Begin after `resumed_step` (0: anew), dropping what was logged beyond it.
@@ -128,28 +127,28 @@ class RunLogger:
 class _Session:
     """The main rank's side of RunLogger."""
 
-    def __init__(self, run_dir: Path, recipe: Recipe, about: RunInfo, links: LinkSampler | None) -> None:
-        self.console = RunConsole(recipe.train.steps, doing=about.doing)
-        self._run_dir, self._recipe, self._about, self._links = run_dir, recipe, about, links
+    def __init__(self, run_dir: Path, plan: Plan, about: RunInfo, links: LinkSampler | None) -> None:
+        self.console = RunConsole(plan.training.steps, doing=about.doing)
+        self._run_dir, self._plan, self._about, self._links = run_dir, plan, about, links
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
         # The best rate of a rank in a logged step of this start, in FLOP/s.
         self._fastest = 0.0
         self._first_seconds: deque[float] = deque(maxlen=FIRST_STEPS + 1)
-        self._stragglers = Stragglers(about.layout)
+        self._stragglers = Stragglers(plan.grid)
         self._evaluations: list[Row] = []
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
-        self._run = describe(self._recipe, self._about, read_run_file(self._run_dir))
+        self._run = describe(self._plan, self._about, read_run_file(self._run_dir))
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
         self._open(resumed_step)
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
             shown.append(("continues after", f"step {resumed_step}"))
-        self.console.start(self._recipe.name, shown, decisions)
+        self.console.start(self._plan.name, shown, decisions)
 
     def rewind(self, step: int) -> None:
         if self._metrics is not None:
@@ -180,15 +179,15 @@ class _Session:
         self._timed = last["step"]
 
     def _start_wandb(self) -> None:
-        logging = self._recipe.logging
+        logging = self._plan.logging
         if logging.wandb == "off":
             return
         self._wandb = WandbSink(
             self._run_dir,
             mode=logging.wandb,
             project=logging.wandb_project,
-            name=self._recipe.name,
-            config=as_data(self._recipe),
+            name=self._plan.name,
+            config=dict(self._plan.record),
             warn=self.console.warn,
         )
 
@@ -200,7 +199,7 @@ class _Session:
         self._tell_length(record.seconds)
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
-        if not is_logged(self._recipe, record.step):
+        if not is_logged(self._plan, record.step):
             return
         row = self._row(record, sent)
         self._window.clear()
@@ -210,7 +209,7 @@ class _Session:
     def _tell_length(self, seconds: float) -> None:
         """Once a few steps are done, the first of which is slow, say when a long run will end."""
         self._first_seconds.append(seconds)
-        left = self._recipe.train.steps - self._last
+        left = self._plan.training.steps - self._last
         if len(self._first_seconds) == FIRST_STEPS and (whole := median(self._first_seconds) * left) > DAY:
             until = ""
             # Dates end with the year 9999.
@@ -333,12 +332,12 @@ class _Session:
         if done < 1:
             self._warm = time.monotonic()
             return None
-        return (time.monotonic() - self._warm) / done * (self._recipe.train.steps - self._last)
+        return (time.monotonic() - self._warm) / done * (self._plan.training.steps - self._last)
 
 
-def is_logged(recipe: Recipe, step: int) -> bool:
+def is_logged(plan: Plan, step: int) -> bool:
     """Whether a step, counted from 1, is logged. A resumed run logs the steps that an uninterrupted one does."""
-    return step % recipe.logging.every == 0 or step in (1, recipe.train.steps)
+    return step % plan.logging.every == 0 or step in (1, plan.training.steps)
 
 
 def _end_facts(row: Row) -> list[tuple[str, str]]:

@@ -17,22 +17,21 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import clip_divisor, step_range
-from llmtrain.plan.resolve import replica_share
-from llmtrain.recipe.schema import Recipe
+from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.logger import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.replica_check import compare
 from llmtrain.training.run import Run, compose, go_back, resume, save
 
 
-def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
-    """Run a resolved and checked recipe from its newest checkpoint, or from the start, to its last step. Collective.
+def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
+    """Run a plan from its newest checkpoint, or from the start, to its last step. Collective.
 
     decisions: what was resolved, for the user to read. waiting: says what the start waits for until then.
     Raises PreemptedError when told to stop, RunFailedError when the run cannot go on.
     """
-    steps = recipe.train.steps
-    with StopRequest() as stop, compose(recipe, ranks, stop) as run:
+    steps = plan.training.steps
+    with StopRequest() as stop, compose(plan, ranks, stop) as run:
         goes_on = resume(run)
         if waiting is not None:
             waiting.stop()
@@ -41,17 +40,17 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting |
         warn_of_validation(run)
         if not goes_on or run.progress.step == 0:
             begin(run)
-        ranks.activity.phase = first_step(recipe)
+        ranks.activity.phase = first_step(plan)
         while run.progress.step < steps:
             before = run.progress.step
             stopping = train_step(run, before)
             done = run.progress.step
             # Where the run went back instead, all of this is done already.
             if done > before:
-                saving = stopping or _due(done, recipe.checkpoint.every or steps, steps)
-                if saving or _due(done, recipe.train.compare_every, steps):
+                saving = stopping or _due(done, plan.checkpoint.every or steps, steps)
+                if saving or _due(done, plan.training.compare_every, steps):
                     compare_replicas(run)
-                if _due(done, recipe.train.eval_every, steps):
+                if _due(done, plan.training.eval_every, steps):
                     evaluate(run)
                 if saving:
                     save(run)
@@ -63,11 +62,11 @@ def train(recipe: Recipe, ranks: Ranks, decisions: list[str], waiting: Waiting |
         run.log.end({})
 
 
-def first_step(recipe: Recipe) -> str:
+def first_step(plan: Plan) -> str:
     """Return what a start's first step is: it takes longer than the others."""
-    count = replica_share(recipe, int(recipe.parallel.data)) // int(recipe.train.microbatch)
+    count = plan.batch.microbatches
     text = f"first step, of {count} microbatch{'es' if count > 1 else ''}"
-    return f"{text}, for which torch.compile builds kernels" if recipe.train.compile else text
+    return f"{text}, for which torch.compile builds kernels" if plan.training.compile else text
 
 
 def unverified(run: Run) -> list[str]:
@@ -89,36 +88,36 @@ def begin(run: Run) -> None:
     """Log where the run starts from, and save it where a spike may have to go back to it. Collective."""
     if run.progress.step == 0:
         evaluate(run)
-    if run.recipe.on_spike.threshold and run.recipe.on_spike.action == "rewind":
+    if run.plan.spikes.threshold and run.plan.spikes.action == "rewind":
         save(run)
 
 
 def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
-    recipe, started = run.recipe, time.perf_counter()
+    plan, started = run.plan, time.perf_counter()
     run.ranks.activity.record("computing", step)
-    if is_logged(recipe, step + 1):
+    if is_logged(plan, step + 1):
         run.ranks.activity.start_timing()
-    if run.config.dropout:
+    if run.plan.model.dropout:
         # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
         # ranks, unless each has its own part of the sequence.
-        alike = 0 if recipe.parallel.sequence else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
-        torch.manual_seed(((recipe.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
+        alike = 0 if plan.sequence_parallel else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
+        torch.manual_seed(((plan.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
     loss, norm, stopping, seconds = forward_backward(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
-    spike = finite and is_spike(recipe.on_spike, run.progress.losses, loss)
-    if spike and recipe.on_spike.action == "rewind":
+    spike = finite and is_spike(plan.spikes, run.progress.losses, loss)
+    if spike and plan.spikes.action == "rewind":
         rewind(run, loss)
         return stopping
-    lr = learning_rate(recipe.optimizer, step, recipe.train.steps)
+    lr = learning_rate(plan.optimizer, step, plan.training.steps)
     if finite and not spike:
         run.progress.applied += 1
         optimizer_step(run, lr, norm)
-        remember(recipe.on_spike, run.progress.losses, loss)
+        remember(plan.spikes, run.progress.losses, loss)
     run.progress.step = step + 1
-    run.progress.samples += recipe.train.global_batch
-    run.progress.tokens += recipe.train.global_batch * recipe.data.sequence_length
+    run.progress.samples += plan.batch.sequences
+    run.progress.tokens += plan.batch.tokens
     note_skipped(run, finite, spike)
     run.lock.check()
     run.log.step(
@@ -132,7 +131,7 @@ def train_step(run: Run, step: int) -> bool:
             skipped_steps=run.progress.skipped,
             passed_batches=run.progress.passed,
             rank_seconds=seconds,
-            loss_scale=run.scale.value if recipe.precision.compute == "fp16" else None,
+            loss_scale=run.scale.value if plan.compute == "fp16" else None,
         )
     )
     return stopping
@@ -150,11 +149,11 @@ class Passes(NamedTuple):
 
 def forward_backward(run: Run, step: int) -> Passes:
     """Do a step's forward and backward passes. Collective."""
-    recipe, ranks = run.recipe, run.ranks
-    batch, microbatch = recipe.train.global_batch, int(recipe.train.microbatch)
+    plan, ranks = run.plan, run.ranks
+    batch, microbatch = plan.batch.sequences, plan.batch.microbatch
     first = run.progress.samples
     start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
-    rows = torch.from_numpy(run.train_data.batch(recipe.seed, first + start, end - start))
+    rows = torch.from_numpy(run.train_data.batch(plan.seed, first + start, end - start))
     rows = rows.to(ranks.device, non_blocking=True)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
@@ -171,7 +170,7 @@ def own_seconds(run: Run, step: int) -> list[float]:
     Empty unless the step is logged, and in a run of one rank.
     """
     ranks = run.ranks
-    if not is_logged(run.recipe, step + 1) or ranks.layout.world == 1:
+    if not is_logged(run.plan, step + 1) or ranks.layout.world == 1:
         return []
     seconds = [0.0] * ranks.layout.world
     seconds[ranks.rank] = ranks.activity.own_seconds()
@@ -180,7 +179,7 @@ def own_seconds(run: Run, step: int) -> list[float]:
 
 def optimizer_step(run: Run, lr: float, norm: float) -> None:
     """Step every unit. norm: of the scaled gradients."""
-    optimizer = run.recipe.optimizer
+    optimizer = run.plan.optimizer
     divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
     for unit in run.engine.units.values():
         states = (unit.master, unit.m, unit.v, unit.owned_gradient)
@@ -190,7 +189,7 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
 
 def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     """Keep count of skipped steps; too many in a row end the run."""
-    progress, dynamic, before = run.progress, run.recipe.precision.compute == "fp16", run.scale.value
+    progress, dynamic, before = run.progress, run.plan.compute == "fp16", run.scale.value
     run.scale.update(finite, dynamic)
     progress.loss_scale, progress.good_steps = run.scale.value if dynamic else None, run.scale.good_steps
     if finite and not spike:
@@ -203,14 +202,14 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     progress.skipped_in_row += 1
     what = "a loss that spiked (on_spike)" if spike else "a non-finite loss or gradient"
     run.log.warn(f"step {progress.step} had {what} and was skipped")
-    if progress.skipped_in_row >= run.recipe.train.max_skipped:
+    if progress.skipped_in_row >= run.plan.training.max_skipped:
         fail(run, f"there was {what} for {progress.skipped_in_row} steps in a row")
 
 
 def rewind(run: Run, loss: float) -> None:
     """Go back to the newest checkpoint, past the data that made the loss spike. Collective."""
     at = run.progress.step + 1
-    if run.progress.rewinds >= run.recipe.train.max_skipped:
+    if run.progress.rewinds >= run.plan.training.max_skipped:
         fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
     go_back(run)
     run.log.warn(
@@ -234,8 +233,7 @@ def fail(run: Run, why: str) -> NoReturn:
 def evaluate(run: Run) -> None:
     """Log the validation loss, if there is a validation split. Collective."""
     if run.valid_data is not None:
-        count = run.recipe.train.eval_batches * run.recipe.train.global_batch
-        microbatch = int(run.recipe.train.microbatch)
+        count = run.plan.training.eval_batches * run.plan.batch.sequences
         run.ranks.activity.begin(f"evaluating {min(count, len(run.valid_data))} samples")
 
         def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -243,13 +241,13 @@ def evaluate(run: Run) -> None:
             for passed, losses in run.executor.evaluate(batches):
                 yield passed, losses if counts else []
 
-        loss = mean_loss(run.model, losses_of, run.valid_data, count, microbatch, run.ranks)
+        loss = mean_loss(run.model, losses_of, run.valid_data, count, run.plan.batch.microbatch, run.ranks)
         run.log.evaluation(run.progress.step, "validation", loss)
 
 
 def compare_replicas(run: Run) -> None:
     """See whether ranks hold alike what they should. Collective."""
-    if run.recipe.train.compare_every:
+    if run.plan.training.compare_every:
         compare(run.engine, run.ranks, run.progress.step, run.compared)
         run.compared = run.progress.step
 

@@ -24,14 +24,12 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch.run_lock import LOOK, RunLock
 from llmtrain.launch.stop import TOLD_EARLY, StopRequest
-from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, parameter_count
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.plan.degrees import degrees_of
-from llmtrain.plan.resolve import as_data, changes, shape, to_yaml
-from llmtrain.recipe.schema import Recipe
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve import changes, to_yaml
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
@@ -79,10 +77,9 @@ class Run:
     were last found alike. changed: what the recipe has otherwise than at the run's last start, as the main rank knows
     it, which also knows the fingerprints of the data."""
 
-    recipe: Recipe
+    plan: Plan
     ranks: Ranks
     folder: Path
-    config: GPTConfig
     model: GPT
     engine: Engine
     executor: Executor
@@ -100,12 +97,12 @@ class Run:
 
 
 @contextmanager
-def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
+def compose(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     """Build the run's parts, in the order in which they need each other, and close them at the end. Collective."""
-    config, folder = shape(recipe), Path(recipe.logging.dir) / recipe.name
+    folder = Path(plan.logging.dir) / plan.name
     ranks.activity.begin("opening the data")
     # Data first: it is what most often turns out to be missing, and opening it costs nothing.
-    train_data, valid_data = open_data(recipe, config)
+    train_data, valid_data = open_data(plan)
     with _claim(folder, ranks, stop) as lock:
         comm = CommMeter()
 
@@ -118,22 +115,20 @@ def compose(recipe: Recipe, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             ranks.activity.begin("building C++ kernels for this processor")
             native_reason(MODEL_KERNELS)
         ranks.activity.begin("building the model")
-        parts = build(recipe, config, ranks, count)
+        parts = build(plan, ranks, count)
         about = RunInfo(
-            model=config,
-            layout=ranks.layout,
             device=ranks.device,
             model_state_bytes=parts.engine.state_bytes,
             unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
             doing=ranks.activity.doing,
         )
-        saving = recipe.checkpoint
+        saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
-        with LinkSampler(ranks) as links, RunLogger(folder, recipe, about, ranks.is_main, comm, links) as log:
-            progress, scale = Progress(), LossScale.of(recipe.precision)
+        with LinkSampler(ranks) as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log:
+            progress, scale = Progress(), LossScale.of(plan.loss_scaling, plan.compute)
             yield Run(
-                recipe, ranks, folder, config, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
+                plan, ranks, folder, parts.model, parts.engine, parts.executor, train_data, valid_data, log,
                 checkpoints, progress, scale, stop, lock,
             )  # fmt: skip
             checkpoints.close()
@@ -180,7 +175,7 @@ def save(run: Run) -> None:
     shards = _my_shards(run)
     run.progress.rewinds = 0
     progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
-    about = {"recipe": as_data(run.recipe), "model": asdict(run.config)}
+    about = {"recipe": dict(run.plan.record), "model": asdict(run.plan.model)}
     failure = run.checkpoints.save(run.progress.step, shards, progress, about)
     for sentence in filter(None, (failure, run.checkpoints.remark())):
         run.log.warn(sentence)
@@ -191,21 +186,21 @@ def resume(run: Run) -> bool:
     Collective."""
     run.ranks.activity.begin("loading the checkpoint")
     run.checkpoints.reserve(_my_shards(run))
-    start, own = run.recipe.checkpoint.resume, run.folder / "checkpoints"
-    progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.config)
+    start, own = run.plan.checkpoint.resume, run.folder / "checkpoints"
+    progress = load_latest(own, _all_shards(run), run.ranks, run.log.warn, run.plan.model)
     goes_on = progress is not None
     if goes_on and start == "never":
         raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
     if progress is None and start not in ("auto", "never"):
-        progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.config)
+        progress = load_latest(Path(start), _all_shards(run), run.ranks, run.log.warn, run.plan.model)
         if progress is None:
             raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
-    accepted, before = run.recipe.data.accept_changed, progress if goes_on else None
+    accepted, before = run.plan.data.accept_changed, progress if goes_on else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
         _take_up(run, progress)
-    if progress is None and run.recipe.model.hf is not None:
-        _import_hf(run, Path(run.recipe.model.hf))
+    if progress is None and run.plan.import_from is not None:
+        _import_hf(run, Path(run.plan.import_from))
     run.engine.update()
     run.compared = run.progress.step
     if run.ranks.is_main:
@@ -221,19 +216,19 @@ def go_back(run: Run) -> None:
     run.ranks.activity.begin("going back to the last checkpoint")
     if failure := run.checkpoints.wait():
         run.log.warn(failure)
-    gone, every, own = run.progress, run.recipe.checkpoint.every, run.folder / "checkpoints"
+    gone, every, own = run.progress, run.plan.checkpoint.every, run.folder / "checkpoints"
 
     def regular(step: int) -> bool:
         """Whether an uninterrupted run has a checkpoint of `step`: one that a stop left must not change the curve."""
         return step % every == 0 if every else step == 0
 
     shards = _all_shards(run)
-    saved = load_latest(own, shards, run.ranks, run.log.warn, run.config, regular)
-    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.config)
+    saved = load_latest(own, shards, run.ranks, run.log.warn, run.plan.model, regular)
+    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.plan.model)
     if saved is None:
         raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
     _take_up(run, saved)
-    run.progress.samples = gone.samples + run.recipe.train.global_batch
+    run.progress.samples = gone.samples + run.plan.batch.sequences
     run.progress.passed = gone.passed + gone.step + 1 - run.progress.step
     run.progress.rewinds = gone.rewinds + 1
     run.engine.update()
@@ -249,11 +244,11 @@ def _take_up(run: Run, saved: dict[str, JsonValue]) -> None:
         run.progress = TypeAdapter(Progress).validate_python(saved)
         if "samples" not in saved:
             # Of a time when these were not counted.
-            run.progress.samples = (run.progress.step + run.progress.passed) * run.recipe.train.global_batch
-            run.progress.tokens = run.progress.step * run.recipe.train.global_batch * run.recipe.data.sequence_length
+            run.progress.samples = (run.progress.step + run.progress.passed) * run.plan.batch.sequences
+            run.progress.tokens = run.progress.step * run.plan.batch.tokens
     except ValidationError as error:
         raise RunFailedError(f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}") from error
-    scaled = run.recipe.precision.compute == "fp16"
+    scaled = run.plan.compute == "fp16"
     if scaled and run.progress.loss_scale is not None:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
 
@@ -265,15 +260,15 @@ def _changes(run: Run) -> list[str]:
         # It tells nothing that the run needs.
         return []
     assert isinstance(before, dict)
-    return changes({str(key): value for key, value in before.items()}, run.recipe)
+    return changes({str(key): value for key, value in before.items()}, run.plan.record)
 
 
 def _record(run: Run) -> None:
     with _writing(run.folder):
-        (run.folder / RECORD).write_text(to_yaml(run.recipe))
-        if run.recipe.data.tokenizer is not None:
+        (run.folder / RECORD).write_text(to_yaml(run.plan.record))
+        if run.plan.data.tokenizer is not None:
             # So that the run can be sampled and converted wherever it is taken.
-            copy_tokenizer(Path(run.recipe.data.tokenizer), run.folder / "tokenizer")
+            copy_tokenizer(Path(run.plan.data.tokenizer), run.folder / "tokenizer")
 
 
 def _import_hf(run: Run, folder: Path) -> None:
@@ -285,8 +280,8 @@ def _import_hf(run: Run, folder: Path) -> None:
             places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
             offset += last - first
     run.ranks.activity.begin(f"reading the weights of {folder}")
-    done, whole = 0, parameter_count(run.config)
-    for name, values in hf_tensors(folder, run.config):
+    done, whole = 0, parameter_count(run.plan.model)
+    for name, values in hf_tensors(folder, run.plan.model):
         done += values.numel()
         run.ranks.activity.moving(done / whole)
         if name in places:
@@ -297,7 +292,7 @@ def _import_hf(run: Run, folder: Path) -> None:
 def _my_shards(run: Run) -> list[StateShard]:
     """The data-parallel ranks that hold the same optimizer shard share the writing of it; what more ranks hold alike is
     written by the first of them."""
-    degrees, layout, rank = degrees_of(run.recipe), run.ranks.layout, run.ranks.rank
+    degrees, layout, rank = run.plan.sharding.degrees, run.ranks.layout, run.ranks.rank
     copies = degrees.ranks // degrees.optimizer
     copy = layout.coordinate(rank, Axis.DATA) // degrees.optimizer
     shards = []

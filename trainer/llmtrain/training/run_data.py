@@ -12,8 +12,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
-from llmtrain.recipe.schema import Recipe
+from llmtrain.plan.plan import Plan
 
 # The key of the fingerprints beside a checkpoint's progress.
 DATA = "data"
@@ -21,12 +20,12 @@ DATA = "data"
 _FINGERPRINTS = TypeAdapter(list[Fingerprint])
 
 
-def open_data(recipe: Recipe, config: GPTConfig) -> tuple[Samples, Samples | None]:
+def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
     """Return the training and the validation split, None where nothing is evaluated. Raises DataError."""
-    training = open_split(recipe.data, "train", config.vocab)
+    training = open_split(plan.data, "train", plan.model.vocab)
     training.check_ids()
-    evaluated = recipe.train.eval_every and recipe.data.split[1]
-    return training, open_split(recipe.data, "valid", config.vocab) if evaluated else None
+    evaluated = plan.training.eval_every and plan.data.split[1]
+    return training, open_split(plan.data, "valid", plan.model.vocab) if evaluated else None
 
 
 def check_data(

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from llmtrain_data.output import say_json, say_long
 from llmtrain_data.waiting import Waiting, loading
 
-from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.topology import layout_degrees, stage_speeds
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.topology import stage_speeds
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import (
     BadInputError,
@@ -24,8 +23,10 @@ from llmtrain.launch.ending import ending_as_one
 from llmtrain.launch.gpus import check_gpus
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import advice, memory_problem
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_resolve, folders_above
-from llmtrain.plan.resolve import Facts, as_data, decisions, shape, to_yaml
+from llmtrain.plan.resolve import Facts, decisions, to_yaml
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
@@ -61,25 +62,24 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
     )
     with _told_once(place):
         resolved = check_and_resolve(recipe, facts, read_hf_config, folders_above(name))
-    unled = _without_mpi(resolved, world) if place is None else None
+    plan = make_plan(resolved, facts)
+    unled = _without_mpi(plan) if place is None else None
     lacking = [sentence for sentence in (unled, memory_problem(resolved, facts)) if sentence]
     if dry_run:
-        cluster = resolved.cluster if isinstance(resolved.cluster, Cluster) else None
-        said = advice(resolved, cluster, Layout(layout_degrees(resolved.parallel, world)))
-        said += lacking
-        summary = summarize(recipe, resolved, world, "GPU" if gpus else "CPU")
+        said = [*advice(resolved, plan), *lacking]
+        summary = summarize(recipe, resolved, plan, "GPU" if gpus else "CPU")
         if as_json:
-            say_json({"recipe": as_data(resolved), "summary": summary.as_data(), "advice": said})
+            say_json({"recipe": plan.record, "summary": summary.as_data(), "advice": said})
             return
         # As comments: what is printed stays a recipe.
-        say_long("".join((summary.comments(), to_yaml(resolved), *(f"# {sentence}\n" for sentence in said))))
+        say_long("".join((summary.comments(), to_yaml(plan.record), *(f"# {sentence}\n" for sentence in said))))
         return
     check_gpus(gpus, place, world)
     with _told_once(place):
         if lacking:
             raise BadInputError(lacking[0])
     if place is not None or world == 1:
-        _run_rank(recipe, resolved, place, facts)
+        _run_rank(recipe, resolved, place, replace(facts, cluster=plan.cluster))
     else:
         from llmtrain.launch.local import launch
 
@@ -105,13 +105,13 @@ def _told_once(place: Launched | None) -> Iterator[None]:
         raise SystemExit(error.exit_code) from error
 
 
-def _without_mpi(recipe: Recipe, world: int) -> str | None:
+def _without_mpi(plan: Plan) -> str | None:
     """Return what is missing where nobody has started the ranks of a pipeline whose messages MPI carries."""
-    if recipe.parallel.pipeline == 1 or recipe.pipeline.transport != "mpi":
+    if plan.pipeline.schedule.ranks == 1 or plan.pipeline.transport != "mpi":
         return None
     return (
-        f"pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n {world} llmtrain run "
-        "RECIPE, or set pipeline.transport=torch"
+        "pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n "
+        f"{plan.grid.world} llmtrain run RECIPE, or set pipeline.transport=torch"
     )
 
 
@@ -147,46 +147,44 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         os.environ.update(place.variables)
         die_with_launcher()
         said.append(f"{place.world} ranks, started by {place.by}")
-    facts = replace(facts, cluster=resolved.cluster if isinstance(resolved.cluster, Cluster) else None)
-    layout = Layout(layout_degrees(resolved.parallel, facts.world))
-    timeout = timedelta(seconds=resolved.train.timeout)
+    plan = make_plan(resolved, facts)
+    timeout = timedelta(seconds=plan.training.timeout)
     heed_defaults()
     with Waiting(
         lambda: f"waiting for all {facts.world} ranks to start" if facts.world > 1 else "starting",
         enabled=_speaks(place),
     ):
-        ranks = connect(layout, facts.tiers, timeout, facts.cluster, noted=True)
+        ranks = connect(plan.grid, plan.tiers, timeout, plan.cluster, noted=True)
     ranks = ranks if ranks.watchdog is not None else watched(ranks, timeout)
     with ending_as_one(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
-        if _is_split_by_speed(recipe, layout, facts):
-            resolved, speeds = _split_by_speed(recipe, resolved, ranks, facts)
-            said.append(speeds)
-        train(resolved, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, facts.cluster, layout)], waiting)
+        if _is_split_by_speed(recipe, plan, facts):
+            if (speeds := _measured_speeds(plan, ranks)) is None:
+                said.append("stages are equally fast, as measured")
+            else:
+                shown = ", ".join(f"{speed:.2f}" for speed in speeds)
+                said.append(f"speeds of the stages, as measured: {shown}")
+                facts = replace(facts, speeds=speeds)
+                resolved = check_and_resolve(recipe, facts, read_hf_config)
+                plan = make_plan(resolved, facts)
+        train(plan, ranks, [*said, *decisions(recipe, resolved), *advice(resolved, plan)], waiting)
     disconnect(ranks)
 
 
-def _is_split_by_speed(recipe: Recipe, layout: Layout, facts: Facts) -> bool:
+def _is_split_by_speed(recipe: Recipe, plan: Plan, facts: Facts) -> bool:
     """Whether layers go to stages by what their ranks turn out to be capable of: where nothing else says it, and the
     ranks are not the same processor anyway."""
     one_processor = facts.device == "cpu" and facts.ranks_per_node == facts.world
-    known = stage_speeds(facts.cluster, layout) is not None
-    return layout.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor
+    known = stage_speeds(plan.cluster, plan.grid) is not None
+    return plan.grid.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor
 
 
-def _split_by_speed(recipe: Recipe, resolved: Recipe, ranks: "Ranks", facts: Facts) -> tuple[Recipe, str]:
-    """Return the recipe resolved again with measured speeds, and what they are. Collective."""
+def _measured_speeds(plan: Plan, ranks: "Ranks") -> tuple[float, ...] | None:
+    """Return the measured speeds of the stages' ranks, None where they are equal. Collective."""
     from llmtrain.parallel.pipeline.speed import Work, measured_speeds
     from llmtrain.training.build import DTYPES
 
-    config = shape(resolved)
-    rows = int(resolved.train.microbatch) * resolved.data.sequence_length
-    speeds = measured_speeds(Work(rows, config.hidden, config.ffn, DTYPES[resolved.precision.compute]), ranks)
-    if speeds is None:
-        return resolved, "stages are equally fast, as measured"
-    shown = ", ".join(f"{speed:.2f}" for speed in speeds)
-    return check_and_resolve(
-        recipe, replace(facts, speeds=speeds), read_hf_config
-    ), f"speeds of the stages, as measured: {shown}"
+    rows = plan.batch.microbatch * plan.batch.sequence_length
+    return measured_speeds(Work(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
 
 
 def _has_apex() -> bool:

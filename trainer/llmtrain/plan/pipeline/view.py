@@ -10,22 +10,21 @@ from llmtrain_data import units
 from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Layout
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.topology import layout_degrees, stage_speeds
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan import passes
 from llmtrain.plan.check import check_given
 from llmtrain.plan.cluster_source import run_on
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Schedule, peak_live
 from llmtrain.plan.pipeline.layer_split import StageCosts, stage_costs
 from llmtrain.plan.pipeline.message_times import MessageTimes, message_times
 from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
-from llmtrain.plan.pipeline.stage_layout import open_schedule
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
-from llmtrain.plan.resolve import Facts, replica_share, resolve, shape
-from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import Recipe
@@ -149,42 +148,31 @@ def show_recipe(
     cluster, _, layout = run_on(name_or_path, overrides, ranks)
     layout = Layout(layout_degrees(parallel, layout.world))
     facts = _facts(recipe, cluster, layout.world)
-    resolved = resolve(recipe, facts)
-    if (problem := tensor_problems(shape(resolved), parallel, resolved.data.sequence_length)) is not None:
-        raise BadInputError(problem)
-    pipeline, train = resolved.pipeline, resolved.train
-    share, microbatch = replica_share(resolved, int(resolved.parallel.data)), int(train.microbatch)
-    if share % microbatch:
-        raise BadInputError(
-            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that a pipeline takes of "
-            f"train.global_batch ({train.global_batch})"
-        )
-    assert not isinstance(pipeline.split, str)
-    stages = open_schedule(pipeline, parallel.pipeline)
-    costs, speeds = stage_costs(shape(resolved), resolved.data.sequence_length), stage_speeds(cluster, layout)
-    message = _message_bytes(resolved)
-    hops = message_times(cluster, layout, stages, message)
-    layer = 1.0 if flops is None else _layer_seconds(resolved, costs, flops)
-    recomputed = passes.recompute_of(resolved) > 0
-    durations = durations_by_work(pipeline.split, costs, speeds, stages, layer, recomputed)
+    plan = make_plan(resolve(recipe, facts), facts)
+    pipeline, schedule = plan.pipeline, plan.pipeline.schedule
+    costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, layout)
+    message = _message_bytes(plan)
+    hops = message_times(cluster, layout, schedule, message)
+    layer = 1.0 if flops is None else _layer_seconds(plan, costs, flops)
+    durations = durations_by_work(pipeline.layers, costs, speeds, schedule, layer, plan.recompute > 0)
+    if flops is not None:
+        durations = replace(durations, transfer=hops.transfer, latency=hops.latency, links=hops.links)
     view = show(
-        parallel.pipeline,
-        stages.chunks,
-        share // microbatch,
-        pipeline.schedule,
-        pipeline.split,
-        durations
-        if flops is None
-        else replace(durations, transfer=hops.transfer, latency=hops.latency, links=hops.links),
-        None if pipeline.limit == "auto" else pipeline.limit,
-        passes.hands_back(resolved),
+        schedule.ranks,
+        schedule.chunks,
+        schedule.microbatches,
+        recipe.pipeline.schedule,
+        pipeline.layers,
+        durations,
+        pipeline.limit,
+        schedule.hands_back,
     )
     if flops is None:
         return replace(view, links=_UNCOUNTED if any((*hops.transfer, *hops.latency)) else None)
     # No number, where it is too long for one.
     if not view.timeline.makespan < _FOREVER:
         raise BadInputError("a step takes millions of years; check --flops and the bandwidths of the cluster")
-    return replace(view, unit="s", links=_about_links(resolved, message, hops))
+    return replace(view, unit="s", links=_about_links(plan, message, hops))
 
 
 # Seconds; what takes longer need not be drawn.
@@ -195,30 +183,31 @@ _UNCOUNTED = (
 )
 
 
-def _about_links(recipe: Recipe, message: int, hops: MessageTimes) -> str:
+def _about_links(plan: Plan, message: int, hops: MessageTimes) -> str:
     """Return a sentence on what messages take, and what is not counted."""
     most = units.seconds(max(map(add, hops.transfer, hops.latency)))
-    said = f"messages are {units.size(message)}, in {recipe.precision.compute}, and take up to {most}"
+    said = f"messages are {units.size(message)}, in {plan.compute}, and take up to {most}"
     if hops.unknown:
         said += "; no description states the bandwidth of some of the links, which take but their latency"
     return f"{said}; sums over ranks and the optimizer come besides"
 
 
-def _layer_seconds(recipe: Recipe, costs: StageCosts, flops: str) -> float:
+def _layer_seconds(plan: Plan, costs: StageCosts, flops: str) -> float:
     """Return how long a rank takes for the forward pass of its part of a layer."""
     try:
         rate = quantity(flops, "FLOP/s")
     except ValueError as error:
         raise BadInputError(f"--flops is {flops!r}; {error}") from None
     # A third of a layer's work is in the forward pass.
-    return costs.layer / 3 * int(recipe.train.microbatch) * recipe.data.sequence_length / recipe.parallel.tensor / rate
+    tokens = plan.batch.microbatch * plan.batch.sequence_length
+    return costs.layer / 3 * tokens / plan.grid.degree(Axis.TENSOR) / rate
 
 
-def _message_bytes(recipe: Recipe) -> int:
+def _message_bytes(plan: Plan) -> int:
     """Return the bytes that a rank sends to the next stage for a microbatch."""
-    tokens = int(recipe.train.microbatch) * recipe.data.sequence_length
-    numel = tokens // (recipe.parallel.tensor if recipe.parallel.sequence else 1) * shape(recipe).hidden
-    return numel * (4 if recipe.precision.compute == "fp32" else 2)
+    tokens = plan.batch.microbatch * plan.batch.sequence_length
+    parts = plan.grid.degree(Axis.TENSOR) if plan.sequence_parallel else 1
+    return tokens // parts * plan.model.hidden * plan.compute_bytes
 
 
 def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:

@@ -1,0 +1,139 @@
+"""The plan of a run: everything that is decided before it starts, frozen and without torch.
+
+`make_plan` makes it once from a resolved recipe and the facts of the run. What runs takes the plan and never the
+recipe: nothing in it is `auto`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmtrain_data.config import DataConfig
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.levels import Degrees, Level
+from llmtrain.cluster.tiers import Tier
+from llmtrain.model.config import GPTConfig
+from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
+from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.plan.pipeline.stage_layout import StageLayout
+from llmtrain.recipe.checkpoint import CheckpointConfig
+from llmtrain.recipe.logging import LoggingConfig
+
+Compute = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one optimizer step computes. sequences: of the global batch. microbatch: sequences that a rank computes at
+    once. microbatches: of each replica in a step."""
+
+    sequences: int
+    sequence_length: int
+    microbatch: int
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.sequences * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Bits of what travels or rests packed, 0 for unpacked. weights: of gathers. secondary: of the secondary copy.
+    gradients: of reductions. block: elements that share a scale."""
+
+    weights: int
+    secondary: int
+    gradients: int
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How model states are cut over the data-parallel ranks. levels: the digits of a place along the data axis, the
+    fastest link first. hierarchical: whether weights are gathered level by level."""
+
+    degrees: Degrees
+    levels: tuple[Level, ...]
+    hierarchical: bool
+    quantization: Quantization
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How stages work together. schedule: every rank's actions; none where what has arrived decides. layers: of each
+    stage. stages: what each rank of the pipeline holds, by chunk. limit: microbatches in flight where what has arrived
+    decides. transport: what carries messages between stages."""
+
+    schedule: Schedule
+    layers: tuple[int, ...]
+    stages: tuple[tuple[StageLayout, ...], ...]
+    limit: int
+    transport: Literal["torch", "mpi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The loop. See the recipe's `train` section."""
+
+    steps: int
+    eval_every: int
+    eval_batches: int
+    compile: bool
+    max_skipped: int
+    compare_every: int
+    timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run on given ranks.
+
+    grid: the axes of ranks. tiers: of links between all ranks, the fastest first. cluster: the description that the
+    recipe names, None without one. compute: the dtype of matrix products. sequence_parallel: whether tensor-parallel
+    ranks share the sequence between layers. recompute: blocks that one group of activation checkpointing has, 0 for
+    none. import_from: folder of the Hugging Face model that the weights start from, None for random weights. record:
+    the resolved recipe as plain data, for files that describe the run.
+    """
+
+    name: str
+    seed: int
+    model: GPTConfig
+    import_from: str | None
+    grid: Layout
+    tiers: tuple[Tier, ...]
+    cluster: Cluster | None
+    batch: Batch
+    compute: Compute
+    sequence_parallel: bool
+    recompute: int
+    sharding: Sharding
+    pipeline: Pipeline
+    optimizer: AdamW
+    loss_scaling: LossScaling
+    spikes: SpikeConfig
+    training: Training
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    record: Mapping[str, Any]
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element of the compute dtype."""
+        return 4 if self.compute == "fp32" else 2
+
+    def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
+        """Return what a rank of the run holds of the model, by chunk."""
+        return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]
+
+    @property
+    def units_at_once(self) -> int:
+        """Blocks whose weights compute at once."""
+        # A backward pass whose weight gradients wait reports the end of the whole stage, not of each block.
+        stage = max(self.pipeline.layers) if self.pipeline.schedule.splits_backward else 0
+        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
+        return max(self.recompute, stage, 2)
