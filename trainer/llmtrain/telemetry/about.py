@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from llmtrain.cluster.quantity import quantity
+from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.meters import device_name, measured_peak
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -
         "precision": precision,
         "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(plan, about.device, precision),
         "measured_peak": max(
-            measured_peak(about.device, _DTYPES[precision]), _peak_before(before or {}, name, precision)
+            measured_peak(about.device, DTYPES[precision]), _peak_before(before or {}, name, precision)
         ),
         "unigram_entropy": about.unigram_entropy,
     }

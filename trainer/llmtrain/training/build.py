@@ -9,6 +9,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import axis_tiers, tier_between
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
+from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.executor import Executor, channels
 from llmtrain.parallel.pipeline.mpi import MpiTransport
@@ -27,8 +28,6 @@ from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
 from llmtrain.sharding.weights import Count, WeightPolicy
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

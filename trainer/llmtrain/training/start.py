@@ -180,8 +180,8 @@ def _is_split_by_speed(recipe: Recipe, plan: Plan, facts: Facts) -> bool:
 
 def _measured_speeds(plan: Plan, ranks: "Ranks") -> tuple[float, ...] | None:
     """Return the measured speeds of the stages' ranks, None where they are equal. Collective."""
+    from llmtrain.model.dtypes import DTYPES
     from llmtrain.parallel.pipeline.speed import Work, measured_speeds
-    from llmtrain.training.build import DTYPES
 
     rows = plan.batch.microbatch * plan.batch.sequence_length
     return measured_speeds(Work(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
