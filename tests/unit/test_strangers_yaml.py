@@ -38,3 +38,10 @@ def test_references_that_take_long_to_read(text: str, tmp_path: Path) -> None:
     for read in (load_recipe, load_cluster):
         with pytest.raises(BadInputError, match="characters of texts with references"):
             read(str(tmp_path / "evil.yaml"))
+
+
+def test_a_file_of_another_kind_is_not_quoted(tmp_path: Path) -> None:
+    (tmp_path / "shadow").write_text("root:$6$secret:20228:0:99999:7:::\n")
+    with pytest.raises(BadInputError, match="a line of it is no key of a cluster") as raised:
+        load_cluster(tmp_path / "shadow")
+    assert "secret" not in str(raised.value)

@@ -21,6 +21,8 @@ T = TypeVar("T")
 # YAML reads 24:00:00 as a number to the base of 60, which nobody who writes a time means.
 _BASE_60 = re.compile(r"(?m)^([ \t]*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
 
+_KEY = re.compile(r"[\w.\[\]-]{1,60}")
+
 
 @dataclass(frozen=True)
 class StrictFile(Generic[T]):
@@ -58,9 +60,9 @@ class StrictFile(Generic[T]):
         if details["type"] == unknown:
             near = self._nearest([str(part) for part in details["loc"] if isinstance(part, str)])
             known = ", ".join(entry.name for entry in fields(self.section))  # type: ignore[arg-type]
-            return f"{shown(key)} is no key of {self.noun}; " + (
-                f"did you mean {near}?" if near else f"expected {known}"
-            )
+            # A file of another kind may hold what nobody is to see: only what looks like a key is quoted.
+            quoted = shown(key) if _KEY.fullmatch(key) else "a line of it"
+            return f"{quoted} is no key of {self.noun}; " + (f"did you mean {near}?" if near else f"expected {known}")
         if details["type"] == "value_error":
             return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
         if details["type"].startswith("missing"):
