@@ -17,7 +17,7 @@ BYTES = 4_000_000
 # Every rank sums BYTES in its group along each axis in turn, and prints what its node's cards sent meanwhile.
 SUMS = """
 import json, os, torch, torch.distributed as dist
-from llmtrain.cluster.description import ParallelConfig
+from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.load import load_cluster
 from llmtrain.comm.groups import make_groups
 from llmtrain.cluster.layout import Axis, Layout

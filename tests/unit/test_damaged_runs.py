@@ -21,6 +21,7 @@ from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import read_metrics
+from llmtrain.telemetry.report import write_report
 from llmtrain_data.config import DataConfig
 
 MODEL = GPTConfig(
@@ -106,6 +107,12 @@ def lines() -> dict[str, bytes]:
             for name, value in VALUES.items():
                 found[f"{key} of {row.get('event', 'step')} is {name}"] = bytes_of(row, **{key: value})
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw a report first: importing matplotlib takes seconds, and is no part of reading a damaged run."""
+    write_report(leave(tmp_path_factory.mktemp("drawn") / "run"))
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -163,6 +163,8 @@ def test_a_disk_that_fails_while_writing_is_told(tmp_path: Path, monkeypatch: py
 def test_a_signal_between_the_renames_waits_for_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
+    # Where tests run in the background, it is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     writer, done = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
     writer.add(np.arange(4), np.array([4]))
     replace = os.replace
@@ -176,7 +178,7 @@ def test_a_signal_between_the_renames_waits_for_the_last(
     monkeypatch.setattr(os, "replace", interrupted)
     writer.commit()
     assert IndexedData(tmp_path / "set").token_count == 4
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_one_writer_at_a_time_until_all_names_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
