@@ -19,7 +19,7 @@ SUMS = """
 import json, os, torch, torch.distributed as dist
 from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.load import load_cluster
-from llmtrain.comm.groups import make_groups
+from llmtrain.comm.subgroups import make_groups
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import connect, disconnect
