@@ -82,7 +82,7 @@ class Ranks:
             return text
         if self.is_main:
             self.store.set(name, text)
-        # The main rank may wait for a lock or a disk before it speaks; the vigil ends the wait for one that is gone.
+        # The main rank may wait for a lock or a disk before it speaks; the watchdog ends the wait for one that is gone.
         self.store.wait([name], _PATIENCE)
         heard = str(self.store.get(name).decode())
         # The main rank has the store, and may end over what it says: not before all others have heard it.
@@ -131,7 +131,7 @@ def connect(
     if backend == "nccl" and card is not None and card.interface is not None:
         # Read once, for where ranks meet and for sockets: = stands for the whole name.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
-    # The vigil ends what hangs, and can say why.
+    # The watchdog ends what hangs, and can say why.
     patience = 2 * timeout
     with gloo_over(card):
         dist.init_process_group(
@@ -164,7 +164,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
 
 
 def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
-    """Return the only rank of a run with a vigil over it: it may hang in a file system that is gone."""
+    """Return the only rank of a run with a watchdog over it: it may hang in a file system that is gone."""
     return replace(ranks, watchdog=Watchdog(ranks.activity, dist.HashStore(), 1, timeout.total_seconds(), noted=True))
 
 

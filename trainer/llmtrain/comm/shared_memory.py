@@ -16,9 +16,9 @@ _TOKEN = 16
 
 
 class SharedSlots:
-    """Two rooms for each member of a group: what it writes into one of its own, the others read.
+    """Two slots for each member of a group: what it writes into one of its own, the others read.
 
-    Members hear from each other that rooms are filled, through gloo, which also finds out who is gone. Rooms are used
+    Members hear from each other that slots are filled, through gloo, which also finds out who is gone. Slots are used
     in turn: who has filled its next one has read all the ones before.
     """
 
@@ -32,7 +32,7 @@ class SharedSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this member's rooms; what was never written takes no memory."""
+        """Bytes of this member's slots; what was never written takes no memory."""
         return 2 * self._used
 
     def gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
@@ -88,19 +88,19 @@ class SharedSlots:
             self._turn = 1 - self._turn
 
     def _parts(self, sender: int, wire: torch.dtype, size: int) -> Tensor:
-        """Return the sender's room as `[members, size]`, a row for each receiver, as far in front as can be."""
+        """Return the sender's slot as `[members, size]`, a row for each receiver, as far in front as can be."""
         members = len(self._slots)
-        room = self._slots[sender][self._turn, : members * size * wire.itemsize]
-        return room.view(wire).view(members, size)
+        slot = self._slots[sender][self._turn, : members * size * wire.itemsize]
+        return slot.view(wire).view(members, size)
 
     def tell(self, used: int = 0) -> None:
-        """Say that this member has written, be it `used` bytes of its room or elsewhere, and hear it of all others."""
+        """Say that this member has written, be it `used` bytes of its slot or elsewhere, and hear it of all others."""
         self._used = max(self._used, used)
         dist.all_to_all_single(self._heard, self._told, group=self._group)
 
 
 def share_slots(group: dist.ProcessGroup) -> SharedSlots | None:
-    """Make rooms for the members of `group`; None where they cannot share memory. Collective."""
+    """Make slots for the members of `group`; None where they cannot share memory. Collective."""
     memory = shared_memory(group, 2 * SLOT_BYTES)
     return SharedSlots(group, [part.view(2, SLOT_BYTES) for part in memory]) if memory else None
 

@@ -17,7 +17,7 @@ from llmtrain.sharding.workspace import Workspace
 
 @dataclass(frozen=True)
 class HopStep:
-    """A part of a gather or a reduction, which runs on the lane of `hop`, without gradients."""
+    """A part of a gather or a reduction, which runs on the stream of `hop`, without gradients."""
 
     hop: Hop
     job: Job

@@ -25,7 +25,7 @@ Count = Callable[[Iterable[Traffic]], None]
 
 @dataclass
 class Whole:
-    """A unit's whole weights in a buffer of the arena. busy: whether a computation needs them right now."""
+    """A unit's whole weights in a buffer of the pool. busy: whether a computation needs them right now."""
 
     buffer: Tensor
     ticket: Ticket
@@ -212,7 +212,7 @@ class WeightKeeper:
         hops = self._hops.gather(1, degrees.secondary if second else degrees.weights)
         packing, purpose = (policy.secondary, "secondary") if second else (policy.packing, "weights")
         copy = unit.secondary is not None and name not in self._copied
-        # The update of these weights goes over other hops, whose lanes no gather waits for by itself.
+        # The update of these weights goes over other hops, whose streams no gather waits for by itself.
         update, replicated = self._updates.pop(name, None), self._replicated.get(name)
 
         def steps(workspace: Workspace) -> list[HopStep]:

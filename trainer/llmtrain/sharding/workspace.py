@@ -1,4 +1,4 @@
-"""Buffers that jobs on lanes use one after another."""
+"""Buffers that jobs on streams use one after another."""
 
 from dataclasses import dataclass, field
 
