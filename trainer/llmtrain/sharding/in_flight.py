@@ -18,7 +18,8 @@ class _Slot:
 
 
 class InFlight:
-    """Starts lists of stages on their hops' streams; at most `count` are under way at once, each with its own buffers."""
+    """Starts lists of stages on their hops' streams; at most `count` are under way at once, each with its own
+    buffers."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._slots = deque(_Slot(Workspace(device)) for _ in range(count))
