@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -361,3 +361,9 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
         assert held is not None
         assert held.pid == os.getpid()
         assert "is being trained in by" in (RunLock(tmp_path).take(never) or "")
+
+
+def test_a_holder_is_told_in_one_line() -> None:
+    holder = replace(this_process({}), host="here\nllmtrain: all is well", user="she\r\n", since="Monday\n")
+    assert str(holder).splitlines() == [str(holder)]
+    assert "on here llmtrain: all is well, since Monday" in str(holder)

@@ -136,3 +136,10 @@ def test_logs_that_are_not_there(runs: Path) -> None:
         run_folder(runs / "no run")
     with pytest.raises(BadInputError, match="is not the folder of a run and holds none"):
         statuses([runs / "next" / "slurm"])
+
+
+def test_a_loss_that_is_no_loss_leaves_the_table_narrow(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "huge").mkdir()
+    (runs / "huge" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.7e308}\n')
+    assert main(["status", str(runs / "huge")]) == 0
+    assert "1.7e+308" in capsys.readouterr().out

@@ -27,7 +27,7 @@ def status(
     rows = []
     for run in found:
         step = "-" if run.step is None else f"{run.step}/{run.steps or '?'}"
-        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        loss = "-" if run.loss is None else f"{run.loss:.4f}" if abs(run.loss) < 1e6 else f"{run.loss:.4g}"
         left = "-" if run.seconds_left is None else units.duration(run.seconds_left)
         rows.append((run.name, run.state, step, loss, left, run.job or "-", run.detail))
     say_table(("run", "state", "step", "loss", "left", "job", ""), rows)

@@ -33,7 +33,9 @@ class Holder:
 
     def __str__(self) -> str:
         job = f"job {self.job}, " if self.job else ""
-        return f"{job}process {self.pid} of {self.user} on {self.host}, since {self.since}"
+        text = f"{job}process {self.pid} of {self.user} on {self.host}, since {self.since}"
+        # A line end in a stranger's file must not begin a line of ours.
+        return " ".join(text.split())
 
 
 def parse(content: bytes) -> Holder | None:
