@@ -58,9 +58,10 @@ def tokenizer_size(folder: str | Path) -> int:
     """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
 
     Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that
-    fails, and for an id that no model has.
+    fails, for an id that no model has, and for settings beside it that cannot be read.
     """
     vocab: dict[str, int] | list[Any]
+    _check_settings(Path(folder))
     if (Path(folder) / "tokenizer.json").exists():
         description = _decoded(Path(folder), _Description)
         vocab, added = description.model.vocab, description.added_tokens or []
@@ -127,8 +128,7 @@ def hf_tokenizer(folder: str | Path) -> Any:
     for path in Path(folder).iterdir():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is no regular file; expected a folder of a Hugging Face tokenizer")
-    for name in SETTINGS:
-        tokenizer_settings(Path(folder), name)
+    _check_settings(Path(folder))
     from transformers import AutoTokenizer
 
     try:
@@ -249,6 +249,12 @@ def _configured_eos(folder: Path) -> str | None:
         if isinstance(token, str):
             return token
     return None
+
+
+def _check_settings(folder: Path) -> None:
+    """Raise DataError where one of the SETTINGS cannot be read, so that a run finds out before it trains."""
+    for name in SETTINGS:
+        tokenizer_settings(folder, name)
 
 
 def tokenizer_settings(folder: Path, name: str) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import IndexedData
 from llmtrain_data.left_out import LeftOut
-from llmtrain_data.tokenizer import end_of_text_id, hf_tokenizer, load_tokenizer, sampled_texts, tokenizer_size
+from llmtrain_data.tokenizer import (
+    end_of_text_id,
+    hf_tokenizer,
+    load_tokenizer,
+    sampled_texts,
+    tokenizer_size,
+    train_tokenizer,
+)
 from llmtrain_data.untrusted import UnreadableError, read_bytes, read_json
 
 REFUSED = (BadInputError, DataError, DamagedError)
@@ -46,6 +53,12 @@ def prepared(path: Path) -> IndexedData:
     return IndexedData(path.parent / "set")
 
 
+def beside_a_tokenizer(path: Path) -> None:
+    train_tokenizer(iter([["some words"]]), 258, path.parent / "trained")
+    (path.parent / "trained" / "tokenizer.json").rename(path.parent / "tokenizer.json")
+    tokenizer_size(path.parent)
+
+
 # Every reader of a file that is named, or found in a folder that is.
 READERS: dict[str, tuple[str, Read]] = {
     "recipe": ("a.yaml", lambda path: load_recipe(str(path))),
@@ -64,6 +77,7 @@ READERS: dict[str, tuple[str, Read]] = {
     "tokenizer": ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
     "SentencePiece": ("tokenizer.model", lambda path: hf_tokenizer(path.parent)),
     "tokenizer's settings": ("tokenizer_config.json", lambda path: hf_tokenizer(path.parent)),
+    "settings beside a tokenizer": ("tokenizer_config.json", beside_a_tokenizer),
     "end of text": ("special_tokens_map.json", lambda path: end_of_text_id(path.parent, load_tokenizer(path.parent))),
     "exported tokenizer": ("tokenizer.json", lambda path: special_tokens(path.parent)),
     "manifest": ("manifest.json", lambda path: read_manifest(path.parent)),
