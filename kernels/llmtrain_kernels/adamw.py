@@ -1,6 +1,6 @@
-"""AdamW over flat ranges: one dispatch point, and the reference that every backend is tested against.
+"""AdamW over flat ranges (Loshchilov and Hutter, 2019, algorithm 2), by one of several backends.
 
-Decoupled weight decay (Loshchilov and Hutter, algorithm 2).
+Tests compare every backend to `reference`.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """The numbers of one step. step: counted from 1, for the bias correction. gradient_divisor: fp32 scalar tensor
-    that gradients are divided by first (loss scale and clipping in one); None divides by nothing."""
+    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
+    the step divides gradients by it first (loss scale and clipping in one). None: no division."""
 
     step: int
     lr: float
@@ -25,12 +25,12 @@ class AdamWStep:
     gradient_divisor: Tensor | None = None
 
 
-# (master, m, v, gradient, numbers): the first three change in place, and so may the gradient.
+# (master, m, v, gradient, numbers). A backend updates the first three in place and may overwrite the gradient.
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
 
 
 def adamw(backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
-    """Step the flat range: `master`, `m`, `v` (fp32 `[n]`) change in place; `gradient`, fp32 `[n]`, may be too."""
+    """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`)."""
     _backends()[backend](master, m, v, gradient, numbers)
 
 
@@ -50,7 +50,7 @@ def _reference(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: 
 
 
 def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
-    # The kernel counts steps itself, from the value it is given.
+    # The torch kernel increments the step itself.
     step = torch.tensor(float(numbers.step - 1), device=master.device)
     torch_adamw(
         [master],

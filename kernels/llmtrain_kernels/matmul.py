@@ -1,5 +1,5 @@
-"""Products of matrices by whichever of torch's libraries is faster: on CPUs that are not Intel's, MKL keeps to half of
-AVX-512's width, and oneDNN takes all of it, which is more than twice as fast in fp32."""
+"""Matrix products by the faster of torch's CPU libraries. On AVX-512 CPUs from other vendors than Intel, MKL uses only
+half of the vector width. oneDNN uses all of it, and is more than twice as fast in fp32."""
 
 import functools
 from collections.abc import Callable
@@ -11,45 +11,45 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LEAST = 1 << 22
-"""Multiplications from which oneDNN's longer way to its kernel pays."""
+MIN_MULTIPLICATIONS = 1 << 22
+"""Smaller products do not repay oneDNN's higher overhead per call."""
 
 
-# Computes a gradient.
+# Computes the gradient of a weight or a bias.
 Product = Callable[[], Tensor]
 
-# Given the products that make the gradients of a weight and of a bias, returns whether it has taken them for later: the
-# backward pass then does without.
-Later = Callable[[Product, Product], bool]
+# Takes the products for the gradients of a weight and of a bias. Returns True if it queued them for later; the backward
+# pass then returns no gradients for the two.
+Defer = Callable[[Product, Product], bool]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, later: Later | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`, as `torch.nn.functional.linear`. x: `[..., in]`; weight: `[out, in]`; one dtype.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, defer: Defer | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, as `torch.nn.functional.linear`. x: `[..., in]`; weight: `[out, in]`, same dtype.
 
-    later: asked in each backward pass.
+    defer: called in each backward pass.
     """
-    if later is not None or _takes_onednn(x, weight):
-        return _Linear.apply(x, weight, bias, later)
+    if defer is not None or _takes_onednn(x, weight):
+        return _Linear.apply(x, weight, bias, defer)
     return F.linear(x, weight, bias)
 
 
-def matmul(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
-    """Return `a @ b`, whose gradients nobody wants. a: `[..., k]`; b: `[k, n]`; one dtype.
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return `a @ b` without autograd. a: `[..., k]`; b: `[k, n]`, same dtype.
 
-    room: memory for the result, which is used where the library can.
+    out: buffer for the result. oneDNN ignores it and returns a new tensor.
     """
-    return _onednn(a, b.t()) if _takes_onednn(a, b) else torch.matmul(a, b, out=room)
+    return _onednn(a, b.t()) if _takes_onednn(a, b) else torch.matmul(a, b, out=out)
 
 
 def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return False
-    return x.numel() * weight.numel() >= LEAST * x.shape[-1] and onednn_is_wider()
+    return x.numel() * weight.numel() >= MIN_MULTIPLICATIONS * x.shape[-1] and onednn_is_wider()
 
 
 @torch.compiler.assume_constant_result
 def onednn_is_wider() -> bool:
-    """Whether this machine's vectors are wider than those that MKL uses on it."""
+    """Whether the CPU's vectors are wider than those that MKL uses on it."""
     return _is_wider()
 
 
@@ -72,7 +72,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("llmtrain::product", mutates_args=())
 def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product as torch.compile is to leave it: its own form of it wants weights that never change."""
+    """The product, opaque to torch.compile, whose own oneDNN lowering requires constant weights."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -83,9 +83,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: Defer | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.later = later
+        ctx.defer = defer
         return _onednn(x, weight, bias) if _takes_onednn(x, weight) else F.linear(x, weight, bias)
 
     @staticmethod
@@ -96,9 +96,9 @@ class _Linear(torch.autograd.Function):
         grad_x = matmul(grad, weight) if for_x else None
 
         def product() -> Tensor:
-            # In the order of the weight's memory, so that whoever keeps it need not turn it round.
+            # The result has the weight's memory layout, so accumulation needs no transpose.
             return matmul(grads.t(), rows) if straight else matmul(rows.t(), grads).t()
 
-        if ctx.later is not None and ctx.later(product, lambda: grads.sum(0)):
+        if ctx.defer is not None and ctx.defer(product, lambda: grads.sum(0)):
             return grad_x, None, None, None
         return grad_x, product() if for_weight else None, grads.sum(0) if for_bias else None, None

@@ -1,5 +1,5 @@
-// Number formats that kernels read and write, and functions of fp32, in which all arithmetic is done. Everything here
-// is free of branches, so that loops over it become vector code.
+// Number formats of kernels' inputs and outputs, and fp32 functions. All arithmetic is fp32. Nothing here branches, so
+// that the compiler can vectorize loops.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -33,11 +33,11 @@ inline void store(bf16& to, float value) {
     to.bits = static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
 }
 
-// 2^x, within 2 ulp for x in [-126, 127] and constant beyond either end; NaN stays NaN. The whole part goes into the
-// exponent, the rest, in [-1/2, 1/2], into Taylor's series.
+// 2^x, within 2 ulp for x in [-126, 127]; x outside is clamped. NaN stays NaN. The nearest integer goes into the
+// exponent, the remainder, in [-1/2, 1/2], into a Taylor series.
 inline float exp2_f32(float x) {
     float bounded = x < -126.0f ? -126.0f : (x > 127.0f ? 127.0f : x);
-    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    // Adding 1.5 * 2^23 puts the nearest integer into the low bits.
     float shifted = bounded + 12582912.0f;
     float r = bounded - (shifted - 12582912.0f);
     float p = 1.52527338e-5f;

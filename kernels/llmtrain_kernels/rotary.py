@@ -1,13 +1,13 @@
-"""Rotary position embedding (RoFormer, section 3.2)."""
+"""Rotary position embedding (RoFormer, Su et al., 2021, section 3.2)."""
 
 import torch
 from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of `[batch, sequence, heads, head_dim]`, pairing channel i with i + rotary_dim / 2.
+    """Rotate the first `rotary_dim` channels of x (`[batch, sequence, heads, head_dim]`); return x's dtype.
 
-    cos, sin: `[sequence, 1, rotary_dim / 2]`, fp32.
+    Channel i forms a pair with channel i + rotary_dim / 2. cos, sin: `[sequence, 1, rotary_dim / 2]`, fp32.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

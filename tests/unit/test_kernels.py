@@ -19,7 +19,7 @@ def test_attention_matches_reference(kv_heads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_cross_entropy_matches_reference(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": rows * 31})
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 1)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 1)
     x, weight = torch.randn(13, 16), torch.randn(31, 16)
     targets = torch.randint(0, 31, (13,))
     losses, gradients = [], []

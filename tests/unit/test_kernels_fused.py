@@ -74,7 +74,7 @@ def test_activations_far_out(kind: activation.Activation) -> None:
 def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of uneven size, with logits from near to far apart."""
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 5 * 301})
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 1)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 1)
     if not native:
         monkeypatch.setattr(cross_entropy, "_kernel", lambda: None)
     torch.manual_seed(0)

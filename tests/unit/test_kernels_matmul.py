@@ -17,7 +17,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(x.shape))
         return original(x, weight, bias)
 
-    monkeypatch.setattr(matmul, "LEAST", 0)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(matmul, "onednn_is_wider", lambda: True)
     monkeypatch.setattr(matmul, "_onednn", noted)
     return shapes
@@ -52,9 +52,9 @@ def test_only_the_gradients_that_are_wanted(taken: list[tuple[int, ...]]) -> Non
 def test_what_stays_with_torch(taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
     linear(x.bfloat16(), weight.bfloat16())
-    monkeypatch.setattr(matmul, "LEAST", 4 * 8 * 6 + 1)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 4 * 8 * 6 + 1)
     linear(x, weight)
-    monkeypatch.setattr(matmul, "LEAST", 4 * 8 * 6)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 4 * 8 * 6)
     monkeypatch.setattr(matmul, "onednn_is_wider", lambda: False)
     linear(x, weight)
     assert taken == []

@@ -7,7 +7,7 @@ import torch
 from llmtrain_kernels import native
 from llmtrain_kernels.quantize import cpu
 from llmtrain_kernels.quantize import op as module
-from llmtrain_kernels.quantize.format import DTYPES, MOST, packed_bytes
+from llmtrain_kernels.quantize.format import DTYPES, MAX_CODE, packed_bytes
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from llmtrain_kernels.quantize.reference import REFERENCE
 from torch import Tensor
@@ -72,7 +72,7 @@ def test_native_equals_reference(dtype: torch.dtype, bits: int, key: int | None)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_format(bits: int) -> None:
     """Whole numbers up to the largest code are their own codes; scales follow the payload."""
-    most = MOST[bits]
+    most = MAX_CODE[bits]
     x = torch.tensor([most, -most, 0.5, 1.5, 2.5, -1.5, 3, 0] * 8).view(1, 64)
     buffer = packed(x, bits, 32)
     payload, scales = buffer[0].tensor_split([64 * bits // 8])
@@ -88,7 +88,7 @@ def test_error_is_below_a_step(bits: int, rounding: str) -> None:
     x = torch.randn(2, 5000 // 32 * 32)
     back = unpacked(packed(x, bits, 128, rounding=rounding, seed=1), bits, 128, x.shape[1])
     for values, quantized in zip(x.split(128, 1), back.split(128, 1), strict=True):
-        step = values.abs().amax(1, keepdim=True) / MOST[bits]
+        step = values.abs().amax(1, keepdim=True) / MAX_CODE[bits]
         assert ((values - quantized).abs() <= step * (0.5 if rounding == "nearest" else 1.0) * (1 + 1e-5)).all()
 
 
@@ -134,11 +134,11 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     mean = torch.stack(
         [unpacked(packed(x, bits, 64, rounding="stochastic", seed=s), bits, 64, 128) for s in range(seeds)]
     )
-    errors = (mean.mean(0) - x) * MOST[bits]
+    errors = (mean.mean(0) - x) * MAX_CODE[bits]
     assert errors.abs().max() < 6 * 0.5 / seeds**0.5
     assert errors.mean().abs() < 6 * 0.5 / (seeds * x.numel()) ** 0.5
     # Neighbours, halves of blocks, rows and seeds are rounded independently of each other.
-    noise = (mean - x) * MOST[bits]
+    noise = (mean - x) * MAX_CODE[bits]
     halves = noise.unflatten(2, (2, 2, 32))
     pairs = (noise[:, :, 1:], noise[:, :, :-1]), (noise[:, 0], noise[:, 1]), (noise[1:], noise[:-1])
     for a, b in (*pairs, (halves[:, :, :, 0], halves[:, :, :, 1])):
@@ -151,7 +151,7 @@ def test_no_dither_leads_past_the_largest_code(bits: int) -> None:
     quotient is rounded down may get the code below."""
     x = (1 + torch.rand(1, 1 << 15, 1)).expand(-1, -1, 32).flatten(1) * torch.tensor([1.0, -1.0]).repeat(1 << 19)
     back = unpacked(packed(x, bits, 32, rounding="stochastic", seed=3), bits, 32, x.shape[1])
-    assert ((back - x).abs() <= x.abs() * (1.001 / MOST[bits])).all()
+    assert ((back - x).abs() <= x.abs() * (1.001 / MAX_CODE[bits])).all()
     assert (back.abs() <= x.abs() * (1 + 1e-6)).all()
 
 

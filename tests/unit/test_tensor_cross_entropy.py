@@ -81,7 +81,7 @@ def own_loss(mesh: TensorMesh, x: Tensor, weight: Tensor, targets: Tensor) -> tu
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 256), (2, 10), (4, 8), (4, 15), (4, 1)])
 def test_matches_the_whole(ranks: int, rows: int, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """61 tokens over 2 and 4 ranks, in chunks that do not divide the 48 rows, against the plain form."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", rows)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", rows)
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 0})
     x, weight, targets = given(61)
     whole_x, whole_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
 def test_no_logits_of_all_tokens(ranks: int, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor has all tokens' logits, not even of a rank's own vocabulary: a chunk's are the largest there are."""
     rows, vocab = 4, 2003
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", rows)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", rows)
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 0})
     x, weight, targets = given(vocab)
 

@@ -296,7 +296,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:
 
 
 def test_compiled_blocks_keep_the_curve(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "LEAST", 0)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(matmul, "onednn_is_wider", torch.compiler.assume_constant_result(lambda: True))
     plain = train("train.steps=6", "train.eval_every=0")
     compiled = train("name=compiled", "train.steps=6", "train.eval_every=0", "train.compile=true")
@@ -371,7 +371,7 @@ def test_an_old_checkpoint_that_stays_is_no_failure(
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
 def test_the_library_of_products_keeps_the_curve(train: Train, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     product, made = matmul._onednn, []
-    monkeypatch.setattr(matmul, "LEAST", 0)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(matmul, "_onednn", lambda *tensors: (made.append(None), product(*tensors))[1])
     curves = {}
     for wider in (False, True):

@@ -1,12 +1,12 @@
-// GELU, its tanh form, SwiGLU, and their gradients, one pass each.
+// Exact GELU, tanh GELU, SwiGLU and their gradients. Each function makes one pass over its input.
 #include "numbers.h"
 
 namespace {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
-// x * sigmoid(2z) is x * (1 + tanh(z)) / 2.
-constexpr float SCALE = 1.59576912f, CUBE = 0.044715f;  // 2 sqrt(2 / pi), and the form's own
+// Tanh GELU is x * (1 + tanh(z)) / 2 = x * sigmoid(2z), with 2z = SCALE * (x + CUBE * x^3). SCALE is 2 sqrt(2 / pi).
+constexpr float SCALE = 1.59576912f, CUBE = 0.044715f;
 
 struct TanhGelu {
     static float value(float x) { return x * sigmoid(SCALE * (x + CUBE * x * x * x)); }
@@ -17,7 +17,7 @@ struct TanhGelu {
     }
 };
 
-// The normal distribution's density, and its integral by Abramowitz and Stegun, 7.1.26, within 1e-7.
+// Density and cumulative distribution of the normal distribution (Abramowitz and Stegun, 7.1.26; error below 1e-7).
 struct Normal {
     float density, integral;
 
@@ -81,8 +81,8 @@ void swiglu_gradient(const T* x, const T* grad, T* grad_x, int64_t rows, int64_t
 
 extern "C" {
 
-// y and its gradient: [rows, width], fp32 or bf16; x and its gradient: the same, or for SwiGLU [rows, 2 width] with the
-// gate first. kind: 0 GELU, 1 its tanh form, 2 SwiGLU.
+// y and grad: [rows, width], fp32 or bf16. x and grad_x: the same; for SwiGLU [rows, 2 width] with the gate first.
+// kind: 0 exact GELU, 1 tanh GELU, 2 SwiGLU.
 void activation_forward(const void* x, void* y, int64_t kind, int64_t rows, int64_t width, int64_t is_bf16,
                         int64_t threads) {
     auto run = [&](auto* x, auto* y) {

@@ -1,4 +1,4 @@
-"""The nonlinearities of an MLP: exact GELU, its tanh form (Hendrycks and Gimpel) and SwiGLU (Shazeer)."""
+"""MLP activations: exact GELU, tanh GELU (Hendrycks and Gimpel, 2016, section 2) and SwiGLU (Shazeer, 2020)."""
 
 import functools
 from types import SimpleNamespace
@@ -15,14 +15,14 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """Apply the nonlinearity to `[..., width]`; swiglu takes `[..., 2 * width]`, gate first, to `[..., width]`."""
+    """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`."""
     if takes_native(x) and _kernel() is not None:
         return _Activate.apply(x, kind)
     return reference_activate(x, kind)
 
 
 def reference_activate(x: Tensor, kind: Activation) -> Tensor:
-    """The plain form of `activate` that it is tested against."""
+    """Compute `activate` with torch operations; the reference in tests."""
     if kind == "swiglu":
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -35,14 +35,14 @@ def _kernel() -> SimpleNamespace | None:
 
 
 def _numbers(x: Tensor, kind: Activation) -> tuple[int, ...]:
-    # Kind, rows, width of the result, whether bf16, threads.
+    # (kind, rows, width of the result, is_bf16, threads)
     width = x.shape[-1] // (2 if kind == "swiglu" else 1)
     rows = x.numel() // max(1, x.shape[-1])
     return get_args(Activation).index(kind), rows, width, int(x.dtype == torch.bfloat16), torch.get_num_threads()
 
 
 class _Activate(torch.autograd.Function):
-    """Keeps its input alone for the backward pass."""
+    """Saves only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:

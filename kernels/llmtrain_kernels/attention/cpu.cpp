@@ -1,7 +1,7 @@
-// Causal attention on the joint projection of Q, K and V, with the rotary embedding applied on the way in, and its
-// gradient. Tiles of keys pass by tiles of queries with a running softmax (FlashAttention-2, algorithms 1 and 2), so no
-// matrix of scores exists; tiles above the diagonal are skipped. Q, K and V are copied once into fp32 tiles in the
-// order that the products read them in, rotated on the way, and gradients are turned back on the way out.
+// Causal attention on the fused QKV projection, and its gradient. The rotary embedding is applied while Q and K are
+// read. The kernel works on tiles with an online softmax (FlashAttention-2, Dao, 2023, algorithms 1 and 2): it never
+// stores the full score matrix, and it skips tiles above the diagonal. It copies Q, K and V once into fp32 tiles, in
+// the memory order of the matrix products. Gradients are rotated back while they are written.
 #include <algorithm>
 #include <cmath>
 #include <omp.h>
@@ -18,11 +18,11 @@ constexpr int64_t LANES = 8, ROWS = 8;
 constexpr int64_t TILE = 64;
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
-// Which part of a product a tile on the diagonal needs: the rows of A or of C lie along queries or keys.
-enum class Part { ALL, COLUMNS_UP_TO_ROW, INNER_UP_TO_ROW, INNER_FROM_ROW };
+// The region of a product that a tile on the diagonal needs. The causal mask makes the rest zero.
+enum class Region { ALL, COLUMNS_UP_TO_ROW, INNER_UP_TO_ROW, INNER_FROM_ROW };
 
-// C[ROWS, LANES] (+)= A @ B with A[m, k] at a[m * am + k * ak], B[k, n] at b[k * bk + n]: as many sums in flight as
-// registers and the latency of multiply-add ask for, each fed by one broadcast.
+// C[ROWS, LANES] (+)= A @ B with A[m, k] at a[m * am + k * ak], B[k, n] at b[k * bk + n]. ROWS accumulators fit into
+// the registers and hide the latency of multiply-add. Each takes one broadcast per k.
 template <bool ADD>
 inline void micro(int64_t inner, const float* a, int64_t am, int64_t ak, const float* b, int64_t bk, float* c,
                   int64_t cm) {
@@ -38,12 +38,12 @@ inline void micro(int64_t inner, const float* a, int64_t am, int64_t ak, const f
 // C[TILE, columns] (+)= A[TILE, inner] @ B[inner, columns]; columns is a multiple of LANES.
 template <bool ADD>
 void product(int64_t columns, int64_t inner, const float* a, int64_t am, int64_t ak, const float* b, int64_t bk,
-             float* c, int64_t cm, Part part) {
+             float* c, int64_t cm, Region region) {
     for (int64_t n = 0; n < columns; n += LANES)
         for (int64_t m = 0; m < TILE; m += ROWS) {
-            if (part == Part::COLUMNS_UP_TO_ROW && n >= m + ROWS) continue;
-            int64_t first = part == Part::INNER_FROM_ROW ? m : 0;
-            int64_t last = part == Part::INNER_UP_TO_ROW ? m + ROWS : inner;
+            if (region == Region::COLUMNS_UP_TO_ROW && n >= m + ROWS) continue;
+            int64_t first = region == Region::INNER_FROM_ROW ? m : 0;
+            int64_t last = region == Region::INNER_UP_TO_ROW ? m + ROWS : inner;
             micro<ADD>(last - first, a + m * am + first * ak, am, ak, b + first * bk + n, bk, c + m * cm + n, cm);
         }
 }
@@ -62,10 +62,11 @@ struct Rotary {
     const float *cos, *sin;  // [sequence, half]; half is 0 without a rotary embedding
 };
 
-// Read one head's row, rotated (turn) and scaled, into `to`.
+// Read one head's row into `to`, scaled, and rotated if `rotate`. place: position in the sequence.
 template <typename T>
-inline void read_row(const T* from, float* to, int64_t place, float scale, bool turn, const Sizes& s, const Rotary& r) {
-    int64_t half = turn ? s.half : 0;
+inline void read_row(const T* from, float* to, int64_t place, float scale, bool rotate, const Sizes& s,
+                     const Rotary& r) {
+    int64_t half = rotate ? s.half : 0;
     const float *cos = r.cos + place * half, *sin = r.sin + place * half;
     for (int64_t d = 0; d < half; d++) {
         float first = load(from[d]) * scale, second = load(from[d + half]) * scale;
@@ -75,10 +76,11 @@ inline void read_row(const T* from, float* to, int64_t place, float scale, bool 
     for (int64_t d = 2 * half; d < s.dim; d++) to[d] = load(from[d]) * scale;
 }
 
-// The transpose of read_row: take a gradient back through scale and rotation.
+// The transpose of read_row: propagates a gradient back through scale and rotation.
 template <typename T>
-inline void write_row(const float* from, T* to, int64_t place, float scale, bool turn, const Sizes& s, const Rotary& r) {
-    int64_t half = turn ? s.half : 0;
+inline void write_row(const float* from, T* to, int64_t place, float scale, bool rotate, const Sizes& s,
+                      const Rotary& r) {
+    int64_t half = rotate ? s.half : 0;
     const float *cos = r.cos + place * half, *sin = r.sin + place * half;
     for (int64_t d = 0; d < half; d++) {
         float first = from[d] * scale, second = from[d + half] * scale;
@@ -88,24 +90,24 @@ inline void write_row(const float* from, T* to, int64_t place, float scale, bool
     for (int64_t d = 2 * half; d < s.dim; d++) store(to[d], from[d] * scale);
 }
 
-// Read a head of rows `stride` apart into [padded_sequence, padded_dim]; what pads is zero.
+// Read a head, whose rows are `stride` elements apart, into [padded_sequence, padded_dim]. The padding is zero.
 template <typename T>
-void read_plane(const T* from, int64_t stride, float* to, float scale, bool turn, const Sizes& s, const Rotary& r) {
+void read_plane(const T* from, int64_t stride, float* to, float scale, bool rotate, const Sizes& s, const Rotary& r) {
     int64_t width = s.padded_dim();
     for (int64_t place = 0; place < s.sequence; place++) {
-        read_row(from + place * stride, to + place * width, place, scale, turn, s, r);
+        read_row(from + place * stride, to + place * width, place, scale, rotate, s, r);
         for (int64_t d = s.dim; d < width; d++) to[place * width + d] = 0.0f;
     }
     std::fill(to + s.sequence * width, to + s.plane(), 0.0f);
 }
 
 template <typename T>
-void write_plane(const float* from, T* to, int64_t stride, float scale, bool turn, const Sizes& s, const Rotary& r) {
+void write_plane(const float* from, T* to, int64_t stride, float scale, bool rotate, const Sizes& s, const Rotary& r) {
     for (int64_t place = 0; place < s.sequence; place++)
-        write_row(from + place * s.padded_dim(), to + place * stride, place, scale, turn, s, r);
+        write_row(from + place * s.padded_dim(), to + place * stride, place, scale, rotate, s, r);
 }
 
-// Turn each tile [TILE, padded_dim] of a plane into [padded_dim, TILE].
+// Transpose each tile [TILE, padded_dim] of a plane to [padded_dim, TILE].
 void transpose_tiles(const float* from, float* to, const Sizes& s) {
     int64_t width = s.padded_dim();
     for (int64_t base = 0; base < s.plane(); base += TILE * width)
@@ -113,8 +115,8 @@ void transpose_tiles(const float* from, float* to, const Sizes& s) {
             for (int64_t d = 0; d < width; d++) to[base + d * TILE + row] = from[base + row * width + d];
 }
 
-// One row of scores, in powers of 2, becomes weights; the row's sum, largest score and output so far are brought up to
-// date. seen: how many of the tile's keys the query sees.
+// Turn one row of base-2 scores into unnormalized weights, and update the row's running sum, maximum and output.
+// seen: number of the tile's keys that the query attends to.
 inline void softmax_row(float* scores, int64_t seen, float& largest, float& sum, float* mixed, int64_t width) {
     float top = largest;
 #pragma omp simd reduction(max : top)
@@ -132,8 +134,8 @@ inline void softmax_row(float* scores, int64_t seen, float& largest, float& sum,
     largest = top;
 }
 
-// All queries of one head against the keys [dim, key] and values [key, dim] of theirs. log_sums, in powers of 2, is
-// what the gradient makes the weights again from.
+// Attention of all queries of one head to their keys (tiles [dim, key]) and values ([key, dim]). log_sums: base-2
+// log-sum-exp of each query's scores; the backward pass recomputes the weights from it.
 template <typename T>
 void attend(const T* q, const float* keys, const float* values, T* mixed_out, float* log_sums, const Sizes& s,
             const Rotary& r) {
@@ -152,12 +154,12 @@ void attend(const T* q, const float* keys, const float* values, T* mixed_out, fl
         for (int64_t key = 0; key <= first; key += TILE) {
             bool diagonal = key == first;
             product<false>(TILE, s.dim, queries, width, 1, keys + key * width, TILE, scores, TILE,
-                           diagonal ? Part::COLUMNS_UP_TO_ROW : Part::ALL);
+                           diagonal ? Region::COLUMNS_UP_TO_ROW : Region::ALL);
             for (int64_t row = 0; row < TILE; row++)
                 softmax_row(scores + row * TILE, diagonal ? row + 1 : TILE, largest[row], sum[row],
                             mixed + row * width, width);
             product<true>(width, TILE, scores, TILE, 1, values + key * width, width, mixed, width,
-                          diagonal ? Part::INNER_UP_TO_ROW : Part::ALL);
+                          diagonal ? Region::INNER_UP_TO_ROW : Region::ALL);
         }
         for (int64_t row = 0; row < rows; row++) {
             float share = 1.0f / sum[row];
@@ -177,7 +179,7 @@ void forward(const T* qkv, const Rotary& r, T* mixed, float* log_sums, float* wo
         float* values = workspace + omp_get_thread_num() * 2 * s.plane();
         float* keys = values + s.plane();
         const T* from = qkv + row * s.sequence * s.width();
-        // The plane of values serves as room for the keys until they are transposed.
+        // The values' plane holds the keys until they are transposed.
         read_plane(from + (s.heads + kv) * s.dim, s.width(), values, 1.0f, true, s, r);
         transpose_tiles(values, keys, s);
         read_plane(from + (s.heads + s.kv_heads + kv) * s.dim, s.width(), values, 1.0f, false, s, r);
@@ -187,7 +189,7 @@ void forward(const T* qkv, const Rotary& r, T* mixed, float* log_sums, float* wo
     }
 }
 
-// What the gradient keeps of a key/value head: planes as read, transposed in tiles, and the gradients' sums.
+// Workspace of the backward pass for one key/value head: inputs as read, transposed tiles, and gradient sums.
 struct Planes {
     float *keys, *keys_t, *values_t, *grad_keys, *grad_values, *queries, *grad_mixed, *grad_queries;
     static constexpr int64_t COUNT = 8;
@@ -203,7 +205,7 @@ void tile_gradients(const Planes& p, int64_t first, int64_t key, const float* lo
     alignas(64) float weights[TILE * TILE], grads[TILE * TILE];
     int64_t width = s.padded_dim(), query = first * width, at = key * width;
     bool diagonal = key == first;
-    Part outer = diagonal ? Part::COLUMNS_UP_TO_ROW : Part::ALL;
+    Region outer = diagonal ? Region::COLUMNS_UP_TO_ROW : Region::ALL;
     product<false>(TILE, s.dim, p.queries + query, width, 1, p.keys_t + at, TILE, weights, TILE, outer);
     product<false>(TILE, s.dim, p.grad_mixed + query, width, 1, p.values_t + at, TILE, grads, TILE, outer);
     for (int64_t row = 0; row < TILE; row++) {
@@ -217,7 +219,8 @@ void tile_gradients(const Planes& p, int64_t first, int64_t key, const float* lo
         }
         for (int64_t k = seen; k < TILE; k++) weight[k] = grad[k] = 0.0f;
     }
-    Part by_key = diagonal ? Part::INNER_FROM_ROW : Part::ALL, by_query = diagonal ? Part::INNER_UP_TO_ROW : Part::ALL;
+    Region by_key = diagonal ? Region::INNER_FROM_ROW : Region::ALL;
+    Region by_query = diagonal ? Region::INNER_UP_TO_ROW : Region::ALL;
     product<true>(width, TILE, weights, 1, TILE, p.grad_mixed + query, width, p.grad_values + at, width, by_key);
     product<true>(width, TILE, grads, 1, TILE, p.queries + query, width, p.grad_keys + at, width, by_key);
     product<true>(width, TILE, grads, TILE, 1, p.keys + at, width, p.grad_queries + query, width, by_query);
@@ -263,7 +266,7 @@ void backward(const T* qkv, const Rotary& r, const T* mixed, const float* log_su
             head_gradients(p, mixed + at, log_sums + (row * s.heads + head) * s.sequence, s);
             write_plane(p.grad_queries, to + head * s.dim, stride, s.scale(), true, s, r);
         }
-        // The queries held scale and log2(e); the scores' gradient wants the scale alone.
+        // The queries include scale * log2(e), but the keys' gradient needs the scale alone: log2(e) * LN_2 = 1.
         write_plane(p.grad_keys, to + key_at, stride, LN_2, true, s, r);
         write_plane(p.grad_values, to + value_at, stride, 1.0f, false, s, r);
     }
@@ -273,15 +276,15 @@ void backward(const T* qkv, const Rotary& r, const T* mixed, const float* log_su
 
 extern "C" {
 
-// Floats of workspace that one thread needs, forward and backward.
+// Write the number of fp32 workspace elements that one thread needs: floats[0] forward, floats[1] backward.
 void attention_workspace(int64_t* floats, int64_t sequence, int64_t dim) {
     Sizes s{1, sequence, 1, 1, dim, 0};
     floats[0] = 2 * s.plane();
     floats[1] = Planes::COUNT * s.plane();
 }
 
-// qkv: [batch, sequence, heads + 2 kv_heads, dim], 16-bit (bf16) or fp32; cos, sin: fp32 [sequence, half];
-// mixed: [batch, sequence, heads, dim], like qkv; log_sums: fp32 [batch, heads, sequence].
+// qkv: [batch, sequence, heads + 2 kv_heads, dim], bf16 or fp32. cos, sin: fp32 [sequence, half].
+// mixed (the output): [batch, sequence, heads, dim], dtype of qkv. log_sums: fp32 [batch, heads, sequence].
 void attention_forward(const void* qkv, const float* cos, const float* sin, void* mixed, float* log_sums,
                        float* workspace, int64_t threads, int64_t is_bf16, int64_t batch, int64_t sequence,
                        int64_t heads, int64_t kv_heads, int64_t dim, int64_t half) {

@@ -1,4 +1,4 @@
-"""Causal attention: one dispatch point for flash-attn, torch's scaled dot-product attention and the CPU kernel."""
+"""Causal attention by flash-attn, torch's `scaled_dot_product_attention` or the CPU kernel."""
 
 import functools
 import importlib.util
@@ -16,21 +16,20 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def joint_attention(qkv: Tensor, heads: int, rotary: Rotary | None, dropout: float = 0.0) -> Tensor:
-    """Rotate queries and keys, and attend causally.
+    """Apply the rotary embedding to queries and keys, then causal attention.
 
-    qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values: query heads
-    `i * heads / kv_heads` and on share key/value head `i`. rotary: cosine and sine, each fp32
+    qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values. Groups of
+    `heads / kv_heads` consecutive query heads share one key/value head. rotary: cosine and sine, each fp32
     `[positions, 1, rotary_dim / 2]`, or None. Returns `[batch, sequence, heads, head_dim]`.
     """
     sequence, kv_heads = qkv.shape[1], (qkv.shape[2] - heads) // 2
     cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
     if dropout == 0.0 and _suits_kernel(qkv.device.type, qkv.dtype, qkv.shape[0] * kv_heads):
         return _joint_attention(qkv, cos, sin, heads)[0]
-    turning, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
-        # Q and K turn alike, so they turn together.
-        turning = rotate(turning, cos, sin)
-    q, k = turning.split([heads, kv_heads], dim=2)
+        qk = rotate(qk, cos, sin)
+    q, k = qk.split([heads, kv_heads], dim=2)
     return causal_attention(q, k, v, dropout)
 
 
@@ -41,11 +40,11 @@ def flash_attention_available() -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Attend causally.
+    """Apply causal attention.
 
-    q: `[batch, sequence, heads, head_dim]`; k, v: the same with `kv_heads`, which divides `heads`: query
-    heads `i * heads / kv_heads` and on share key/value head `i`. Returns a tensor like q. flash-attn runs
-    16-bit inputs on CUDA (FlashAttention-2); everything else goes to torch.
+    q: `[batch, sequence, heads, head_dim]`. k, v: the same with `kv_heads`, which divides `heads`; groups
+    of `heads / kv_heads` consecutive query heads share one key/value head. Returns a tensor like q. 16-bit inputs on
+    CUDA use flash-attn where it is installed; all others use torch.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and flash_attention_available():
         from flash_attn import flash_attn_func
@@ -58,7 +57,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The textbook form of `causal_attention`, in fp64, that it is tested against."""
+    """Compute `causal_attention` from its definition in fp64; the reference in tests."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
@@ -69,7 +68,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _suits_kernel(device: str, dtype: torch.dtype, key_heads: int) -> bool:
-    # The kernel's threads take a sequence's key/value head each, so fewer of those than threads leave some idle.
+    # Each thread takes one key/value head of one sequence. With fewer heads than threads, threads would be idle.
     return (
         device == "cpu"
         and dtype in (torch.float32, torch.bfloat16)
@@ -89,7 +88,7 @@ def _kernel() -> SimpleNamespace | None:
 
 
 def _sizes(qkv: Tensor, cos: Tensor | None, heads: int) -> tuple[int, ...]:
-    # Threads, whether bf16, batch, sequence, heads, kv_heads, head_dim, rotary_dim / 2.
+    # (threads, is_bf16, batch, sequence, heads, kv_heads, head_dim, rotary_dim / 2)
     batch, sequence, width, dim = qkv.shape
     half = 0 if cos is None else cos.shape[-1]
     return (
@@ -120,7 +119,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# Operators of torch's, not mere autograd functions, so that a compiled block calls them as well.
+# Custom operators rather than autograd functions: torch.compile can call these.
 @torch.library.custom_op("llmtrain::joint_attention", mutates_args=(), device_types="cpu")
 def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()

@@ -1,4 +1,4 @@
-// Softmax, cross-entropy and its gradient over rows of logits, which the gradient replaces.
+// Cross-entropy of rows of logits. The gradient overwrites the logits.
 #include <cmath>
 
 #include "numbers.h"
@@ -6,7 +6,7 @@
 namespace {
 
 template <typename T>
-void run(T* logits, const int64_t* targets, float* losses, bool wanted, int64_t rows, int64_t vocab,
+void run(T* logits, const int64_t* targets, float* losses, bool needs_grad, int64_t rows, int64_t vocab,
          int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -20,7 +20,7 @@ void run(T* logits, const int64_t* targets, float* losses, bool wanted, int64_t 
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < vocab; i++) sum += exp_f32(load(at[i]) - top);
         losses[row] = top + std::log(sum) - target;
-        if (!wanted) continue;
+        if (!needs_grad) continue;
         float share = 1.0f / sum;
 #pragma omp simd
         for (int64_t i = 0; i < vocab; i++) store(at[i], exp_f32(load(at[i]) - top) * share);
@@ -32,12 +32,12 @@ void run(T* logits, const int64_t* targets, float* losses, bool wanted, int64_t 
 
 extern "C" {
 
-// logits: fp32 or bf16 [rows, vocab], replaced by softmax - one_hot(targets) where wanted; losses: fp32 [rows].
-void cross_entropy_rows(void* logits, const int64_t* targets, float* losses, int64_t wanted, int64_t rows,
+// logits: fp32 or bf16 [rows, vocab]; overwritten by softmax - one_hot(targets) if needs_grad. losses: fp32 [rows].
+void cross_entropy_rows(void* logits, const int64_t* targets, float* losses, int64_t needs_grad, int64_t rows,
                         int64_t vocab, int64_t is_bf16, int64_t threads) {
     if (is_bf16)
-        run((bf16*)logits, targets, losses, wanted, rows, vocab, threads);
+        run((bf16*)logits, targets, losses, needs_grad, rows, vocab, threads);
     else
-        run((float*)logits, targets, losses, wanted, rows, vocab, threads);
+        run((float*)logits, targets, losses, needs_grad, rows, vocab, threads);
 }
 }

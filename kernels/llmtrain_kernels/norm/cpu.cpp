@@ -1,4 +1,4 @@
-// RMSNorm (Zhang and Sennrich, section 4) and its gradient, one pass each.
+// RMSNorm (Zhang and Sennrich, 2019, section 4) and its gradient, one pass each.
 #include <algorithm>
 #include <cmath>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// inverses: one over the root mean square of each row.
+// inverses: fp32 [rows], 1 / root mean square of each row.
 template <typename T>
 void forward(const T* x, const T* weight, T* y, float* inverses, float eps, int64_t rows, int64_t width,
              int64_t threads) {
@@ -23,7 +23,7 @@ void forward(const T* x, const T* weight, T* y, float* inverses, float eps, int6
     }
 }
 
-// partial: [threads, width], in which every thread sums the weight's gradient over its rows.
+// partial: fp32 [threads, width]; each thread sums the weight's gradient over its rows there.
 template <typename T>
 void backward(const T* x, const T* weight, const float* inverses, const T* grad, T* grad_x, float* partial,
               int64_t rows, int64_t width, int64_t threads) {
@@ -53,7 +53,7 @@ void backward(const T* x, const T* weight, const float* inverses, const T* grad,
 
 extern "C" {
 
-// x, weight, y and gradients: fp32 or bf16, [rows, width] and [width].
+// x, y and their gradients: [rows, width]; weight: [width]. All fp32 or all bf16.
 void rms_norm_forward(const void* x, const void* weight, void* y, float* inverses, float eps, int64_t rows,
                       int64_t width, int64_t is_bf16, int64_t threads) {
     if (is_bf16)

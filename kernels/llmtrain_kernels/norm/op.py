@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich)."""
+"""RMSNorm (Zhang and Sennrich, 2019, section 4)."""
 
 import functools
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from llmtrain_kernels.native import native_functions, takes_native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide the rows of `[..., width]` by their root mean square and multiply by `weight`, `[width]`, of x's dtype."""
+    """Divide each row of x (`[..., width]`) by its root mean square, and multiply it by `weight` (`[width]`)."""
     if takes_native(x) and weight.dtype == x.dtype and _kernel() is not None:
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -25,7 +25,7 @@ def _kernel() -> SimpleNamespace | None:
 
 
 def _numbers(x: Tensor) -> tuple[int, int, int, int]:
-    # Rows, width, whether bf16, threads.
+    # (rows, width, is_bf16, threads)
     width = x.shape[-1]
     return x.numel() // max(1, width), width, int(x.dtype == torch.bfloat16), torch.get_num_threads()
 
@@ -47,7 +47,6 @@ class _RMSNorm(torch.autograd.Function):
         assert kernel is not None
         numbers = _numbers(x)
         grad_x = torch.empty_like(x)
-        # A row for each thread's sum.
         partial = inverses.new_empty(numbers[3], numbers[1])
         pointers = [t.data_ptr() for t in (x, weight, inverses, grad, grad_x, partial)]
         kernel.rms_norm_backward(*pointers, *numbers)

@@ -1,4 +1,4 @@
-// Block quantization to 8 or 4 bits. The format and the arithmetic are those of quantize.py, bit for bit.
+// Block quantization to 8 or 4 bits. The results equal those of reference.py bit for bit; format.py has the format.
 #include <omp.h>
 
 #include <type_traits>
@@ -6,7 +6,7 @@
 #include <immintrin.h>
 #endif
 
-// A product and a sum are rounded apart, as the reference rounds them.
+// No contraction to fused multiply-add: products and sums round separately, as in the reference.
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #elif defined(__GNUC__)
@@ -18,19 +18,19 @@
 namespace {
 
 constexpr float SMALLEST = 0x1p-118f, LARGEST = 0x1.fffffep127f;
-// Added to a small float, it leaves the nearest integer, ties to even, in the low bits: 1.5 * 2^23.
+// 1.5 * 2^23. Adding it to a small float puts the nearest integer, ties to even, into the low bits.
 constexpr float INTEGER = 12582912.0f;
 constexpr int32_t INTEGER_BITS = 0x4b400000;
-constexpr int64_t LEAST_ELEMENTS_FOR_THREADS = 1 << 15;
+constexpr int64_t MIN_ELEMENTS_FOR_THREADS = 1 << 15;
 
 template <int BITS>
-constexpr int32_t MOST = BITS == 8 ? 127 : 7;
+constexpr int32_t MAX_CODE = BITS == 8 ? 127 : 7;
 
 struct fp16 {
     uint16_t bits;
 };
 
-// Sixteen numbers at a time, as many as the widest registers hold; the compiler splits them for narrower ones.
+// Vectors of 16 numbers fill the widest registers. The compiler splits them for narrower ones.
 constexpr int64_t LANES = 16;
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
@@ -38,7 +38,7 @@ typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
-// Between sizes of numbers. GCC would go by way of the scalar registers, unless told.
+// Conversions between element sizes. Without the intrinsics, GCC converts through scalar registers.
 #if defined(__AVX512BW__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own headers
 Words widen(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
@@ -52,7 +52,7 @@ Halves to_halves(const Words& x) { return __builtin_convertvector(x, Halves); }
 Bytes to_bytes(const Words& x) { return __builtin_convertvector(to_halves(x), Bytes); }
 #endif
 
-// sum + x * factor for a product that fp32 holds exactly, so that one rounding or two are the same.
+// sum + x * factor. The product must be exact in fp32, so that fused and separate rounding give the same result.
 #if defined(__AVX512BW__)
 Floats add_product(const Floats& sum, const Floats& x, float factor) {
     return (Floats)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(factor), (__m512)sum);
@@ -61,7 +61,7 @@ Floats add_product(const Floats& sum, const Floats& x, float factor) {
 Floats add_product(const Floats& sum, const Floats& x, float factor) { return sum + x * factor; }
 #endif
 
-// The first n numbers, if there are not as many as lanes; the others are zero.
+// Load min(n, LANES) numbers. The other lanes are zero.
 template <typename Vector, typename T>
 Vector load_lanes(const T* from, int64_t n) {
     Vector lanes = {};
@@ -78,13 +78,13 @@ Floats load(const float* from, int64_t n) { return load_lanes<Floats>(from, n); 
 
 Floats load(const bf16* from, int64_t n) { return (Floats)(widen(load_lanes<Halves>(from, n)) << 16); }
 
-// Finite numbers only: the largest exponent reads as one more than the second largest.
+// For finite numbers only: infinity and NaN would read as finite numbers.
 Floats load(const fp16* from, int64_t n) {
     Words bits = widen(load_lanes<Halves>(from, n));
     return (Floats)((Words)((Floats)((bits & 0x7fff) << 13) * 0x1p112f) | (bits & 0x8000) << 16);
 }
 
-// To nearest, ties to even. A NaN stays one if its bits are 0x7fc00000.
+// Round to nearest, ties to even. NaN must have the bits 0x7fc00000 to stay NaN.
 void store(float* to, const Floats& x, int64_t n) { store_lanes(to, x, n); }
 
 void store(bf16* to, const Floats& x, int64_t n) {
@@ -94,7 +94,7 @@ void store(bf16* to, const Floats& x, int64_t n) {
 
 void store(fp16* to, const Floats& x, int64_t n) {
     Words bits = (Words)x, rest = bits & 0x7fffffff;
-    // A sum with 0.5 ends at 2^-24, as the smallest fp16 do.
+    // The last bit of a sum with 0.5 is 2^-24, the smallest fp16 subnormal.
     Words small = (Words)((Floats)rest + 0.5f) - 0x3f000000;
     Words normal = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
     Words large = rest > 0x7f800000 ? rest * 0 + 0x7e00 : rest * 0 + 0x7c00;
@@ -102,7 +102,8 @@ void store(fp16* to, const Floats& x, int64_t n) {
     store_lanes(to, to_halves(rounded | (bits >> 16 & 0x8000)), n);
 }
 
-// Bits of the absolute value. They order as the values do, with infinity above all numbers and NaN above infinity.
+// Bits of the absolute value. Their integer order is that of the values; infinity is above all numbers, NaN above
+// infinity.
 uint32_t magnitude(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -118,7 +119,7 @@ float from_magnitude(uint32_t bits, fp16) {
     return bits < 0x7c00u ? load(&value, 1)[0] : from_magnitude(0x7f800000u, 0.0f);
 }
 
-// The greatest absolute value. It is not finite if one of them is not.
+// The greatest absolute value; not finite if any element is not finite.
 template <typename T>
 float absolute_max(const T* x, int64_t n) {
     decltype(magnitude(T())) greatest = 0;
@@ -135,15 +136,15 @@ uint32_t mix(uint32_t x) {
     return x ^ x >> 16;
 }
 
-// What is added before rounding to nearest: nothing.
-struct Nothing {
+// Rounding to nearest: adds zero before rounding.
+struct NoDither {
     Words hash(int64_t) const { return Words{}; }
     Floats high(const Floats& value, const Words&) const { return value; }
     Floats low(const Floats& value, const Words&) const { return value; }
 };
 
-// Or a number between -1/2 and 1/2, which makes the rounding stochastic: by the high half of a hash of seed, row and
-// byte, or, for the second code of the byte, by its low half.
+// Stochastic rounding: adds a number between -1/2 and 1/2 before rounding. The number comes from a hash of seed, row
+// and byte: from its high half, or, for the second code of the byte, from its low half.
 struct Dither {
     uint32_t a, b;
 
@@ -163,7 +164,7 @@ struct Dither {
     Floats low(const Floats& value, const Words& hash) const { return high(value, hash << 16); }
 };
 
-// Pack `x`, a block of n elements of which the first one's code is in byte `start` of its row; return its scale.
+// Pack the block `x` of n elements and return its scale. start: byte of the first code within the row.
 template <int BITS, typename T, typename Added>
 float pack_block(const T* x, int64_t n, int64_t start, uint8_t* payload, Added added) {
     int64_t bytes = n * BITS / 8;
@@ -172,20 +173,20 @@ float pack_block(const T* x, int64_t n, int64_t start, uint8_t* payload, Added a
         std::memset(payload, 0, static_cast<size_t>(n) * BITS / 8);
         return absmax < SMALLEST ? 0.0f : from_magnitude(0x7fc00000u, 0.0f);
     }
-    float scale = absmax * (1.0f / MOST<BITS>), inverse = 1.0f / scale;
-    // The low bits are the code's, and no more than they are stored.
+    float scale = absmax * (1.0f / MAX_CODE<BITS>), inverse = 1.0f / scale;
+    // The low bits hold the code. The store drops the others.
     auto rounded = [](const Floats& value) { return (Ints)(value + INTEGER); };
     auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
         Words hash = added.hash(start + i);
         Ints code = rounded(added.high(load(x + i, left) * inverse, hash));
         if constexpr (BITS == 4) {
-            // What is added stays 2^-17 below 1/2, and absmax * inverse exceeds 7 by less: there is no code beyond.
+            // No clamp: dither is at most 1/2 - 2^-17, and absmax * inverse exceeds 7 by less than 2^-17.
             Ints second = rounded(added.low(load(x + bytes + i, left) * inverse, hash));
             code = (code & 15) | second << 4;
         } else if constexpr (std::is_same_v<Added, Dither>) {
-            // Here there can be one, as absmax * inverse may exceed 127 by more than that.
-            code = code > INTEGER_BITS + MOST<BITS> ? code * 0 + (INTEGER_BITS + MOST<BITS>) : code;
-            code = code > INTEGER_BITS - MOST<BITS> ? code : code * 0 + (INTEGER_BITS - MOST<BITS>);
+            // Clamp: absmax * inverse may exceed 127 by more than 2^-17.
+            code = code > INTEGER_BITS + MAX_CODE<BITS> ? code * 0 + (INTEGER_BITS + MAX_CODE<BITS>) : code;
+            code = code > INTEGER_BITS - MAX_CODE<BITS> ? code : code * 0 + (INTEGER_BITS - MAX_CODE<BITS>);
         }
         store_lanes(payload + i, to_bytes((Words)code), left);
     };
@@ -195,7 +196,7 @@ float pack_block(const T* x, int64_t n, int64_t start, uint8_t* payload, Added a
     return scale;
 }
 
-// The values of the codes of BITS bits that begin at bit SHIFT of each byte.
+// Decodes the codes of BITS bits at bit SHIFT of each byte.
 template <int BITS, int SHIFT>
 struct Values {
     float scale;
@@ -207,7 +208,7 @@ struct Values {
 };
 
 #if defined(__AVX512BW__)
-// Looked up, as a register holds the values of all codes: half the time of sums.
+// One register holds the values of all 16 codes. The lookup halves the time of sums.
 template <int SHIFT>
 struct Values<4, SHIFT> {
     Floats table;
@@ -219,8 +220,7 @@ struct Values<4, SHIFT> {
 };
 #endif
 
-// Unpack one code of each byte, for each of the rows whose payloads and values are given, and add the rows up in `out`,
-// after what it holds if `add`.
+// Unpack one code of each byte of ROWS payloads, and write the sum over rows to `out`; if `add`, add it to `out`.
 template <int ROWS, typename V, typename T>
 void unpack(const uint8_t* const (&payload)[ROWS], const V (&values)[ROWS], int64_t bytes, bool add, T* out) {
     auto some = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
@@ -234,7 +234,7 @@ void unpack(const uint8_t* const (&payload)[ROWS], const V (&values)[ROWS], int6
     if (i < bytes) some(i, bytes - i);
 }
 
-// A packed buffer, and how many threads work on it.
+// A packed buffer, and the number of threads that work on it.
 struct Packed {
     uint8_t* data;
     int64_t stride, rows, numel, bits, block, threads;
@@ -245,11 +245,11 @@ struct Packed {
     uint8_t* scale(int64_t row, int64_t index) const { return data + row * stride + numel * bits / 8 + index * 4; }
 };
 
-// work(row, index) for the blocks of so many rows, in as many consecutive parts as there are threads.
+// Call work(row, index) for every block of the rows. Each thread takes a contiguous range of blocks.
 template <typename Work>
 void for_blocks(const Packed& packed, int64_t rows, Work work) {
     int64_t blocks = packed.blocks(), total = rows * blocks;
-    bool small = packed.rows * packed.numel < LEAST_ELEMENTS_FOR_THREADS;
+    bool small = packed.rows * packed.numel < MIN_ELEMENTS_FOR_THREADS;
 #pragma omp parallel num_threads(small ? 1 : static_cast<int>(packed.threads))
     {
         int64_t team = omp_get_num_threads(), part = omp_get_thread_num();
@@ -269,20 +269,20 @@ void pack_rows(const T* x, int64_t x_stride, const Packed& packed, int64_t key) 
         const T* from = x + row * x_stride + column;
         uint8_t* to = packed.payload(row, index);
         int64_t start = column * BITS / 8;
-        float scale = key < 0 ? pack_block<BITS>(from, n, start, to, Nothing())
+        float scale = key < 0 ? pack_block<BITS>(from, n, start, to, NoDither())
                               : pack_block<BITS>(from, n, start, to, Dither(key, row));
         std::memcpy(packed.scale(row, index), &scale, 4);
     });
 }
 
-// The scale of a packed block; NaN by the bits that rounding leaves a NaN if it is not finite.
+// The scale of a packed block. A scale that is negative or not finite becomes the NaN that `store` keeps.
 float scale_of(const Packed& packed, int64_t row, int64_t index) {
     float scale;
     std::memcpy(&scale, packed.scale(row, index), 4);
     return scale >= 0.0f && scale <= LARGEST ? scale : from_magnitude(0x7fc00000u, 0.0f);
 }
 
-// The blocks at `index` of the row, and as many after it as there are further numbers.
+// Unpack block `index` of `row` and of each `row + more`, and write their sum to `out`.
 template <int BITS, typename T, typename... More>
 void unpack_rows(const Packed& packed, int64_t row, int64_t index, bool add, T* out, More... more) {
     constexpr int ROWS = 1 + sizeof...(more);
@@ -293,11 +293,11 @@ void unpack_rows(const Packed& packed, int64_t row, int64_t index, bool add, T* 
         unpack(payload, values, packed.size(index) * BITS / 8, add, to);
     };
     halves(std::integral_constant<int, 0>(), out);
-    // One half after the other, as writing to two places at once takes longer than reading twice from the cache.
+    // One half after the other: writing to two places at once is slower than reading the payload twice from the cache.
     if constexpr (BITS == 4) halves(std::integral_constant<int, 4>(), out + packed.size(index) / 2);
 }
 
-// Four rows at a time, so that a sum is in the cache a quarter as often.
+// Sums four rows at a time, so that it reads and writes the sum a quarter as often.
 template <int BITS>
 void sum_rows(const Packed& packed, float* out, bool accumulate) {
     for_blocks(packed, 1, [=](int64_t, int64_t index) {
@@ -308,7 +308,7 @@ void sum_rows(const Packed& packed, float* out, bool accumulate) {
     });
 }
 
-// f with a null pointer to the type that `dtype` stands for.
+// Call f with a null pointer to the type of `dtype`.
 template <typename F>
 void with_type(int64_t dtype, F f) {
     if (dtype == 0) f(static_cast<float*>(nullptr));
@@ -318,7 +318,7 @@ void with_type(int64_t dtype, F f) {
 
 }  // namespace
 
-// Strides are in elements of `x` or `out`, and in bytes of `data`. dtype: 0 fp32, 1 bf16, 2 fp16. key: -1 for nearest.
+// x_stride, out_stride: in elements. stride: in bytes. dtype: 0 fp32, 1 bf16, 2 fp16. key: -1 rounds to nearest.
 extern "C" void quantize(const void* x, int64_t dtype, int64_t x_stride, uint8_t* data, int64_t stride, int64_t rows,
                          int64_t numel, int64_t bits, int64_t block, int64_t threads, int64_t key) {
     Packed packed{data, stride, rows, numel, bits, block, threads};

@@ -8,7 +8,7 @@ from llmtrain_kernels.quantize.format import DTYPES, Backend
 
 
 def native_backend() -> Backend | None:
-    """Return the C++ functions, or None where they cannot be built."""
+    """Return the C++ backend, or None if it cannot be built."""
     functions = native_functions(
         "quantize", quantize="pllplllllll", dequantize="pllpllllll", dequantize_sum="pplllllll"
     )

@@ -1,16 +1,16 @@
-"""The packed format of block quantization, which all backends write and read bit for bit.
+"""The packed format of block quantization. All backends write and read it identically, bit for bit.
 
-ZeRO++ (Wang et al., 2023, sections 3.1 and 3.3) gathers weights in 8 bits and reduces gradients in 4. A row of elements
-is packed into one buffer: its payload, then one fp32 scale for each block of elements. The last block may be short.
+ZeRO++ (Wang et al., 2023, sections 3.1 and 3.3) gathers weights in 8 bits and reduces gradients in 4. A packed row is
+one buffer: the payload, then one fp32 scale per block of elements. The last block may be shorter.
 
-- scale = absmax * fp32(1 / most), most = 127 or 7; code = round(x * fp32(1 / scale)); value = code * scale. fp32.
+- scale = absmax * fp32(1 / max), max = 127 or 7; code = round(x * fp32(1 / scale)); value = code * scale. fp32.
 - 8 bits: one signed byte an element. 4 bits: byte j of a block of n holds element j in its low half and element
   j + n/2 in its high half, each as two's complement.
-- A block whose absmax is below 2^-118 counts as zeros: its scale is 0. A block that holds NaN or infinity has the scale
-  NaN, so that all of it is NaN when unpacked.
-- Rounding to nearest takes even codes at ties. Stochastic rounding takes the code below or above, each as likely as
-  it is near, by a hash of seed, row and the byte its code is in: by the hash's high half, or, for a code in the high
-  half of a byte, by its low half.
+- A block whose absmax is below 2^-118 has scale 0 and unpacks to zeros. A block that holds NaN or infinity has scale
+  NaN and unpacks to NaNs.
+- Rounding to nearest rounds ties to even. Stochastic rounding picks the code below or above; the nearer code is
+  proportionally more likely. It uses a hash of seed, row and payload byte: the hash's high half, or its low half for a
+  code in the high half of a byte.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST = {8: 127, 4: 7}
+MAX_CODE = {8: 127, 4: 7}
 SMALLEST = 2.0**-118
 GOLDEN = 0x9E3779B9
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions get the place in this list
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions take the index in this tuple
 WORD = 0xFFFFFFFF
 
 
 class Backend(NamedTuple):
-    """The three functions as one device runs them. Arguments are checked; `key` is None to round to nearest."""
+    """The functions of `op.py` for one device. Arguments are already checked. `key`: None rounds to nearest."""
 
     quantize: Callable[[Tensor, int, int, Tensor, int | None], None]
     dequantize: Callable[[Tensor, int, int, Tensor], None]
@@ -35,8 +35,8 @@ class Backend(NamedTuple):
 
 
 def packed_bytes(numel: int, bits: int, block: int) -> int:
-    """Return the bytes of one packed row of `numel` elements."""
-    if bits not in MOST:
+    """Return the bytes of one packed row of `numel` elements. Raises ValueError for invalid numbers."""
+    if bits not in MAX_CODE:
         raise ValueError(f"bits is {bits}: expected 4 or 8")
     if block < 1 or (bits == 4 and block % 2):
         raise ValueError(f"block is {block}: expected a positive number, even for 4 bits")

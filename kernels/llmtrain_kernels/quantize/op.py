@@ -1,4 +1,4 @@
-"""Block quantization to 8 or 4 bits: checks the arguments and calls the backend of the device."""
+"""Block quantization to 8 or 4 bits (ZeRO++, Wang et al., 2023, section 3.1), by the backend of the tensors' device."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -17,8 +17,8 @@ Rounding = Literal["nearest", "stochastic"]
 def quantize(x: Tensor, bits: int, block: int, out: Tensor, rounding: Rounding = "nearest", seed: int = 0) -> None:
     """Pack the rows of `x` (`[rows, numel]`, fp32, bf16 or fp16) into `out` (uint8 `[rows, packed_bytes]`).
 
-    seed: for stochastic rounding; the same one gives the same bytes on every device. Rows may lie apart, the elements
-    of one may not. Raises ValueError where shapes, dtypes or numbers do not fit.
+    seed: for stochastic rounding; the same seed gives the same bytes on every device. Each row must be contiguous; the
+    rows together need not be. Raises ValueError for shapes, dtypes or numbers that do not match.
     """
     _check(x, bits, block, out)
     if rounding not in ("nearest", "stochastic"):
@@ -29,17 +29,17 @@ def quantize(x: Tensor, bits: int, block: int, out: Tensor, rounding: Rounding =
 def dequantize(packed: Tensor, bits: int, block: int, out: Tensor) -> None:
     """Unpack the rows of `packed` (uint8 `[rows, packed_bytes]`) into `out` (`[rows, numel]`, fp32, bf16 or fp16).
 
-    Raises ValueError where shapes, dtypes or numbers do not fit.
+    Raises ValueError for shapes, dtypes or numbers that do not match.
     """
     _check(out, bits, block, packed)
     _backend(out.device.type).dequantize(packed, bits, block, out)
 
 
 def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulate: bool = False) -> None:
-    """Unpack the rows of `packed` (uint8 `[rows, packed_bytes]`) and add them, the first one first, in `out`
-    (fp32 `[numel]`): to what it holds if `accumulate`, else to zero.
+    """Unpack the rows of `packed` (uint8 `[rows, packed_bytes]`), sum them in row order, and write the sum to `out`
+    (fp32 `[numel]`). If `accumulate`, the sum starts from `out`.
 
-    Raises ValueError where shapes, dtypes or numbers do not fit.
+    Raises ValueError for shapes, dtypes or numbers that do not match.
     """
     _check(out.expand(len(packed), -1), bits, block, packed)
     if out.dtype != torch.float32:
@@ -57,9 +57,9 @@ def _check(x: Tensor, bits: int, block: int, packed: Tensor) -> None:
     if x.device != packed.device:
         raise ValueError(f"elements are on {x.device}, packed rows on {packed.device}: expected one device")
     if x.stride(1) != 1 or packed.stride(1) != 1:
-        raise ValueError("a row's elements lie apart: expected rows that are contiguous")
+        raise ValueError("the elements of a row are not contiguous: expected stride 1 within rows")
     if packed.data_ptr() % 4 or packed.stride(0) % 4:
-        raise ValueError("a packed row starts between words: expected multiples of 4 bytes, as its scales are fp32")
+        raise ValueError("packed rows are not aligned: expected starts at multiples of 4 bytes, as scales are fp32")
 
 
 @cache
@@ -72,7 +72,7 @@ def _backend(device: str) -> Backend:
 
 
 def _key(seed: int) -> int:
-    """Return 63 bits that another seed gives differently (Steele et al., 2014: the mixing function of SplitMix64)."""
+    """Return a 63-bit hash of the seed (SplitMix64's mixing function; Steele et al., 2014)."""
     x = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

@@ -1,24 +1,24 @@
-"""Block quantization in torch: the reference that every backend equals bit for bit."""
+"""Block quantization with torch operations. Every backend must equal it bit for bit."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from llmtrain_kernels.quantize.format import GOLDEN, MOST, SMALLEST, WORD, Backend
+from llmtrain_kernels.quantize.format import GOLDEN, MAX_CODE, SMALLEST, WORD, Backend
 
 
 def _reference_quantize(x: Tensor, bits: int, block: int, out: Tensor, key: int | None) -> None:
     for columns, payload, scales in _parts(out, x.shape[1], bits, block):
         blocks = x[:, columns].float().unflatten(1, (scales.shape[1], -1))
         absmax = blocks.abs().amax(2, keepdim=True)
-        scale = torch.where(absmax < SMALLEST, 0.0, absmax * _reciprocal(MOST[bits]))
+        scale = torch.where(absmax < SMALLEST, 0.0, absmax * _reciprocal(MAX_CODE[bits]))
         scale = torch.where(absmax.isfinite(), scale, torch.nan)
-        # A block without a scale is made of zeros. (Infinity times 0 would be NaN, and that no code at all.)
+        # A block with scale 0 or NaN gets zero codes. Without this, infinity times 0 would give NaN.
         values = torch.where(scale > 0, blocks * scale.reciprocal(), 0.0)
         if key is not None:
             values += _dither(key, x, columns, bits, block)
-        codes = values.round().clamp(-MOST[bits], MOST[bits]).to(torch.int8)
+        codes = values.round().clamp(-MAX_CODE[bits], MAX_CODE[bits]).to(torch.int8)
         if bits == 4:
             low, high = codes.chunk(2, 2)
             codes = low & 15 | high << 4
@@ -47,7 +47,7 @@ REFERENCE = Backend(_reference_quantize, _reference_dequantize, _reference_dequa
 
 
 def _parts(packed: Tensor, numel: int, bits: int, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield columns, payload and scales of the whole blocks, and of the short one."""
+    """Yield columns, payload and scales: first of the full blocks, then of the short last block."""
     payload, scales = packed.tensor_split([numel * bits // 8], 1)
     whole = numel // block
     full, short = (slice(0, whole * block), slice(0, whole)), (slice(whole * block, numel), slice(whole, None))
@@ -62,7 +62,7 @@ def _reciprocal(number: int) -> float:
 
 
 def _dither(key: int, x: Tensor, columns: slice, bits: int, block: int) -> Tensor:
-    """Return `[rows, blocks, elements]` numbers between -1/2 and 1/2, odd multiples of 2^-17."""
+    """Return pseudo-random odd multiples of 2^-17 between -1/2 and 1/2, `[rows, blocks, elements]`."""
     row = torch.arange(len(x), device=x.device).unsqueeze(1)
     a = _mix((key & WORD) + row * GOLDEN & WORD)
     b = _mix((key >> 32) + a & WORD)
@@ -76,7 +76,7 @@ def _dither(key: int, x: Tensor, columns: slice, bits: int, block: int) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return 32 bits for 32 bits, each changed by each (the constants are Wellons' lowbias32)."""
+    """Hash 32 bits to 32 bits (Wellons' lowbias32)."""
     x = (x ^ x >> 16) * 0x7FEB352D & WORD
     x = (x ^ x >> 15) * 0x846CA68B & WORD
     return x ^ x >> 16

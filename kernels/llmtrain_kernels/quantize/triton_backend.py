@@ -1,7 +1,7 @@
-"""Block quantization on a GPU: the functions of quantize.py, equal to its reference bit for bit, as Triton kernels.
+"""Block quantization on a GPU, as Triton kernels that equal `reference.py` bit for bit.
 
-A program packs or unpacks a tile of a row: as many whole blocks as make about TILE bytes of payload. For 4 bits a tile
-holds the first halves of its blocks in one array and the second halves in another.
+A program packs or unpacks one tile of a row: whole blocks with about TILE bytes of payload. For 4 bits, a tile holds
+the first halves of its blocks in one array and the second halves in another.
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain_kernels.quantize.format import GOLDEN, MOST, SMALLEST
+from llmtrain_kernels.quantize.format import GOLDEN, MAX_CODE, SMALLEST
 
 TILE = 2048
-# A product and a sum are rounded apart, as the reference rounds them.
+# No fused multiply-add: products and sums round separately, as in the reference.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def quantize(x: Tensor, bits: int, block: int, out: Tensor, key: int | None) -> None:
-    """Pack the rows of `x`; key: None to round to nearest."""
+    """Pack the rows of `x` into `out`. key: None rounds to nearest."""
     payload, scales = _parts(out, x.shape[1], bits)
-    # As int32 both: Triton takes a type for an integer by its size.
+    # Both fit into int32: Triton chooses an integer's type by its value.
     low, high = (0, 0) if key is None else (((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, key >> 32)
     strides = x.stride(0), payload.stride(0) // 4, scales.stride(0)
-    reciprocal = float(torch.tensor(float(MOST[bits])).reciprocal())
+    reciprocal = float(torch.tensor(float(MAX_CODE[bits])).reciprocal())
     constants = tile_constants(bits, block) | format_constants(bits) | {"dither": key is not None}
     _launch(_quantize, len(x), constants, x, payload, scales, *strides, x.shape[1], low, high, reciprocal)
 
@@ -38,7 +38,7 @@ def dequantize(packed: Tensor, bits: int, block: int, out: Tensor) -> None:
 
 
 def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulate: bool) -> None:
-    """Unpack the rows of `packed` and add them up in `out`, after what it holds if `accumulate`."""
+    """Unpack the rows of `packed` and write their sum to `out`. If `accumulate`, the sum starts from `out`."""
     payload, scales = _parts(packed, len(out), bits)
     strides = 0, payload.stride(0) // 4, scales.stride(0)
     constants = tile_constants(bits, block) | {"add": accumulate}
@@ -46,14 +46,14 @@ def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulat
 
 
 def tile_constants(bits: int, block: int) -> dict[str, int]:
-    """What both kernels are compiled for: the format, bytes of a block and blocks of a tile, as powers of two."""
+    """Return the constants of both kernels. width: bytes of a block; group: blocks of a tile; both powers of 2."""
     width = triton.next_power_of_2(block * bits // 8)
     return {"bits": bits, "block": block, "width": width, "group": max(1, TILE // width)}
 
 
 def format_constants(bits: int) -> dict[str, float]:
-    """What packing is compiled for beside it."""
-    return {"most": MOST[bits], "smallest": SMALLEST, "golden": GOLDEN}
+    """Return the constants of the packing kernel alone."""
+    return {"max_code": MAX_CODE[bits], "smallest": SMALLEST, "golden": GOLDEN}
 
 
 def _parts(packed: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def _launch(kernel: Any, rows: int, constants: dict[str, Any], *tensors_and_numb
     grid = triton.cdiv(scales.shape[1], constants["group"]), rows
     if 0 in grid:
         return
-    # Triton launches on the current device, whatever its arguments lie on.
+    # Triton launches on the current device, not on the device of its arguments.
     with torch.cuda.device(x.device if x.is_cuda else -1):
         kernel[grid](*tensors_and_numbers, **constants, **OPTIONS)
 
@@ -76,8 +76,8 @@ def _launch(kernel: Any, rows: int, constants: dict[str, Any], *tensors_and_numb
 def _tile(
     numel: tl.tensor, bits: tl.constexpr, block: tl.constexpr, width: tl.constexpr, group: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Return blocks, where they start and how many bytes they have, `[group, 1]`; numbers of bytes, `[1, width]`; and
-    which of these there are, `[group, width]`."""
+    """Return block indices, first elements and payload bytes, each `[group, 1]`; byte offsets within a block,
+    `[1, width]`; and the mask of bytes that exist, `[group, width]`."""
     blocks = (tl.program_id(0) * group + tl.arange(0, group))[:, None]
     starts = blocks.to(tl.int64) * block
     sizes = (tl.minimum(tl.maximum(numel - starts, 0), block) * bits // 8).to(tl.int32)
@@ -96,7 +96,7 @@ def _mix(x: tl.tensor) -> tl.tensor:
 def _hash(
     byte: tl.tensor, row: tl.tensor, low: tl.tensor, high: tl.tensor, golden: tl.constexpr, dither: tl.constexpr
 ) -> tl.tensor:
-    """Return the 32 bits by which the codes of a byte are rounded; zeros if `dither` is not set."""
+    """Return the 32-bit hash that rounds the codes of a byte; zeros without `dither`."""
     if dither:
         a = _mix(low.to(tl.uint32, bitcast=True) + row.to(tl.uint32) * golden)
         b = _mix(high.to(tl.uint32, bitcast=True) + a)
@@ -109,21 +109,23 @@ def _hash(
 
 
 @triton.jit
-def _codes(x: tl.tensor, inverse: tl.tensor, hash: tl.tensor, most: tl.constexpr, dither: tl.constexpr) -> tl.tensor:
-    """Return the int32 codes of `x`; zeros where `inverse` is 0."""
+def _codes(
+    x: tl.tensor, inverse: tl.tensor, hash: tl.tensor, max_code: tl.constexpr, dither: tl.constexpr
+) -> tl.tensor:
+    """Return the int32 codes of `x`; 0 where `inverse` is 0."""
     values = tl.where(inverse > 0, x, 0.0) * inverse
     if dither:
         values += ((hash.to(tl.int32, bitcast=True) >> 15) | 1).to(tl.float32) * 0.00000762939453125  # 2^-17
     # The sum's low bits hold the nearest integer, ties to even.
     codes = (values + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-    return tl.minimum(tl.maximum(codes, -most), most)
+    return tl.minimum(tl.maximum(codes, -max_code), max_code)
 
 
 @triton.jit(do_not_specialize=["low", "high"])
 def _quantize(
     x: tl.tensor, payload: tl.tensor, scales: tl.tensor, x_stride: tl.tensor, payload_stride: tl.tensor,
     scales_stride: tl.tensor, numel: tl.tensor, low: tl.tensor, high: tl.tensor, reciprocal: tl.tensor,
-    most: tl.constexpr, smallest: tl.constexpr, golden: tl.constexpr, dither: tl.constexpr, bits: tl.constexpr,
+    max_code: tl.constexpr, smallest: tl.constexpr, golden: tl.constexpr, dither: tl.constexpr, bits: tl.constexpr,
     block: tl.constexpr, width: tl.constexpr, group: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -131,7 +133,7 @@ def _quantize(
     x += row * x_stride
     columns = starts + places
     first = tl.load(x + columns, there, 0.0).to(tl.float32)
-    # Bits of absolute values order as they do, with infinity and NaN above all numbers.
+    # The bits of absolute values have the order of the values; infinity and NaN are above all numbers.
     absmax = tl.max(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
     if bits == 4:
         second = tl.load(x + columns + sizes, there, 0.0).to(tl.float32)
@@ -144,10 +146,10 @@ def _quantize(
     tl.store(scales + row * scales_stride + blocks, tl.where(finite, scale, float("nan")), starts < numel)
     numbers = starts * bits // 8 + places
     hash = _hash(numbers, row, low, high, golden, dither)
-    codes = _codes(first, inverse, hash, most, dither)
+    codes = _codes(first, inverse, hash, max_code, dither)
     if bits == 4:
-        codes = (codes & 15) | (_codes(second, inverse, hash << 16, most, dither) << 4)
-    # Rows begin at multiples of 4 bytes, which the compiler is to see.
+        codes = (codes & 15) | (_codes(second, inverse, hash << 16, max_code, dither) << 4)
+    # The factor 4 shows the compiler that rows are 4-byte aligned.
     tl.store(payload + row * payload_stride * 4 + numbers, codes.to(tl.uint8), there)
 
 
