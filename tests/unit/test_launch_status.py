@@ -11,7 +11,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.launch import status
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.queue import QueuedJob
-from llmtrain.launch.slurm.record import jobs_of, log_of, note_job, slurm_folder
+from llmtrain.launch.slurm.record import jobs_of, log_of, record_job, slurm_folder
 from llmtrain.launch.status import read_log, run_folder, statuses
 
 
@@ -28,7 +28,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, jobs in (("done", ["1"]), ("next", ["1", "2"]), ("now", ["3_1"]), ("gone", []), ("bad", ["4", "5"])):
         slurm_folder(tmp_path / name).mkdir(parents=True)
         for number in jobs:
-            note_job(tmp_path / name, number)
+            record_job(tmp_path / name, number)
     end = json.dumps({"event": "end", "step": 4, "outcome": "finished"}) + "\n"
     (tmp_path / "done" / "metrics.jsonl").write_text(row(2) + row(4) + end)
     (tmp_path / "gone" / "metrics.jsonl").write_text(row(2) + '{"step": 4, "lo')
@@ -110,8 +110,8 @@ def test_logs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_logs_are_followed_past_a_silent_slurm(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_LOOK", 0.0)
-    monkeypatch.setattr(status, "_ASK", -1.0)
+    monkeypatch.setattr(status, "_POLL", 0.0)
+    monkeypatch.setattr(status, "_QUERY", -1.0)
     log = log_of(runs / "next", "2")
     log.write_text("one\n")
     answers = iter((True, None, False))

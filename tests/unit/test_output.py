@@ -24,7 +24,7 @@ from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
-from llmtrain.launch.slurm.record import log_of, note_job, slurm_folder
+from llmtrain.launch.slurm.record import log_of, record_job, slurm_folder
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.telemetry.console import RunConsole
@@ -105,7 +105,7 @@ def run_folder(folder: Path) -> Path:
     """A run's folder that says POISON wherever it says anything."""
     run = folder / POISON.replace("/", "")
     slurm_folder(run).mkdir(parents=True)
-    note_job(run, "7")
+    record_job(run, "7")
     log_of(run, "7").write_text(f"{POISON}\n")
     rows: list[dict[str, object]] = [
         {"step": 1, "loss": 2.0, POISON: POISON, "comm_bytes": {POISON: {POISON: 1}}},

@@ -1,4 +1,4 @@
-"""`llmtrain bench comm`: from the command line's words to a description of the cluster, with what its links do."""
+"""`llmtrain bench comm`: measure the links between ranks, and write a cluster description with the figures."""
 
 import json
 import os
@@ -26,13 +26,13 @@ from llmtrain.launch.measure.result import Measured, as_data, described, without
 if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks
 
-# Within which ranks that wait for one which is gone end.
-PATIENCE = timedelta(minutes=2)
+# A rank that waits for a lost rank gives up after this time.
+TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
 class CommBench:
-    """What was asked for. cluster: a description's file or name to start from. output, plot: files to write."""
+    """The command's options. cluster: file or name of the description to start from. output, plot: files to write."""
 
     cluster: str | None = None
     output: Path | None = None
@@ -40,21 +40,21 @@ class CommBench:
     as_json: bool = False
 
     @property
-    def words(self) -> list[str]:
-        """The command line that asks for it."""
+    def arguments(self) -> list[str]:
+        """The command-line arguments that give these options."""
         named = (("--cluster", self.cluster), ("--output", self.output), ("--plot", self.plot))
         given = [word for option, value in named if value is not None for word in (option, str(value))]
         return ["bench", "comm", *given, *(["--json"] if self.as_json else [])]
 
 
-def bench_comm(asked: CommBench, nproc: int | None) -> None:
-    """Measure the links between the ranks of the run, or of `nproc` that are started here; by default one for each GPU.
+def bench_comm(options: CommBench, nproc: int | None) -> None:
+    """Measure the links between the launched ranks, or start `nproc` ranks here, by default one for each GPU.
 
-    Raises BadInputError, and RunFailedError when ranks do not reach each other.
+    Raises BadInputError, and RunFailedError if ranks cannot reach each other.
     """
     heed_launcher()
-    given = load_cluster(asked.cluster) if asked.cluster else None
-    for file in (asked.output, asked.plot):
+    given = load_cluster(options.cluster) if options.cluster else None
+    for file in (options.output, options.plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
     place = launched(os.environ, nproc)
@@ -64,18 +64,18 @@ def bench_comm(asked: CommBench, nproc: int | None) -> None:
     if world < 2:
         raise BadInputError(
             f"there {'is 1 rank' if world else 'are 0 ranks'}, and bench comm measures the links between at least 2; "
-            "add --nproc N, or start it through torchrun, srun or mpirun"
+            "add --nproc N, or start bench comm through torchrun, srun or mpirun"
         )
     check_gpus(torch.cuda.device_count(), place, world)
     if place is not None:
-        _measure_as_rank(asked, given, place)
+        _measure_as_rank(options, given, place)
         return
     from llmtrain.launch.local import launch
 
-    launch(world, asked.words)
+    launch(world, options.arguments)
 
 
-def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -> None:
+def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched) -> None:
     from llmtrain.comm.ranks import connect, disconnect
     from llmtrain.launch.local import die_with_launcher
 
@@ -89,27 +89,27 @@ def _measure_as_rank(asked: CommBench, given: Cluster | None, place: Launched) -
     if given is not None:
         tiers(given, place.world, place.ranks_per_node)
     machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
-    ranks = connect(Layout({Axis.DATA: place.world}), timeout=PATIENCE, cluster=given, noted=True)
+    ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=given, noted=True)
     with ending_as_one(ranks):
         machines = _tell_all(ranks, machine)
         cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
         if ranks.is_main:
-            _report(asked, cluster, found, place.world, discovered=given is None)
-        # Rank 0 has the store that the others need to leave.
+            _report(options, cluster, found, place.world, discovered=given is None)
+        # Rank 0 hosts the store, so it must leave last.
         ranks.all_agree(True)
     disconnect(ranks)
 
 
 def _tell_all(ranks: "Ranks", machine: Machine) -> list[Machine]:
-    """Return what every rank sees of its machine."""
+    """Return each rank's view of its machine."""
     assert ranks.store is not None
     ranks.store.set(f"machine/{ranks.rank}", json.dumps(machine.as_data()))
     return [Machine.of(json.loads(ranks.store.get(f"machine/{rank}"))) for rank in range(ranks.layout.world)]
 
 
 def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: int, one_machine: bool) -> Cluster:
-    """Return a description of what is there, with a card for each of the networks."""
+    """Return the description to measure: the given one, or what the machines show, with a card for each network."""
     if given is not None and (given.clusters or one_machine):
         groups = tuple(group if group.cards else replace(group, nic=Nic()) for group in given.clusters)
         return replace(given, clusters=groups)
@@ -126,8 +126,8 @@ def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_
     found: list[Measured] = []
     sockets = [machine.socket for machine in machines]
     for link in links(cluster, ranks.layout.world, one_machine, each_card=ranks.device.type == "cpu"):
-        for part in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
-            found.append(measure(part, cluster, ranks))
+        for each in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
+            found.append(measure(each, cluster, ranks))
             if ranks.is_main:
                 rate = units.rate(found[-1].bandwidth)
                 say(f"measured {name_of(found[-1], cluster)}: {rate}", err=True)
@@ -135,13 +135,13 @@ def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_
 
 
 def _card_socket(link: Link, cluster: Cluster, machines: Sequence[Machine]) -> int | None:
-    """Return the processor of the card that the link's first rank speaks through."""
+    """Return the CPU socket of the network card that the link's first rank uses; None if it is unknown."""
     rank = link.groups[0][0]
     nic = link.nic(cluster, rank)
     return next((card.socket for card in machines[rank].cards if nic and card.interface == nic.interface), None)
 
 
-def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: int, discovered: bool) -> None:
+def _report(options: CommBench, cluster: Cluster, found: list[Measured], world: int, discovered: bool) -> None:
     import torch.distributed as dist
 
     from llmtrain.launch.measure.show import plain, tables
@@ -149,20 +149,20 @@ def _report(asked: CommBench, cluster: Cluster, found: list[Measured], world: in
     after = described(cluster, found)
     if discovered:
         after = without_slow_cards(after)
-    if asked.output is not None:
-        _write(asked.output, after, f"{world} ranks over {dist.get_backend()}, {date.today()}")
-    if asked.plot is not None:
+    if options.output is not None:
+        _write(options.output, after, f"{world} ranks over {dist.get_backend()}, {date.today()}")
+    if options.plot is not None:
         from llmtrain.launch.measure.figure import links_figure
 
-        asked.plot.write_bytes(links_figure(found, cluster))
-    if asked.as_json:
+        options.plot.write_bytes(links_figure(found, cluster))
+    if options.as_json:
         say_json(plain(found, cluster, after, dist.get_backend(), world))
         return
     console = Terminal()
     for table in tables(found, cluster):
         console.print(table, "")
-    if asked.output is not None:
-        console.print(f"a recipe takes it as cluster={asked.output}")
+    if options.output is not None:
+        console.print(f"use it in a recipe with cluster={options.output}")
 
 
 def _write(output: Path, cluster: Cluster, how: str) -> None:
@@ -182,11 +182,11 @@ def _accelerator() -> Accelerator | None:
 
 
 def _accelerator_address(local_rank: int) -> str | None:
-    """Return where on its machine's PCI buses a rank's accelerator is."""
+    """Return the PCI address of a rank's accelerator, None without one."""
     import torch
 
     if local_rank >= torch.cuda.device_count():
         return None
-    # Its places are left out of torch's types.
+    # torch's type stubs lack the PCI fields.
     card: Any = torch.cuda.get_device_properties(local_rank)
     return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"

@@ -1,4 +1,4 @@
-"""What this machine has for training, what it lacks, and what to install."""
+"""`llmtrain doctor`: check the machine and its packages, and advise what to install."""
 
 import os
 import platform
@@ -22,10 +22,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
-    state: ok; absent (training works without it); wrong (there, but not what it seems to be); broken (training
-    does not work like this). advice: what to do about it, empty where there is nothing to do.
+    state: ok; absent (optional and not there); wrong (there but unusable, such as a CPU build of torch); broken
+    (training fails). advice: what to do, empty if nothing.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; imports torch."""
+    """Run all checks; imports torch."""
     findings = [_python(), *_torch(), *_machine(), _compiler(), *_kernels(), *_required(), *_flash(), _apex()]
     return [*findings, *_optional(), *_launchers()]
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Whether nothing that training needs is broken."""
+    """Return whether no check found something broken."""
     return all(finding.state != "broken" for finding in findings)
 
 
@@ -113,7 +113,7 @@ def _kernels() -> Iterator[Finding]:
     try:
         from llmtrain_kernels.native import native_reason
     except (ImportError, OSError):
-        return  # without torch, which was told already
+        return  # `_torch` reports a missing torch.
     if reason := native_reason():
         yield Finding("CPU kernels", "absent", reason, "torch's own operations take their place, more slowly")
     else:

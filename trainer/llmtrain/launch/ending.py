@@ -1,4 +1,4 @@
-"""How the ranks of a run end together, and which of them reports why."""
+"""End the ranks of a run together after an error, and let one of them report it."""
 
 import atexit
 import os
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def ending_as_one(ranks: "Ranks") -> Iterator[None]:
-    """Have one rank say what the block raises on any of them, and all end after an error on one of them."""
+    """After an error in the block on any rank, end all ranks; one of them reports the error."""
     try:
         yield
     except (CommandError, DataError) as error:
         if ranks.activity.over and not isinstance(error, PreemptedError):
-            # It is of a rank that was lost, whom our launcher names.
+            # A lost rank caused the error, and our launcher reports that rank.
             _skip_finalization(EXIT_FAILED)
             _end_lost(error, ranks)
         ranks.activity.ended(Ending.TOLD)
         _skip_finalization(error.exit_code)
-        if _has_spoken(ranks):
+        if _already_reported(ranks):
             raise SystemExit(error.exit_code) from error
         if ranks.watchdog is not None:
             if not isinstance(error, PreemptedError):
@@ -49,44 +49,43 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
 
 
 def _end_apart(error: BaseException, ranks: "Ranks") -> None:
-    """End after an error that is this rank's alone: lost contact, of which not every rank is to speak, or a crash."""
+    """End after an error of this rank alone: lost contact, which not every rank should report, or a crash."""
     _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
     if ranks.watchdog is None:
         return
     if not isinstance(error, RuntimeError) or not _lost_peer(error):
-        # Of a file that cannot be read or written the command line makes a sentence.
+        # The command line reports an OSError in one sentence.
         ranks.activity.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
         ranks.watchdog.leave_word()
         ranks.watchdog.end()
         return
-    # What gloo and NCCL raise when a peer is gone.
+    # gloo and NCCL raise this when a peer is gone.
     _end_lost(error, ranks)
 
 
 def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
-    """End after having lost contact."""
+    """End after losing contact with another rank."""
     ranks.activity.ended(Ending.LOST)
     if LAUNCHER_PID in os.environ:
-        # Our launcher sees which rank is gone, and says so for all.
+        # Our launcher sees which rank is gone, and reports it once.
         raise SystemExit(EXIT_FAILED) from error
     if ranks.watchdog is not None:
         ranks.watchdog.find_lost()
     raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.activity.last}") from error
 
 
-def _has_spoken(ranks: "Ranks") -> bool:
-    """Whether another rank has said why the run ends: what each of them has found may differ, and one sentence will
-    do."""
+def _already_reported(ranks: "Ranks") -> bool:
+    """Return whether another rank has reported why the run ends: the ranks' errors may differ, and one is enough."""
     try:
         return ranks.store is not None and ranks.store.add("said", 1) > 1
     except RuntimeError:
-        # The first rank, which has the store, is gone: not without a word.
+        # Rank 0, which hosts the store, is gone, and it reported before it ended.
         return True
 
 
 def _skip_finalization(code: int) -> None:
-    """Have the process end as soon as all is said: a thread that waits for other ranks inside gloo would abort it, and
-    Ctrl-C would have it say more."""
+    """End the process right after its last message: a thread that waits inside gloo would abort a regular exit, and
+    Ctrl-C would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end() -> None:

@@ -1,23 +1,16 @@
-"""Whether a machine has as many GPUs as ranks."""
-
-from typing import TYPE_CHECKING
+"""Check that a machine has a GPU for each of its ranks."""
 
 from llmtrain.comm.environment import Launched
-from llmtrain.errors import (
-    BadInputError,
-)
-
-if TYPE_CHECKING:
-    pass
+from llmtrain.errors import BadInputError
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
-    """Raise BadInputError where this machine is to have more ranks than it has GPUs.
+    """Raise BadInputError if this machine would run more ranks than it has GPUs.
 
-    place: this rank's, None where all `world` ranks are started here. Where a launcher gives each rank a GPU of its
-    own, a rank sees but that one.
+    place: this rank's launch environment, None if all `world` ranks start here. If a launcher gives each rank its own
+    GPU, the rank sees only that one.
     """
-    # Not every launcher says how many it starts on a machine, but all number them.
+    # Not every launcher gives the number of local ranks, but all give the local rank.
     here = world if place is None else place.local_rank + 1
     if gpus and here > gpus and (place is None or gpus > 1):
         raise BadInputError(

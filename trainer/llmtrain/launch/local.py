@@ -1,4 +1,4 @@
-"""Starting this machine's ranks through torch's elastic agent, stopping them together, and starting them again."""
+"""Start this machine's ranks through torch's elastic agent, stop them together, and restart them."""
 
 import ctypes
 import logging
@@ -36,8 +36,8 @@ GRACE = 30
 
 @dataclass(frozen=True)
 class Restarts:
-    """When ranks are started again. most: times in a row without a new checkpoint. newest: gives the newest
-    checkpoint's step. fewer: gives the next smaller number of ranks that the recipe can do with, itself if none."""
+    """The restart policy. most: restarts in a row without a new checkpoint. newest: returns the newest checkpoint's
+    step. fewer: returns the next smaller number of ranks that the recipe allows, or its argument if there is none."""
 
     most: int
     newest: Callable[[], int | None]
@@ -46,8 +46,8 @@ class Restarts:
 
 @dataclass(frozen=True)
 class _End:
-    """How an attempt ended. rank: the one that was lost, None where starting again would change nothing. why: in words,
-    empty where a rank has said it. code: for this process to end with."""
+    """How an attempt ended. rank: the lost rank, None if a restart cannot help. why: the reason as text, empty if a
+    rank has reported it. code: the exit code of this process."""
 
     rank: int | None
     why: str = ""
@@ -55,31 +55,31 @@ class _End:
 
     @property
     def error(self) -> BaseException:
-        """What ends this process."""
+        """The exception that ends this process."""
         if not self.why:
             return SystemExit(self.code)
         if self.code == EXIT_PREEMPTED:
             return PreemptedError(self.why)
-        return RunFailedError(f"{self.why}, so the run stopped; the same command goes on from the last checkpoint")
+        return RunFailedError(f"{self.why}, so the run stopped; the same command resumes from the last checkpoint")
 
 
 class _NoLogs(LogsSpecs):
-    """Has the ranks write where this process does; torch's own specification makes a folder for each run."""
+    """Makes ranks write to this process's stdout and stderr; torch's default creates a folder for each run."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return files for the ranks with these variables: none."""
+        """Return no log files for the ranks. envs: each rank's environment, by local rank."""
         here, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
         return LogsDest(stdouts=here, stderrs=here, error_files=none)
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the files."""
+        """No folder."""
         return os.devnull
 
 
 class _Signals:
-    """Passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, which save and end, or by a second SIGINT end at once. asked:
-    whether one came. interrupts: SIGINTs that came."""
+    """Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end; a second SIGINT ends them at once.
+    asked: whether a signal has arrived. interrupts: the number of SIGINTs."""
 
     def __init__(self) -> None:
         self.asked, self.interrupts = False, 0
@@ -90,27 +90,27 @@ class _Signals:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self.interrupts += number == signal.SIGINT
-        # Ranks that are yet to be started read it. One whose environment was copied just now is ended by the agent
-        # when the others end.
+        # Ranks that start later read it. A rank whose environment was copied just before misses it, and the agent
+        # ends it with the others.
         os.environ[STOP_SIGNAL] = str(number)
         for child in psutil.Process().children():
             child.send_signal(number)
 
     def ignore(self) -> None:
-        """Have this process, which is about to end, not die of one that comes now: its exit code would be another."""
+        """Ignore further signals while this process ends: they would change its exit code."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = None) -> None:
-    """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks of this machine, and return when all have ended well.
+    """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks on this machine, and return when all have succeeded.
 
-    SIGINT, SIGTERM and SIGUSR1 go on to the ranks, which save and end. Raises SystemExit with the code of the first
-    rank that ended otherwise, RunFailedError when it was killed or hung and was not, or too often, started again, and
-    KeyboardInterrupt where SIGINT came before there was anything to save, or again before it was saved.
+    Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end. Raises SystemExit with the exit code of the
+    first rank that failed, RunFailedError if that rank was killed or hung and no restart is left, and KeyboardInterrupt
+    if SIGINT came before there was anything to save, or a second one before the save was complete.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    # The agent logs its own tables; what went wrong is said here, in one sentence.
+    # The agent logs tables; this launcher reports a failure in one sentence instead.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     restarts = restarts or Restarts(0, lambda: None, lambda ranks: ranks)
@@ -139,7 +139,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
 
 
 def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | None:
-    """Run the ranks once; return how they ended, None for well."""
+    """Run the ranks once; return how they ended, None for success."""
     notes = CrashNotes(ranks)
     if notes.path is not None:
         os.environ[CRASH_NOTES] = notes.path
@@ -162,7 +162,7 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
         monitor.close()
-        # What others died of tells nothing of those that were ended here.
+        # Leave out the ranks that the monitor killed: they did not cause the failure.
         failures = [failure for failure in error.failures.values() if failure.pid not in monitor.killed]
         first = _first(failures, monitor)
         return _stopped(failures, first, signals.asked) or _ending(failures, first, notes, monitor)
@@ -173,36 +173,36 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
 
 
 def _first(failures: list[ProcessFailure], monitor: Monitor) -> ProcessFailure:
-    """Return the failure that led to the others."""
-    # Ranks that lost one which was killed end in the same second, and may be seen before it.
+    """Return the failure that caused the others."""
+    # Ranks that lose a killed peer end in the same second, and the agent may see them first.
     died = [failure for failure in failures if failure.pid in monitor.died] or failures
     return min(died, key=lambda failure: (not _killed(failure), failure.timestamp))
 
 
 def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool) -> _End | None:
-    """Return how a run ended that was told to stop; None where it did not end of that. asked: whether this process was
-    told as well, and not its ranks alone."""
+    """Return how a run ended after a stop signal; None if it ended otherwise. asked: whether this process received the
+    signal too, and not only its ranks."""
     codes = {failure.exitcode for failure in failures}
     if EXIT_PREEMPTED in codes:
         return _End(None, code=EXIT_PREEMPTED)
     if codes & {EXIT_INTERRUPTED, -signal.SIGINT}:
         return _End(None, code=EXIT_INTERRUPTED)
-    # Ranks that are told to stop while they start die of it; so they do where the agent ends them by SIGTERM.
+    # A stop signal kills a rank that is still starting. SIGTERM may also come from the agent.
     if -signal.SIGUSR1 in codes or (asked and first.exitcode == -signal.SIGTERM):
         return _End(None, TOLD_EARLY, EXIT_PREEMPTED)
     return None
 
 
 def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashNotes, monitor: Monitor) -> _End:
-    """Return how the run ended. A rank that ended by itself has said why; one that was killed could not."""
+    """Return how the run ended. A rank that ended by itself has reported why; a killed rank could not."""
     rank, last = first.local_rank, notes.last(first.local_rank)
-    # What ranks find after one has died is of its death.
+    # After a rank has died, the other ranks' verdicts only describe its death.
     if verdict := monitor.verdict if monitor.died else notes.verdict:
         return _End(rank, verdict)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
-    # The agent ends others by SIGTERM at once, by SIGKILL after its grace.
+    # The agent sends the other ranks SIGTERM at once and SIGKILL after GRACE.
     together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
     for failure in together:
@@ -221,7 +221,7 @@ def _killed(failure: ProcessFailure) -> bool:
 
 
 def _leave_out(rank: int) -> None:
-    """Have the ranks do without the GPU of one that was lost again and again."""
+    """Hide the GPU of a rank that was lost twice in a row from the next attempts."""
     count = torch.cuda.device_count()
     if count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")

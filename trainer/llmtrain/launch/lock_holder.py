@@ -1,4 +1,4 @@
-"""Which process trains in a run's folder, as the file `lock` says it, and whether that process has ended. No torch."""
+"""The content of a run's `lock` file: which process trains in the folder, and whether it has ended. No torch."""
 
 import getpass
 import os
@@ -19,8 +19,8 @@ _STRICT = ConfigDict(extra="ignore", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Holder:
-    """Whose run trains in a folder. started: of its process, in seconds since 1970. job, cluster: of Slurm, None
-    outside. since: when it took the lock. place: where its pid counts (see `_place`), empty where that is unknown."""
+    """The process that trains in a folder. started: its start in seconds since 1970. job, cluster: of Slurm, None
+    outside. since: when it took the lock. place: its boot and pid namespace (see `_place`), empty if unknown."""
 
     host: str
     pid: Annotated[int, Field(gt=0, lt=2**31)]
@@ -34,12 +34,12 @@ class Holder:
     def __str__(self) -> str:
         job = f"job {self.job}, " if self.job else ""
         text = f"{job}process {self.pid} of {self.user} on {self.host}, since {self.since}"
-        # A line end in a stranger's file must not begin a line of ours.
+        # A newline in an untrusted file must not start a line of our output.
         return " ".join(text.split())
 
 
 def parse(content: bytes) -> Holder | None:
-    """Return the holder that a file names, None where it names none or is damaged."""
+    """Return the holder that a file names, None if it names none or is damaged."""
     try:
         return TypeAdapter(Holder).validate_json(content)
     except ValidationError:
@@ -47,22 +47,22 @@ def parse(content: bytes) -> Holder | None:
 
 
 def encode(holder: Holder) -> bytes:
-    """Return what `parse` reads."""
+    """Return a holder in the form that `parse` reads."""
     return TypeAdapter(Holder).dump_json(holder)
 
 
 def is_gone(holder: Holder, unlocked: bool | None) -> bool | None:
-    """Return whether a holder has ended, None where neither this machine nor Slurm knows.
+    """Return whether a holder has ended, None if neither this machine nor Slurm knows.
 
-    unlocked: whether the kernel says that no process has the lock, None where the file system has no locks.
+    unlocked: whether the kernel reports that no process has the lock, None if the file system has no locks.
     """
     mine = this_process(os.environ)
     if holder.place == mine.place:
         return unlocked is True or not _lives(holder)
-    # Outside of jobs nothing names the cluster; squeue then asks the one that is there.
+    # Outside a job this process does not know its cluster's name; squeue then asks the local cluster.
     if holder.job is None or mine.cluster not in (None, holder.cluster):
         return None
-    # A job runs once at a time: this is a later start of it.
+    # Slurm runs a job once at a time, so this process is a later start of it.
     if holder.job == mine.job:
         return True
     active = still_active(holder.job)
@@ -70,7 +70,7 @@ def is_gone(holder: Holder, unlocked: bool | None) -> bool | None:
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:
-    """Return this process as a holder from now on."""
+    """Return this process as a holder whose lock starts now."""
     return Holder(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -91,10 +91,9 @@ def _lives(holder: Holder) -> bool:
 
 
 def _place() -> str:
-    """Return the boot and the pid namespace of this process: where they are the same, pids are of the same processes.
+    """Return the boot id and the pid namespace of this process. Processes that share both can compare pids.
 
-    A host's name does not tell that: containers get new names at each start, and those of different machines may share
-    one.
+    Host names are not enough: a container gets a new one at each start, and containers on two machines may share one.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -107,5 +106,5 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # A container may know no name for it.
+        # A container may have no name for the user id.
         return str(os.getuid())

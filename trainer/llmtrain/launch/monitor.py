@@ -1,4 +1,4 @@
-"""The processes of this machine's ranks, as their launcher sees them beside torch's agent. No torch in here."""
+"""Monitor the processes of this machine's ranks from their launcher, beside torch's agent. No torch in here."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ import psutil
 
 from llmtrain.comm.crash_notes import CrashNotes, Ending, leave_verdict
 
-# Seconds between looks at the processes.
-_LOOK = 0.05
-# Seconds that ranks have to end by themselves after another one died.
+# Seconds between polls of the processes.
+_POLL = 0.05
+# Seconds that the other ranks have to end by themselves after a rank died.
 PATIENCE = 3.0
 
 
 class Monitor:
-    """Ends ranks that stay behind one that died without a word: they may wait for it in ways that never end, and
-    torch's agent would look on for half a minute.
+    """Kills the ranks that remain after a rank died without a report: they may wait for it forever, and torch's agent
+    would wait half a minute.
 
-    died: pids of the ranks that died first. verdict: what ranks had found to be the reason by then. killed: pids of
-    those that were ended here.
+    died: pids of the ranks that died first. verdict: the reason that the ranks had found by then. killed: pids of the
+    ranks that this monitor killed.
     """
 
     def __init__(self, ranks: int, notes: CrashNotes) -> None:
@@ -30,25 +30,25 @@ class Monitor:
         self._ranks, self._notes = ranks, notes
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
-        # Without notes a rank that has ended well looks like one that died.
+        # Without crash notes, a rank that has succeeded looks like one that died.
         if notes.path is not None:
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop monitoring."""
         self._over.set()
         if self._notes.path is not None:
             self._thread.join()
 
     def _watch(self) -> None:
         processes: dict[int, psutil.Process] = {}
-        while not self.died and not self._over.wait(_LOOK):
+        while not self.died and not self._over.wait(_POLL):
             unseen: list[int] = []
             if len(processes) < self._ranks:
                 children = psutil.Process().children()
                 processes |= _by_rank(children)
                 seen = {process.pid for process in processes.values()}
-                # One that died before its rank could be read has nothing more to tell.
+                # These died before their environment, which holds the rank, could be read.
                 unseen = [child.pid for child in children if child.pid not in seen and _has_ended(child)]
             gone = [rank for rank, process in processes.items() if _has_ended(process)]
             self.died = [processes[rank].pid for rank in gone if self._notes.last(rank).ending == Ending.NONE] + unseen
@@ -56,7 +56,7 @@ class Monitor:
             return
         self.verdict = self._notes.verdict
         if not self.verdict and self._notes.path is not None:
-            # Ranks that wait in a save look at it.
+            # Ranks that wait in a save check for a verdict.
             leave_verdict(self._notes.path, "a rank died")
         if self._over.wait(PATIENCE):
             return
@@ -64,15 +64,15 @@ class Monitor:
             if not _has_ended(process):
                 self.killed.add(process.pid)
                 with suppress(ProcessLookupError):
-                    # Each rank leads a session, with whatever it has started.
+                    # Each rank leads a process group with its own children.
                     os.killpg(process.pid, signal.SIGKILL)
 
 
 def _by_rank(children: list[psutil.Process]) -> dict[int, psutil.Process]:
-    """Return the processes of ranks that run by now."""
+    """Return the processes of the ranks that have started, by local rank."""
     found = {}
     for child in children:
-        # One that has yet to become Python has the variables of its launcher.
+        # Before exec, a child still has the launcher's environment.
         with suppress(psutil.Error, KeyError):
             found[int(child.environ()["LOCAL_RANK"])] = child
     return found

@@ -1,13 +1,13 @@
-"""Who trains in a run's folder: one run at a time. No torch in here.
+"""Lock a run's folder, so that only one run trains in it at a time. No torch in here.
 
-The first rank holds a POSIX lock on the file `lock` of the folder. The kernel frees it when the process ends in
-whatever way, and network file systems pass it on to other hosts, if their mount options say so. For where they do not,
-the file says who holds it, and its time of modification is a lease, which the holder renews every few seconds. A start
-that cannot tell otherwise whether the holder lives watches the lease, and takes the folder when it stays as it is.
+The first rank holds a POSIX lock on the file `lock` of the folder. The kernel frees the lock when the process ends for
+any reason, and network file systems enforce it on other hosts if their mount options say so. If they do not, the file
+names the holder, and its modification time is a lease that the holder renews every few seconds. A start that cannot
+tell otherwise whether the holder lives watches the lease, and takes the folder if nobody renews it.
 
-A start takes the folder by creating a file whose name tells which lease it takes over, which only one can do on any
-file system. A lease is compared with itself, as the clocks of two hosts may differ, and watched for a number of
-looks instead of seconds, so that a machine that is suspended as a whole may sleep as long as it likes.
+A start takes the folder by creating a file that is named after the lease it takes over: on any file system only one
+start succeeds. A start compares a lease only with itself, because the clocks of two hosts may differ, and counts looks
+instead of seconds, so that a machine may be suspended for any time.
 """
 
 import errno
@@ -27,12 +27,12 @@ from llmtrain.errors import RunFailedError
 from llmtrain.launch.lock_holder import Holder, encode, is_gone, parse, this_process
 
 LOCK = "lock"
-# Seconds between renewals of the lease, and between two looks at it.
+# Seconds between renewals of the lease, and between looks at it.
 RENEWAL, LOOK = 2.0, 1.0
-# Looks without a renewal after which the folder is free: where the kernel knows of no lock, which may be one that a
-# network file system keeps to another host, and where the file system has no locks.
+# The folder is free after this many looks without a renewal: if the kernel reports no lock (a network file system may
+# hide another host's lock), and if the file system has no locks.
 UNLOCKED_LOOKS, LOCKLESS_LOOKS = 10, 60
-# How many of them there are however old the lease seems to be, as clocks may differ.
+# The fewest looks, however old the lease seems: clocks may differ.
 FEWEST_LOOKS = 5
 _HELD = (errno.EACCES, errno.EAGAIN)
 # Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid.
@@ -43,7 +43,7 @@ _LENGTH = 1024
 
 @dataclass(frozen=True)
 class _State:
-    """What the file is like at a look. renewed: its time of modification, in ns."""
+    """The lock file at one look. renewed: its modification time in ns."""
 
     content: bytes
     renewed: int
@@ -58,19 +58,19 @@ class _State:
         return time.time() - self.renewed / 1e9
 
 
-class _Lookout:
-    """What a start that wants the folder has seen. turn: how many others have tried to take over the lease that it
-    sees, and have ended over it. why: what it waits for."""
+class _LeaseWatch:
+    """What a start that wants the folder has seen. attempts: how many other starts tried to take over the current lease
+    and ended before they had it. why: what this start waits for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: _State | None = None
-        self._left = self._limit = self.turn = 0
+        self._left = self._limit = self.attempts = 0
         self.why = ""
 
     def judge(self, state: _State, unlocked: bool | None) -> bool | None:
-        """Return whether the folder is free, None where more looks have to tell. unlocked: whether the kernel gave its
-        lock, None where the file system has none."""
+        """Return whether the folder is free, None if more looks are needed. unlocked: whether the kernel granted the
+        lock, None if the file system has no locks."""
         if unlocked is False:
             return False
         if self._seen is None or state.content != self._seen.content or (state != self._seen and state.holder is None):
@@ -78,7 +78,7 @@ class _Lookout:
             if gone is False:
                 return False
             self._limit = LOCKLESS_LOOKS if unlocked is None else UNLOCKED_LOOKS
-            self._seen, self.turn, self._left = state, 0, 0 if gone else _looks(state.age, self._limit)
+            self._seen, self.attempts, self._left = state, 0, 0 if gone else _looks(state.age, self._limit)
             self.why = f"{self._folder} was last trained in by {state.holder}; {self._patience} whether it has ended"
         elif state != self._seen:
             # The lease was renewed.
@@ -87,8 +87,8 @@ class _Lookout:
         return self._left < 0 or None
 
     def give_way(self) -> None:
-        """Watch on, as another start is about to take the folder."""
-        self.turn, self._left = self.turn + 1, self._limit
+        """Keep watching, because another start is about to take the folder."""
+        self.attempts, self._left = self.attempts + 1, self._limit
         self.why = f"another start is about to train in {self._folder}; {self._patience} whether it does"
 
     @property
@@ -97,11 +97,11 @@ class _Lookout:
 
 
 class RunLock:
-    """The lock of a run's folder, which exists. `take` it; the end of a `with` block, or of the process, frees it."""
+    """The lock of an existing run's folder. `take` it; the end of a `with` block, or of the process, frees it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
-        # Closing any of them gives up the kernel's lock.
+        # Closing any of these descriptors frees the kernel's lock.
         self._files: list[int] = []
         self._content = b""
         self._over = threading.Event()
@@ -109,27 +109,27 @@ class RunLock:
         self._lost = False
 
     def take(self, pause: Callable[[str], None]) -> str | None:
-        """Take the lock and return None, or change nothing and return a sentence that says who has it.
+        """Take the lock and return None, or change nothing and return a sentence that names the holder.
 
-        pause: is called between two looks, with a sentence on what is waited for; returns after `LOOK` seconds.
-        Raises OSError where the folder cannot be written.
+        pause: called between two looks with a sentence that says what this start waits for; returns after `LOOK`
+        seconds. Raises OSError if the folder cannot be written.
         """
-        lookout = _Lookout(self._path.parent)
+        watch = _LeaseWatch(self._path.parent)
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
             unlocked, state = _lock(file), _look(file)
-            free = lookout.judge(state, unlocked)
-            if free and self._claim(file, state, lookout.turn):
+            free = watch.judge(state, unlocked)
+            if free and self._claim(file, state, watch.attempts):
                 return None
             os.close(file)
             if free is False:
                 return f"{self._path.parent} is being trained in by {state.holder or 'another process'}"
             if free:
-                lookout.give_way()
-            pause(lookout.why)
+                watch.give_way()
+            pause(watch.why)
 
     def check(self) -> None:
-        """Raise RunFailedError where another run has taken the folder, as of the last renewal."""
+        """Raise RunFailedError if another run had taken the folder at the last renewal."""
         if self._lost:
             raise RunFailedError(
                 f"{self._path.parent} is now being trained in by {holder_of(self._path.parent) or 'another process'}, "
@@ -137,16 +137,16 @@ class RunLock:
             )
 
     def confirm(self) -> None:
-        """Raise RunFailedError where another run has taken the folder by now."""
+        """Raise RunFailedError if another run has taken the folder by now."""
         self._lost = self._lost or not self._is_mine()
         self.check()
 
     def release(self) -> None:
-        """Let others have the folder; releasing what was not taken is harmless."""
+        """Free the lock; does nothing if it was not taken."""
         if not self._files:
             return
         self._over.set()
-        # One that waits for a server that is gone does not touch the file any more.
+        # A renewal that hangs on a lost file server does not touch the file again.
         self._thread.join(LOOK)
         if self._is_mine():
             os.ftruncate(self._files[-1], 0)
@@ -162,18 +162,18 @@ class RunLock:
     ) -> None:
         self.release()
 
-    def _claim(self, file: int, state: _State, turn: int) -> bool:
-        """Take over the lease `state`, unless another start has; return whether it worked.
+    def _claim(self, file: int, state: _State, attempts: int) -> bool:
+        """Take over the lease `state` unless another start has done so; return whether it worked.
 
-        turn: how many starts have tried to before, and have ended over it.
+        attempts: how many starts tried before and ended before they had it.
         """
-        claim, following = (self._path.with_name(f"{LOCK}.{state.renewed}-{turn + more}") for more in (0, 1))
+        claim, following = (self._path.with_name(f"{LOCK}.{state.renewed}-{attempts + more}") for more in (0, 1))
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
             return False
-        # Network file systems show what others wrote to who opens the file anew. Some start may have taken over the
-        # lease since it was looked at, and cleaned up.
+        # A network file system shows what another host wrote only after a new open. Since the last look, another start
+        # may have taken over the lease and deleted its claim.
         again = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         self._files = [file, again]
         if _look(again) != state or following.exists():
@@ -184,7 +184,7 @@ class RunLock:
         self._content = encode(this_process(os.environ)).ljust(_LENGTH - 1) + b"\n"
         os.pwrite(again, self._content, 0)
         os.ftruncate(again, len(self._content))
-        # A network file system shows it to others once it is written out.
+        # A network file system shows the content to other hosts only after fsync.
         os.fsync(again)
         for path in self._path.parent.glob(f"{LOCK}.{state.renewed}-*"):
             path.unlink(missing_ok=True)
@@ -197,12 +197,12 @@ class RunLock:
             self._lost = not self._is_mine()
             if self._lost:
                 return
-            # The file system's own clock, and no data that would have to be written out.
+            # This takes the file system's own clock, and writes no data.
             with suppress(OSError):
                 os.utime(self._files[-1])
 
     def _is_mine(self) -> bool:
-        """Whether no other run has taken the folder, as far as the file can be read."""
+        """Return whether no other run has taken the folder; True if the file cannot be read."""
         try:
             same = os.path.samestat(os.fstat(self._files[-1]), self._path.stat())
             return same and os.pread(self._files[-1], _LENGTH, 0) == self._content
@@ -211,9 +211,9 @@ class RunLock:
 
 
 def holder_of(folder: Path) -> Holder | None:
-    """Return who trains in a run's folder, as far as can be told from here and now; None for nobody.
+    """Return the process that trains in a run's folder, as far as this host can tell now; None if there is none.
 
-    Only asks: the folder may be someone else's, and a run that starts just now must find the lock free.
+    Does not take the lock: the folder may belong to another user, and a run that starts now must find the lock free.
     """
     try:
         file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -233,7 +233,7 @@ def holder_of(folder: Path) -> Holder | None:
 
 
 def _looks(age: float, limit: int) -> int:
-    """Return for how many looks a lease of that age, in seconds, is watched."""
+    """Return for how many looks to watch a lease. age: in seconds."""
     return min(limit, max(FEWEST_LOOKS, limit - int(age / LOOK)))
 
 
@@ -242,7 +242,7 @@ def _look(file: int) -> _State:
 
 
 def _is_unlocked(file: int) -> bool | None:
-    """Return whether no other process has the lock, None where the file system has none."""
+    """Return whether no other process has the lock, None if the file system has no locks."""
     try:
         answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError:
@@ -251,7 +251,7 @@ def _is_unlocked(file: int) -> bool | None:
 
 
 def _lock(file: int) -> bool | None:
-    """Return whether the kernel gave the lock, None where the file system has none."""
+    """Return whether the kernel granted the lock, None if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How far runs are and what became of their jobs: read from their folders, and asked of Slurm where there is one."""
+"""The progress of runs and the state of their jobs, from the runs' folders and from Slurm if there is one."""
 
 import os
 import time
@@ -17,19 +17,19 @@ from llmtrain.launch.slurm.record import changed_sources, jobs_of, log_of
 from llmtrain.telemetry.metrics import Row, last_rows
 from llmtrain.telemetry.run_file import checked_run_file
 
-# Seconds between looks at a log that is followed, and between questions whether its job has ended.
-_LOOK, _ASK = 0.5, 10.0
-# Characters of a log that are read at once.
-_PIECE = 2**20
-# Files that were edited since the job was submitted that are named.
+# Seconds between reads of a followed log, and between queries whether its job has ended.
+_POLL, _QUERY = 0.5, 10.0
+# Characters of a log in one read.
+_CHUNK = 2**20
+# How many of the files that were edited since submission a status names.
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run. state: running, finished, preempted, failed, stopped (it ended without a word), or what Slurm says of
-    its job. step, loss: as last logged, of `steps`. seconds_left: of a running one. job: of Slurm, the one at hand or
-    the newest. detail: where it runs, why it waits, how it ended, what is damaged, or what was edited since."""
+    """One run. state: running, finished, preempted, failed, stopped (it ended without a report), or Slurm's state of
+    its job. step, loss: last logged. steps: of the whole run. seconds_left: of a running run. job: number of the
+    active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged or edited."""
 
     name: str
     folder: str
@@ -50,9 +50,9 @@ def statuses(paths: Sequence[Path]) -> list[RunStatus]:
 
 
 def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
-    """Yield what a run's job wrote, in pieces; with `follow` until it has ended.
+    """Yield the log of a run's job in chunks; with `follow`, until the job has ended.
 
-    number: of the job, None for the newest that has begun. Raises BadInputError where there is no such log.
+    number: of the job, None for the newest that has begun. Raises BadInputError if there is no such log.
     """
     numbers = jobs_of(run)
     if not numbers:
@@ -65,24 +65,24 @@ def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
         job = (queue.jobs([number]) or {}).get(number)
         state = f"; Slurm says {job.state}, {job.detail}" if job else ""
         raise BadInputError(f"job {number} of {run} has written nothing{state}")
-    yield from _pieces(log_of(run, number), number if follow else None)
+    yield from _chunks(log_of(run, number), number if follow else None)
 
 
-def _pieces(path: Path, number: str | None) -> Iterator[str]:
-    """Yield a file's text; with a job's number, also what is added until the job has ended."""
+def _chunks(path: Path, number: str | None) -> Iterator[str]:
+    """Yield a file's text; with a job's number, also the text that is added until the job has ended."""
     position, asked, over = 0, time.monotonic(), number is None
     while True:
         if path.exists():
             with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
                 file.seek(position)
-                while piece := file.read(_PIECE):
-                    yield piece
+                while chunk := file.read(_CHUNK):
+                    yield chunk
                 position = file.tell()
         if over:
             return
-        time.sleep(_LOOK)
-        if number is not None and time.monotonic() - asked > _ASK:
-            # What it wrote last is read once more. A Slurm that does not answer says nothing of the job.
+        time.sleep(_POLL)
+        if number is not None and time.monotonic() - asked > _QUERY:
+            # The loop reads the job's last lines once more. Without an answer from Slurm, keep following.
             asked, over = time.monotonic(), queue.still_active(number) is False
 
 
@@ -116,7 +116,7 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     elif job is not None:
         state = job.state.lower()
     left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
-    # Once all is trained as submitted, edits are the next run's.
+    # Edits after the end of a finished run do not concern it.
     edited = [] if state == "finished" else changed_sources(folder)
     found = [f"damaged: {sentence}" for sentence in damage]
     found += [f"{path.name} changed since submission" for path in edited[:_SHOWN]]
@@ -127,14 +127,14 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
 
 
 def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:
-    """Return the job that matters: the first that is running or waits, else the newest."""
+    """Return the job to report: the first that runs or waits, else the newest."""
     jobs = [known[number] for number in jobs_of(folder) if number in known]
     active = [job for job in jobs if job.active]
     return next(iter(active), jobs[-1] if jobs else None)
 
 
 def _read(folder: Path) -> tuple[list[Row], int | None, list[str]]:
-    """Return a run's last rows, its steps, and what is wrong with its files: one damaged run must not hide others."""
+    """Return a run's last rows, its number of steps, and the damage to its files: one bad run must not hide others."""
     rows: list[Row] = []
     run: dict[str, Any] = {}
     damage: list[str] = []
@@ -151,7 +151,7 @@ def _read(folder: Path) -> tuple[list[Row], int | None, list[str]]:
 
 
 def run_folder(name: Path) -> Path:
-    """Return a run's folder: `name` itself, or the one of that name in `runs`. Raises BadInputError."""
+    """Return a run's folder: `name` itself, or the folder of that name in `runs`. Raises BadInputError."""
     for folder in (name, Path("runs") / name):
         if folder.is_dir() and _is_run(folder):
             return folder

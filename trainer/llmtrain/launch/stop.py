@@ -1,4 +1,4 @@
-"""Being asked to stop: remembered until the step at hand is done."""
+"""Handle requests to stop: remember a request until the current step is done."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from llmtrain_data.output import say
 from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
-# What asks a run to stop: Ctrl-C, schedulers and people, and Slurm some time before a job's end.
+# These ask a run to stop: Ctrl-C, a scheduler's or user's kill, and Slurm's warning before a job's end.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Where launchers tell a process its rank.
+# Variables in which launchers give a process its rank.
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-# What is said of it where a run has not begun to train.
+# The message if the run has not begun to train.
 TOLD_EARLY = "told to stop before anything was done; the same command starts again"
 
 
@@ -31,7 +31,7 @@ class StopRequest:
         self._arrived: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
-        # Python calls a handler once for all signals that arrive during one call of C, but writes a byte for each.
+        # Python calls a handler once for all signals that arrive during one C call, but writes a byte for each.
         self._arrived = os.pipe()
         for end in self._arrived:
             os.set_blocking(end, False)
@@ -48,7 +48,7 @@ class StopRequest:
         assert self._arrived is not None
         for end in self._arrived:
             os.close(end)
-        # What has ended must not die of being asked to: its exit code would tell that it has to be run again.
+        # A late SIGUSR1 must not kill a finished run: its exit code would ask for another start.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -63,15 +63,15 @@ class StopRequest:
 
 
 def end_early() -> None:
-    """Have this process end at once when it is told to stop, until `heed_defaults`: it has nothing to save yet, and an
-    exception may not get through what it imports. Ranks that `llmtrain run` started leave that to their launcher."""
+    """End this process at once on a stop signal, until `restore_handlers`: it has nothing to save yet, and an import
+    may swallow an exception. In ranks that `llmtrain run` started, does nothing: their launcher handles the signal."""
     if LAUNCHER_PID not in os.environ:
         for number in STOP_SIGNALS:
             signal.signal(number, _end)
 
 
-def heed_defaults() -> None:
-    """Give signals back what Python does with them: from here on this process may wait for others outside of Python."""
+def restore_handlers() -> None:
+    """Restore Python's default handlers: from here on this process may wait for other ranks outside Python."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) == _end:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -79,7 +79,7 @@ def heed_defaults() -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = number == signal.SIGINT
-    # One rank says it for all.
+    # One rank reports for all.
     if {os.environ.get(name, "0") for name in _RANK} == {"0"}:
         say(f"llmtrain: {'interrupted' if interrupted else TOLD_EARLY}", err=True)
     os._exit(EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED)

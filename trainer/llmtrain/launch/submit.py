@@ -1,4 +1,4 @@
-"""From a recipe and a site's profile to jobs in Slurm's queue. No torch in here."""
+"""Submit a recipe to Slurm with a site's profile. No torch in here."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from llmtrain.launch.measure.result import as_data
 from llmtrain.launch.run_lock import holder_of
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
-from llmtrain.launch.slurm.record import jobs_of, note_job, note_sources, slurm_folder
+from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
 from llmtrain.launch.slurm.script import Job, render
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.prepare import check_and_resolve, folders_above
@@ -32,12 +32,12 @@ _FILE = StrictFile(Site, "a site")
 
 
 def default_site() -> Path:
-    """Return where the user's own profile is looked for."""
+    """Return the path of the user's own profile, which need not exist."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "llmtrain" / "site.yaml"
 
 
 def load_site(path: Path | None) -> Site:
-    """Return a site's profile: of a file, or the user's own, which need not exist. Raises BadInputError."""
+    """Return a site's profile from a file, or else the user's own, which need not exist. Raises BadInputError."""
     if path is None and not default_site().exists():
         return Site()
     path = path or default_site()
@@ -47,9 +47,9 @@ def load_site(path: Path | None) -> Site:
 def plan(
     name: str, overrides: Sequence[str], site: Site, nodes: int | None = None, array: str | None = None, chain: int = 1
 ) -> Job:
-    """Check a recipe for the ranks that it will have, and return its job. Raises BadInputError; writes nothing.
+    """Check a recipe for its job's ranks, and return the job. Raises BadInputError; writes nothing.
 
-    name: of a recipe, or its file. nodes: None for what the recipe says. array: seeds. chain: jobs after each other.
+    name: of a recipe, or its file. nodes: None for the recipe's number. array: seeds. chain: jobs in a row.
     """
     if array is not None and chain > 1:
         raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
@@ -57,20 +57,20 @@ def plan(
     recipe = parse_recipe(given)
     if recipe.checkpoint.resume == "never":
         raise BadInputError(
-            "checkpoint.resume is never, but a job that is stopped and queued again goes on from its checkpoints; "
+            "checkpoint.resume is never, but a job that is stopped and queued again resumes from its checkpoints; "
             "leave checkpoint.resume out"
         )
     nodes, ranks_per_node = _size(recipe, site, nodes)
     check_world(nodes * ranks_per_node)
     if site.container is None:
-        # What the check knows of an accelerator only it may know wrong: this may be another kind of machine.
+        # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
         facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
         check_and_resolve(recipe, facts, read_hf_config, folders_above(name))
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
     python = site.python or ("python" if site.container else sys.executable)
-    # srun says nothing of ranks to a single one, which would start one for each GPU.
+    # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
     alone = ["--nproc", "1"] if nodes * ranks_per_node == 1 else []
     command = (python, "-m", "llmtrain", "run", *alone)
     text, files = _as_submitted(given, recipe), _sources(name, recipe)
@@ -78,21 +78,21 @@ def plan(
 
 
 def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
-    """Return the files that a submitted recipe is made of: its own, what it extends, its cluster's description."""
+    """Return the files of a submitted recipe: its own, those that it extends, and its cluster description."""
     cluster = recipe.cluster
     described = [] if isinstance(cluster, Cluster) or cluster == "auto" else [find_cluster(cluster)]
     return (*recipe_files(name), *described)
 
 
 def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
-    """Return a recipe as YAML that needs no other file of its kind; what is auto stays so, as the job's nodes decide
-    it. Raises BadInputError where the job could not read it."""
+    """Return a recipe as YAML that needs no other recipe or cluster file; `auto` stays, as the job's nodes decide it.
+    Raises BadInputError if the job could not read the text."""
     given = as_meant(given, Recipe)
     if (cluster := _cluster(recipe.cluster)) is not None:
         given["cluster"] = as_data(cluster)
     text = OmegaConf.to_yaml(OmegaConf.create(given))
     try:
-        # Each of its files was small enough by itself.
+        # Each file was small enough, but together they may be too large.
         check_size(text)
     except ValueError as error:
         raise BadInputError(
@@ -103,10 +103,10 @@ def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
 
 
 def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
-    """Hand a job in, `chain` times in a row, and return the jobs' numbers.
+    """Submit a job, `chain` times in a row, and return the jobs' numbers.
 
-    Writes the script, which has the recipe in it, into the run's folder, and notes the numbers there. Raises
-    BadInputError where the run is in the queue already, RunFailedError where Slurm refuses.
+    Writes the script, which contains the recipe, into the run's folder, and records the numbers there. Raises
+    BadInputError if the run is already in the queue, RunFailedError if Slurm refuses.
     """
     for folder in job.folders:
         _refuse_second(folder)
@@ -114,7 +114,7 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
         slurm_folder(folder).mkdir(parents=True, exist_ok=True)
         script = slurm_folder(folder) / "job.sh"
         script.write_text(render(job, site), encoding="utf-8")
-        note_sources(folder, job.sources)
+        record_sources(folder, job.sources)
     numbers: list[str] = []
     for _ in range(chain):
         try:
@@ -128,14 +128,14 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
             ) from error
         numbers.append(number)
         if job.array is None:
-            note_job(job.folder, number)
+            record_job(job.folder, number)
         for folder, seed in zip(job.folders, job.seeds, strict=False):
-            note_job(folder, f"{number}_{seed}")
+            record_job(folder, f"{number}_{seed}")
     return numbers
 
 
 def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
-    """Return (nodes, ranks of each) for a run. Raises BadInputError where nothing says it."""
+    """Return (nodes, ranks per node) for a run. Raises BadInputError if nothing gives them."""
     parallel, cluster = recipe.parallel, _cluster(recipe.cluster)
     per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
     model = parallel.tensor * parallel.pipeline
@@ -170,7 +170,7 @@ def _cluster(source: str | Cluster) -> Cluster | None:
 
 
 def _gpus(site: Site) -> int | None:
-    """Return the GPUs of a node, as `4` or `a100:4` says it."""
+    """Return the GPUs per node from a value such as `4` or `a100:4`; None for any other value."""
     number = str(site.gpus_per_node).rpartition(":")[2]
     return int(number) or None if re.fullmatch("[0-9]{1,4}", number) else None
 

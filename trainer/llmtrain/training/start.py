@@ -139,7 +139,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
     with loading("the trainer", _speaks(place)):
         from llmtrain.comm.ranks import connect, disconnect, watched
         from llmtrain.launch.local import die_with_launcher
-        from llmtrain.launch.stop import heed_defaults
+        from llmtrain.launch.stop import restore_handlers
         from llmtrain.training.loop import train
 
     said = []
@@ -149,7 +149,7 @@ def _run_rank(recipe: Recipe, resolved: Recipe, place: Launched | None, facts: F
         said.append(f"{place.world} ranks, started by {place.by}")
     plan = make_plan(resolved, facts)
     timeout = timedelta(seconds=plan.training.timeout)
-    heed_defaults()
+    restore_handlers()
     with Waiting(
         lambda: f"waiting for all {facts.world} ranks to start" if facts.world > 1 else "starting",
         enabled=_speaks(place),

@@ -1,7 +1,7 @@
-"""What there is to measure where nobody has said it: each machine's cards, processors, and who is on which network.
+"""Discover what to measure without a description: each machine's network cards, CPU sockets and networks.
 
-Cards reach each other when they are on one network by their addresses. Networks that all nodes are on join them; those
-that only some are on make clusters of them. No torch in here.
+Cards reach each other if their addresses are on one network. A network of all nodes joins the clusters; a network of
+some of the nodes makes those nodes a cluster. No torch in here.
 """
 
 import os
@@ -21,15 +21,15 @@ from llmtrain.cluster.description import Cluster, Host, Nic, Node, NodeGroup
 from llmtrain.errors import BadInputError
 
 SYS = Path("/sys")
-# What the kernel calls InfiniBand in a card's `type`.
+# The kernel's number for InfiniBand in a card's file `type`.
 _INFINIBAND = "32"
 _BEST_FIRST = ("infiniband", "roce", "ethernet")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A network card as its machine sees it. network: which it is on, by its address. speed: Mbit/s that it claims, or
-    0. socket: the processor that it hangs off; None if nothing says so.
+    """A network card as its machine sees it. network: of its address. speed: Mbit/s that it claims, or 0. socket: the
+    CPU socket that it is attached to; None if unknown.
     """
 
     interface: str
@@ -42,27 +42,27 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank sees of its machine. socket: the processor that this rank runs on."""
+    """A rank's view of its machine. sockets: number of CPU sockets. socket: the one that this rank runs on."""
 
     cards: tuple[Card, ...]
     sockets: int
     socket: int
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the machine as plain data."""
         return asdict(self)
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> "Machine":
-        """Return what `as_data` made plain."""
+        """Return the machine that `as_data` gave as plain data."""
         return Machine(tuple(Card(**card) for card in data["cards"]), data["sockets"], data["socket"])
 
 
 def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = None, sys: Path = SYS) -> Machine:
-    """Look at this machine, and have this rank run on one of its processors alone, if it may run on several.
+    """Examine this machine, and pin this rank to one CPU socket if it may run on several.
 
-    accelerator: the PCI address of this rank's, whose processor it takes; without one, neighbours share a processor.
-    sys: where the kernel's files are.
+    accelerator: PCI address of the rank's accelerator, whose socket it takes; without one, neighbouring ranks share a
+    socket. sys: the folder of the kernel's files.
     """
     cores = _cores_by_socket(sys)
     allowed = os.sched_getaffinity(0)
@@ -75,10 +75,10 @@ def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = No
 
 
 def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bool) -> Cluster:
-    """Return the description of nodes that are these machines: clusters, cards and what joins them, without figures.
+    """Return a description of these nodes: clusters, their cards and the card between them, without speeds.
 
-    one_machine: whether all ranks are on one, so that no card has anything to do. Raises BadInputError when the nodes
-    of a network do not follow each other.
+    one_machine: whether all ranks are on one machine, so that they use no card. Raises BadInputError if the nodes of a
+    network are not consecutive.
     """
     memory = units.size(psutil.virtual_memory().total)
     host = Host(memory=memory, cores=os.cpu_count(), sockets=machines[0].sockets)
@@ -90,10 +90,10 @@ def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bo
 
 
 def networks(machines: Sequence[Machine]) -> tuple[tuple[NodeGroup, ...], Nic | None]:
-    """Return the clusters that nodes form, and the card for what they tell each other."""
+    """Return the clusters that the nodes form, and the card for traffic between clusters."""
     by_network = [_usable(machine, machines) for machine in machines]
     common = reduce(lambda one, other: one & other, (set(cards) for cards in by_network))
-    # A network of one node joins nothing.
+    # A network of a single node makes no cluster.
     counted = [name for cards in by_network for name in cards]
     own = [frozenset(name for name in cards if name not in common and counted.count(name) > 1) for cards in by_network]
     runs = [(names, len(list(same))) for names, same in groupby(own)]
@@ -117,19 +117,19 @@ def _as_keys(cards: tuple[Nic, ...]) -> dict[str, Any]:
 
 
 def _usable(machine: Machine, machines: Sequence[Machine]) -> dict[str, Card]:
-    """Return a machine's cards by network, without those that have an address or a name of their own on another one."""
+    """Return a machine's cards by network, if their addresses differ and their interfaces have one name everywhere."""
     found = {}
     for card in machine.cards:
-        alike = [other for each in machines for other in each.cards if other.network == card.network]
-        # The inside of every machine's containers has the same addresses.
-        distinct = len({other.address for other in alike}) == len(alike)
-        if distinct and {other.interface for other in alike} == {card.interface}:
+        peers = [other for each in machines for other in each.cards if other.network == card.network]
+        # Networks of containers have the same addresses on every machine.
+        distinct = len({other.address for other in peers}) == len(peers)
+        if distinct and {other.interface for other in peers} == {card.interface}:
             found[card.network] = card
     return found
 
 
 def _best(cards: Sequence[Card]) -> tuple[Nic, ...]:
-    """Return the cards of the best kind there is."""
+    """Return the cards of the best kind among them."""
     kind = min((card.kind for card in cards), key=_BEST_FIRST.index, default="")
     return tuple(Nic(kind=kind, interface=card.interface) for card in cards if card.kind == kind)
 
@@ -164,7 +164,7 @@ def _cores_by_socket(sys: Path) -> dict[int, set[int]]:
 
 
 def _socket_of(device: Path, cores: Mapping[int, set[int]]) -> int | None:
-    """Return the processor that a device hangs off."""
+    """Return the CPU socket that a device is attached to, None if unknown."""
     local = _text(device / "local_cpulist")
     if not local or _text(device / "numa_node") == "-1":
         return None

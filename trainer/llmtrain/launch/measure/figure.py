@@ -1,4 +1,4 @@
-"""A picture of what was measured: time and rate over the size of the message, a row for each link."""
+"""Plot the measurements: time and rate over message size, one row for each link."""
 
 from collections.abc import Sequence
 from io import BytesIO
@@ -16,7 +16,7 @@ _COLORS = dict(zip(OPERATIONS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#00
 
 
 def links_figure(found: Sequence[Measured], cluster: Cluster) -> bytes:
-    """Draw every operation over every link; returns a PNG."""
+    """Return a PNG of every operation over every link."""
     figure = Figure(figsize=(11, 3.2 * len(found)), dpi=130, facecolor="white", layout="constrained")
     rows = figure.subplots(len(found), 2, squeeze=False)
     for measured, (times, rates) in zip(found, rows, strict=True):

@@ -1,4 +1,4 @@
-"""What `bench comm` measures: the links of a cluster, and who speaks over each at once. Pure data, no torch."""
+"""The links that `bench comm` measures, and the ranks that use each one at once. Pure data, no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.nic import card_of
 
 Groups = tuple[tuple[int, ...], ...]
-# Which ranks speak: those on the card's own processor, or on each other's; or those on another.
+# same: ranks on the CPU socket of their card or of each other. cross: ranks on another socket.
 Sockets = Literal["same", "cross"]
 
 
@@ -17,10 +17,10 @@ Sockets = Literal["same", "cross"]
 class Link:
     """Links of one tier that are measured together.
 
-    tier: its name in the node, `cluster`, or `all` for what is between clusters. groups: ranks that speak with each
-    other; all groups do at the same time. cluster: which of the clusters, for the links of its nodes. card: which of
-    their cards; None: all that the groups share out, as they do in training. sharing: how many ranks of a node use the
-    card or cards. sockets: which processors the ranks are on beside the card's or each other's; None: any.
+    tier: its name in the node, `cluster` between nodes, or `all` between clusters. groups: ranks that communicate; all
+    groups do so at the same time. cluster: index of the cluster, for the links of its nodes. card: index of the node's
+    card; None: the groups share all cards, as in training. sharing: how many ranks of a node use the card or cards.
+    sockets: the ranks' CPU sockets relative to the card or to each other; None: any.
     """
 
     tier: str
@@ -31,7 +31,7 @@ class Link:
     sockets: Sockets | None = None
 
     def nic(self, cluster: Cluster, rank: int) -> Nic | None:
-        """Return the card that `rank` speaks through; None: whatever the backend takes by itself, or it has no part."""
+        """Return the card that `rank` uses; None: the backend chooses, or the rank takes no part."""
         if self.cluster is None or self.card is None or not any(rank in group for group in self.groups):
             return card_of(cluster, self.groups, rank)
         return cluster.clusters[self.cluster].cards[self.card]
@@ -40,11 +40,11 @@ class Link:
 def links(cluster: Cluster, world: int, one_machine: bool, each_card: bool) -> list[Link]:
     """Return the links between `world` ranks, from the fastest.
 
-    Inside a node all nodes speak at the same time, each rank to its neighbours across the tier: those that differ only
-    in which of the next smaller tier's groups they are in. Ranks in the same place of a cluster's nodes speak to each
-    other through each card in turn, and then through all; ranks in the same place of the clusters, through `between`.
-    one_machine: whether all ranks are on one, whose cards have nothing to do. each_card: whether a group can be told
-    which card to take.
+    For a tier inside the node, all nodes communicate at the same time. Each rank uses its neighbours across the tier:
+    ranks that differ only in their group of the next smaller tier. Between nodes, ranks at the same place of a
+    cluster's nodes use one card after the other, and then all cards. Between clusters, ranks at the same place of the
+    clusters use `between`. one_machine: whether all ranks are on one machine, so that they use no card. each_card:
+    whether the backend lets a group choose its card.
     """
     found = list(_inside_nodes(cluster, world))
     if not one_machine:
@@ -54,10 +54,10 @@ def links(cluster: Cluster, world: int, one_machine: bool, each_card: bool) -> l
 
 
 def socket_links(link: Link, sockets: Sequence[int], card_socket: int | None) -> list[Link]:
-    """Return the parts of a link whose ranks are on the same processor as what they speak to, and on another one.
+    """Return the parts of a link whose ranks are on the same CPU socket as their peer or card, and on another one.
 
-    sockets: the processor of each rank. card_socket: of the link's card; None where it is not known, and inside a node.
-    There is none in a node of one processor, and for a card whose processor is not known.
+    sockets: each rank's CPU socket. card_socket: of the link's card; None if unknown, and inside a node. The result is
+    empty for nodes with one socket, and for a card whose socket is unknown.
     """
     if len(set(sockets)) < 2:
         return []
@@ -77,7 +77,7 @@ def socket_links(link: Link, sockets: Sequence[int], card_socket: int | None) ->
 
 
 def cluster_ranks(cluster: Cluster, world: int) -> list[range]:
-    """Return the ranks of each of the clusters."""
+    """Return the ranks of each cluster."""
     groups, local, found = cluster.clusters, cluster.node.ranks, list[range]()
     for group in groups:
         first = found[-1].stop if found else 0
@@ -122,7 +122,7 @@ def _between_clusters(cluster: Cluster) -> Iterator[Link]:
 
 
 def _pairs(link: Link, sockets: Sequence[int], kind: Sockets) -> Link | None:
-    """Return pairs of ranks of the link's groups that are on one processor, or on two."""
+    """Return pairs of ranks of the link's groups on one CPU socket, or on two; None if there are none."""
     pairs = []
     for group in link.groups:
         by_socket = [

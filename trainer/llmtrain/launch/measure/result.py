@@ -1,4 +1,4 @@
-"""What was measured, and the description of the cluster that it makes. Pure data, no torch."""
+"""Measured links, and the cluster description that contains their figures. Pure data, no torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ from llmtrain.launch.measure.links import Link
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and receive")
 
-# A card that is this much slower than another one is for other purposes, such as managing the nodes.
+# A card that is this many times slower than another serves other purposes, such as managing the nodes.
 MUCH_SLOWER = 4.0
 
 
@@ -25,14 +25,14 @@ class Timing:
     seconds: float
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes per second that each of `ranks` has to send at least (nccl-tests' "bus bandwidth")."""
+        """Return the bytes per second that each of `ranks` must send at least (nccl-tests' "bus bandwidth")."""
         parts = {"all-reduce": 2 * (ranks - 1) / ranks, OPERATIONS[-1]: 1.0}
         return self.size / self.seconds * parts.get(self.operation, (ranks - 1) / ranks)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A link as measured. latency: seconds of one message. rate: bytes per second that one rank sends while all do."""
+    """A measured link. latency: seconds of one message. rate: bytes per second that one rank sends while all send."""
 
     link: Link
     latency: float
@@ -41,33 +41,33 @@ class Measured:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second in one direction: inside the node of one rank, beyond it of a node's card, or cards."""
+        """Bytes per second in one direction: of one rank inside the node, of a node's card or cards beyond it."""
         return self.rate * self.link.sharing
 
 
 def described(cluster: Cluster, found: Sequence[Measured]) -> Cluster:
-    """Return the description with what was measured in the place of what it said; the rest stays."""
-    whole = [measured for measured in found if measured.link.sockets is None]
-    inside = {measured.link.tier: measured for measured in whole if measured.link.tier not in ("cluster", "all")}
+    """Return the description with the measured figures in place of its own; the rest stays."""
+    any_socket = [measured for measured in found if measured.link.sockets is None]
+    inside = {measured.link.tier: measured for measured in any_socket if measured.link.tier not in ("cluster", "all")}
     tiers = list(cluster.node.tiers)
     if "node" in inside and "node" not in [tier.name for tier in tiers]:
         tiers.append(NodeTier(name="node", ranks=cluster.node.ranks))
-    between = next((measured for measured in whole if measured.link.tier == "all"), None)
+    between = next((measured for measured in any_socket if measured.link.tier == "all"), None)
     return replace(
         cluster,
         node=replace(cluster.node, tiers=tuple(_tier(tier, inside.get(tier.name)) for tier in tiers)),
-        clusters=tuple(_group(group, index, whole) for index, group in enumerate(cluster.clusters)),
+        clusters=tuple(_group(group, index, any_socket) for index, group in enumerate(cluster.clusters)),
         between=_card(cluster.between, between) if cluster.between else None,
     )
 
 
 def without_slow_cards(cluster: Cluster) -> Cluster:
-    """Return the description without cards that are much slower than their cluster's fastest, or of another kind."""
+    """Return the description without cards that are much slower than their cluster's fastest or of another kind."""
     return replace(cluster, clusters=tuple(map(_without_slow_cards, cluster.clusters)))
 
 
 def as_data(cluster: Cluster) -> dict[str, Any]:
-    """Return a description as plain data, without what is not known."""
+    """Return a description as plain data, without unknown values."""
     return {key: kept for key, value in asdict(cluster).items() if (kept := _known(value)) is not None}
 
 
@@ -92,7 +92,7 @@ def _group(group: NodeGroup, index: int, found: Sequence[Measured]) -> NodeGroup
 
 
 def _card(card: Nic, measured: Measured | None, together: Measured | None = None, cards: int = 1) -> Nic:
-    """Return a card as measured alone, or else as its share of what all `cards` of the node do together."""
+    """Return a card with its own figures, or else with its share of the figures of all `cards` of the node."""
     if measured is not None:
         together, cards = measured, 1
     if together is None:

@@ -1,4 +1,4 @@
-"""What was measured, as plain data and as tables."""
+"""The measurements, as plain data and as tables."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from llmtrain.launch.measure.result import Measured, as_data
 
 
 def name_of(measured: Measured, cluster: Cluster) -> str:
-    """Return what people call the link, such as `node`, `ib over ib0` or `between clusters over eth0, cross socket`."""
+    """Return the link's name for people: `node`, `ib over ib0` or `between clusters over eth0, cross socket`."""
     link = measured.link
     card = link.nic(cluster, link.groups[0][0])
     over = f" over {card.interface}" if card and card.interface else ""
@@ -25,9 +25,9 @@ def name_of(measured: Measured, cluster: Cluster) -> str:
 
 
 def plain(found: Sequence[Measured], before: Cluster, after: Cluster, backend: str, world: int) -> dict[str, Any]:
-    """Return everything as plain data; bytes, seconds and bytes per second.
+    """Return the measurements as plain data, in bytes, seconds and bytes per second.
 
-    before: the description that the links come from. after: with what was measured.
+    before: the description that the links come from. after: the description with the measured figures.
     """
     return {
         "ranks": world,
@@ -53,7 +53,7 @@ def plain(found: Sequence[Measured], before: Cluster, after: Cluster, backend: s
 
 
 def tables(found: Sequence[Measured], cluster: Cluster) -> Iterator[Table]:
-    """Yield a table of the links, and one of what is done over them."""
+    """Yield a table of the links, and one of the operations over them."""
     links = []
     for measured in found:
         sharing = str(measured.link.sharing) if measured.link.tier in ("cluster", "all") else "-"

@@ -1,7 +1,7 @@
-"""How long collectives and messages take over a link.
+"""Measure how long collectives and messages take over a link.
 
-Every rank of the run goes through the same measurements at the same time, so that all agree on what comes next; those
-that have no part in one wait for it. What counts is the time of the slowest rank.
+Every rank goes through the same measurements at the same time, so that all agree on the next one; ranks that take no
+part in a measurement wait for it. The time of a measurement is that of the slowest rank.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ from llmtrain.launch.measure.result import OPERATIONS, Measured, Timing
 
 Call = Callable[[], object]
 
-# Bytes of a rank's message: quadrupled until one takes LONG seconds.
+# Bytes of a rank's message: it quadruples until one takes LONG seconds.
 SMALLEST, LARGEST_ON_CPU, LARGEST_ON_CUDA = 2**10, 2**24, 2**28
 LONG = 0.05
-# Of what repeats took, the median is the operation's time. A link's own latency and bandwidth come from the shortest,
-# as whatever else the machines do only adds to it.
-# A bandwidth is the slope of the time over the largest sizes: what each message costs beside, such as its latency, or
-# what a shaper lets through at once, does not count. They take STREAM seconds, and are at least LARGE_MESSAGE bytes.
+# An operation's time is the median of its repeats. A link's latency and bandwidth come from the shortest repeat,
+# because other load on the machines only adds time.
+# A bandwidth is the slope of the time over the largest sizes, so that fixed costs, such as the latency or a traffic
+# shaper's burst, do not count. These messages take up to STREAM seconds, and have LARGE_MESSAGE bytes or more.
 STREAM, LARGE_MESSAGE = 0.3, 2**20
-# Short calls are repeated for so many seconds at a time, as ranks do not begin at the very same moment.
+# A repeat makes short calls for BATCH seconds, because the ranks do not start at exactly the same time.
 BATCH, MOST_CALLS, REPEATS = 0.02, 100, 5
-# Seconds for ranks to find each other over a card. Cards that do not reach each other must not hold up the run.
-MEETING = timedelta(minutes=1)
+# Time for ranks to connect over a card. Cards that cannot reach each other must not stall the run.
+CONNECT_TIMEOUT = timedelta(minutes=1)
 
-# As newer versions of torch call them.
+# Newer versions of torch use these names.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -42,19 +42,19 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def measure(link: Link, cluster: Cluster, ranks: Ranks) -> Measured:
     """Measure a link; the result is the same on every rank. Collective over all ranks.
 
-    Of a link between ranks that are on given processors, messages alone. Raises RunFailedError when its ranks do not
-    reach each other.
+    For a link between ranks on given CPU sockets, measures only messages. Raises RunFailedError if the link's ranks
+    cannot reach each other.
     """
-    with _Course(link, cluster, ranks) as course:
-        latency = course.latency()
+    with _LinkTimer(link, cluster, ranks) as timer:
+        latency = timer.latency()
         operations = OPERATIONS if link.sockets is None else OPERATIONS[-1:]
-        timings = tuple(timing for operation in operations for timing in course.sizes(operation))
+        timings = tuple(timing for operation in operations for timing in timer.sizes(operation))
         largest = max((each for each in timings if each.operation == OPERATIONS[-1]), key=lambda each: each.size)
-        return Measured(link, latency, course.bandwidth(largest), timings)
+        return Measured(link, latency, timer.bandwidth(largest), timings)
 
 
-class _Course:
-    """The measurements of one link, in a `with` block."""
+class _LinkTimer:
+    """Measures one link, in a `with` block."""
 
     def __init__(self, link: Link, cluster: Cluster, ranks: Ranks) -> None:
         self._link, self._ranks = link, ranks
@@ -65,9 +65,9 @@ class _Course:
         self._touched = torch.zeros(1, device=ranks.device)
         card = link.nic(cluster, ranks.rank)
         try:
-            self._group = group_over(cluster, card, link.groups, timeout=MEETING)
+            self._group = group_over(cluster, card, link.groups, timeout=CONNECT_TIMEOUT)
             if self._members:
-                # Connections are made when they are first used.
+                # The first use makes the connections.
                 self._touch()
         except RuntimeError as error:
             over = f" over {card.interface}" if card and card.interface else ""
@@ -76,7 +76,7 @@ class _Course:
                 f"ranks {members} do not reach each other{over}; leave the card out of the description, or correct it"
             ) from error
 
-    def __enter__(self) -> "_Course":
+    def __enter__(self) -> "_LinkTimer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class _Course:
             dist.destroy_process_group(self._group)
 
     def latency(self) -> float:
-        """Return the seconds of one message: half of what a short one takes there and back, nothing else going on."""
+        """Return the seconds of one message: half the round trip of a short message on an idle link."""
         pair, rank = self._link.groups[0][:2], self._ranks.rank
         message = torch.zeros(1, device=self._ranks.device)
 
@@ -110,41 +110,39 @@ class _Course:
         return found
 
     def bandwidth(self, largest: Timing) -> float:
-        """Return the bytes per second that each rank sends while all do.
-
-        largest: the largest message that has been timed.
-        """
+        """Return the bytes per second that each rank sends while all send. largest: timing of the largest message."""
         size = LARGE_MESSAGE
         while size * 2 <= min(self._largest, largest.size / largest.seconds * STREAM):
             size *= 2
         calls = {each: self._exchange(each) for each in (size // 4, size // 2, size)}
-        # The smallest goes before each, so that what a shaper has saved up is spent.
-        spend = calls[size // 4]
-        rounds = [[self._seconds(call, 1, spend) for call in calls.values()] for _ in range(REPEATS)]
-        slope = linear_regression(list(calls), [min(times) for times in zip(*rounds, strict=True)]).slope
-        # So fast that the times of unlike sizes cannot be told apart.
+        # Send the smallest message before each call, to use up a traffic shaper's burst.
+        smallest = calls[size // 4]
+        repeats = [[self._seconds(call, 1, smallest) for call in calls.values()] for _ in range(REPEATS)]
+        slope = linear_regression(list(calls), [min(times) for times in zip(*repeats, strict=True)]).slope
+        # On a very fast link the times of these sizes do not differ.
         return 1 / slope if slope > 0 else largest.size / largest.seconds
 
     def _call(self, operation: str, size: int) -> tuple[Call | None, int]:
-        """Return what does the operation once, None on ranks without a part in it, and the larger buffer's length."""
+        """Return a call of the operation, None on ranks that take no part, and the elements of its larger buffer."""
         members = len(self._link.groups[0])
         numel = -(-size // 4 // members) * members
         if operation == OPERATIONS[-1]:
             return self._exchange(size), size // 4
         if not self._members:
             return None, numel
-        whole, part = self._buffers(numel, numel // members)
-        other, group = (self._buffers(numel)[0] if operation == "all-to-all" else whole), self._group
+        full, shard = self._buffers(numel, numel // members)
+        other, group = (self._buffers(numel)[0] if operation == "all-to-all" else full), self._group
         calls: dict[str, Call] = {
-            "all-reduce": lambda: dist.all_reduce(whole, group=group),
-            "all-gather": lambda: _ALL_GATHER(whole, part, group=group),
-            "reduce-scatter": lambda: _REDUCE_SCATTER(part, whole, group=group),
-            "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "all-reduce": lambda: dist.all_reduce(full, group=group),
+            "all-gather": lambda: _ALL_GATHER(full, shard, group=group),
+            "reduce-scatter": lambda: _REDUCE_SCATTER(shard, full, group=group),
+            "all-to-all": lambda: dist.all_to_all_single(other, full, group=group),
         }
         return calls[operation], numel
 
     def _exchange(self, size: int) -> Call | None:
-        """Return what sends `size` bytes to the next rank of the group and receives as many from the one before."""
+        """Return a call that sends `size` bytes to the next rank of the group and receives as many from the previous
+        one."""
         if not self._members:
             return None
         place = self._members.index(self._ranks.rank)
@@ -152,7 +150,7 @@ class _Course:
         sent, received = self._buffers(size // 4, size // 4)
 
         def exchange() -> None:
-            # What gloo tells a sender, that it may begin, would wait behind data that goes the same way.
+            # Receive first: otherwise gloo's go-ahead to the sender would queue behind the data that this rank sends.
             messages = [
                 dist.P2POp(dist.irecv, received, before, self._group),
                 dist.P2POp(dist.isend, sent, after, self._group),
@@ -163,16 +161,16 @@ class _Course:
         return exchange
 
     def _buffers(self, *numels: int) -> list[torch.Tensor]:
-        # Of zeros, which sums leave as they are.
+        # Sums of zeros stay zero, however often they repeat.
         return [torch.zeros(numel, device=self._ranks.device) for numel in numels]
 
     def _repeated(self, call: Call | None, before: Call | None = None) -> list[float]:
-        """Return times of a call, each the mean of some in a row if they are short.
+        """Return the times of a call; for a short call, each is the mean of several in a row.
 
-        before: what has all that take part begin together; None: the call itself if it is short, which is as quick as
-        it gets, or else a small sum over the group.
+        before: a call that makes all participants start together; None: the call itself if it is short, else a small
+        all-reduce over the group.
         """
-        # The first one has connections and buffers made.
+        # The first call makes connections and buffers.
         first = self._seconds(call, 1, call)
         times = min(max(int(BATCH / first), 1), MOST_CALLS)
         before = before or (call if times > 1 else self._touch)
@@ -182,9 +180,9 @@ class _Course:
         dist.all_reduce(self._touched, group=self._group)
 
     def _seconds(self, call: Call | None, times: int, before: Call | None) -> float:
-        """Return the mean time of calls in a row on the slowest rank. Collective.
+        """Return the mean seconds of `times` calls in a row on the slowest rank. Collective.
 
-        before: what comes first and has the ranks that take part begin together.
+        before: a call that runs first and makes the participants start together.
         """
         self._ranks.activity.record(f"measuring {self._link.tier}")
         self._slowest(0.0)

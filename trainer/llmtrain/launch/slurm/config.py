@@ -1,4 +1,4 @@
-"""A site's profile: what a cluster's Slurm wants to be told that no recipe knows."""
+"""A site's profile: the options for a cluster's Slurm that do not belong in a recipe."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,14 @@ _TIME = re.compile(
 )
 Minutes = Annotated[int, Field(ge=0, le=10**9)]
 Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
-# Seconds: a month.
+# Seconds, up to a month.
 Margin = Annotated[int, Field(ge=1, le=31 * 86400)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """What ranks run in. image: for apptainer a file or address, for pyxis (`srun --container-image`) an address.
-    mounts: folders that are seen inside, as `/path` or `/path:/path/inside`.
+    """The ranks' container. image: for apptainer a file or address, for pyxis (`srun --container-image`) an address.
+    mounts: folders to mount, as `/path` or `/path:/path/inside`.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -44,14 +44,14 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A site's profile. What is left out is left to Slurm.
+    """A site's profile. Slurm decides what the profile leaves out.
 
     account, partition, qos, constraint, reservation, gpus_per_node, time: as sbatch takes them. ranks_per_node: one for
-    each accelerator; null: the recipe's `cluster` says it. cpus_per_rank: null for an even share of what the job gets
-    of each node. exclusive: take nodes whole. margin: seconds before the end of the job's time at which the run is told
-    to save and stop. modules: to load. python: that has llmtrain; null: the one that submits, in a container `python`.
-    container: what ranks run in. environment: variables of the job; secrets do not belong here, as variables of the
-    shell that submits are inherited. sbatch, srun: further options of these.
+    each accelerator; null: from the recipe's `cluster`. cpus_per_rank: null for an even share of the job's cores on
+    each node. exclusive: take entire nodes. margin: seconds before the end of the job's time at which Slurm signals the
+    run to save and stop. modules: to load. python: the one with llmtrain; null: the one that submits, in a container
+    `python`. container: for the ranks. environment: variables of the job; set secrets in the shell that submits, as the
+    job inherits its variables. sbatch, srun: further options of these commands.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -98,7 +98,7 @@ class Site:
 
 
 def seconds(time: str) -> int:
-    """Return how long a Slurm time (`90`, `24:00:00`, `7-0`) is. Raises ValueError."""
+    """Return the seconds of a Slurm time such as `90` (minutes), `24:00:00` or `7-0`. Raises ValueError."""
     found = _TIME.fullmatch(time)
     if found is None:
         raise ValueError(f"time is {time!r}; expected minutes, hours:minutes:seconds or days-hours, such as 24:00:00")
@@ -128,7 +128,7 @@ def _check_option(key: str, option: str) -> None:
 
 
 def _check_text(key: str, text: str) -> None:
-    # A line's end would begin a new line of the script.
+    # A newline would start a new line of the script.
     if not text.isprintable():
         raise ValueError(f"{key} is {text!r}; expected printable characters")
     if _LOGIN_IN_ADDRESS.search(text):

@@ -1,4 +1,4 @@
-"""Slurm's commands: handing a job in, and asking what became of it."""
+"""Slurm's commands: submit a job, and query its state."""
 
 import subprocess
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from pathlib import Path
 
 from llmtrain.errors import BadInputError, RunFailedError
 
-# States that a job ends in; in any other it may still run, or run again.
+# Final states of a job; in any other state it may still run, or run again.
 ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"})
 ENDED |= {"OUT_OF_MEMORY", "REVOKED"}
-# Seconds after which a controller that does not answer is given up.
-_PATIENCE = 20
+# Seconds to wait for an answer from Slurm's controller.
+_TIMEOUT = 20
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as Slurm reports it. number: as shown, `12` or `12_3`. state: Slurm's word. detail: the nodes of a running
-    job, why another one waits, how a finished one ended."""
+    """A job as Slurm reports it. number: `12`, or `12_3` in an array. state: Slurm's name for it. detail: nodes of a
+    running job, why a pending one waits, how a finished one ended."""
 
     number: str
     state: str
@@ -25,13 +25,13 @@ class QueuedJob:
 
     @property
     def active(self) -> bool:
-        """Whether the job may still run, or run again."""
+        """Return whether the job may still run, or run again."""
         return self.state not in ENDED
 
 
 def submit(script: Path, after: Sequence[str] = ()) -> str:
-    """Hand in a batch script and return the job's number. after: jobs that all have to have ended without success; when
-    one succeeds, the job is dropped. Raises BadInputError where there is no Slurm, RunFailedError when it refuses."""
+    """Submit a batch script and return the job's number. after: jobs that must all fail first; if one succeeds, Slurm
+    drops this job. Raises BadInputError if there is no Slurm, RunFailedError if it refuses."""
     command = ["sbatch", "--parsable"]
     if after:
         command += [f"--dependency=afternotok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
@@ -44,35 +44,35 @@ def submit(script: Path, after: Sequence[str] = ()) -> str:
     if done.returncode:
         said = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
         raise RunFailedError(f"sbatch refused {script}: {said}")
-    # A cluster's name may follow.
+    # sbatch may append `;` and the cluster's name.
     return done.stdout.strip().partition(";")[0]
 
 
 def jobs(numbers: Sequence[str]) -> dict[str, QueuedJob] | None:
-    """Return those of the jobs that Slurm remembers, by number; None where it cannot be asked."""
+    """Return the jobs that Slurm remembers, by number; None if Slurm does not answer."""
     if not numbers:
         return {}
-    # --states=all also lists jobs that ended a while ago; one that is not known fails the query for a single job.
+    # --states=all also lists jobs that have ended. A query for a single unknown job fails.
     listed = _ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(numbers)}", "--array", "--format=%i|%T|%R")
     if listed is None:
         return None
     found = _parse(listed)
-    if left := [number for number in numbers if number not in found]:
+    if missing := [number for number in numbers if number not in found]:
         form = ("--noheader", "--allocations", "--parsable2", "--format=JobID,State,ExitCode")
-        found |= _parse(_ask("sacct", *form, f"--jobs={','.join(left)}") or "")
+        found |= _parse(_ask("sacct", *form, f"--jobs={','.join(missing)}") or "")
     return found
 
 
 def still_active(number: str) -> bool | None:
-    """Whether a job may still run, or run again; None where Slurm cannot be asked."""
+    """Return whether a job may still run, or run again; None if Slurm does not answer."""
     found = jobs([number])
     return None if found is None else any(job.active for job in found.values())
 
 
 def _ask(*command: str) -> str | None:
-    """Return what a command prints: nothing where it knows none of the jobs, None where there is no Slurm to ask."""
+    """Return a command's output: empty if it knows none of the jobs, None if Slurm does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     if done.returncode == 0:
@@ -82,5 +82,5 @@ def _ask(*command: str) -> str | None:
 
 def _parse(listed: str) -> dict[str, QueuedJob]:
     rows = [line.split("|", 2) for line in listed.splitlines() if line.count("|") >= 2]
-    # sacct adds who cancelled a job.
+    # After CANCELLED, sacct adds the user who cancelled the job.
     return {row[0]: QueuedJob(row[0], row[1].split()[0], row[2].strip("()")) for row in rows if row[1]}

@@ -1,4 +1,4 @@
-"""The batch script of a run. Pure: from what is known of the run and the site to text."""
+"""Render the batch script of a run from its job and its site's profile."""
 
 import re
 import shlex
@@ -12,24 +12,24 @@ from llmtrain.launch.slurm.config import Site
 from llmtrain.yaml.shown import shown
 
 INDEX = "$SLURM_ARRAY_TASK_ID"
-# The largest index that Slurm can be set up for, and more runs than anybody trains of one recipe.
+# The largest array index that Slurm can allow, and a limit to the runs of one recipe.
 LARGEST_SEED, MOST_SEEDS = 4_000_000, 10_000
 _NUMBER, _STEP = "[0-9]{1,18}", "0*[1-9][0-9]{0,17}"
 _RANGE = f"{_NUMBER}(?:-{_NUMBER})?(?::{_STEP})?"
 _ARRAY = re.compile(f"{_RANGE}(?:,{_RANGE})*(?:%{_NUMBER})?")
 _PART = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?(?::({_STEP}))?")
-# No line of a recipe in YAML.
+# Ends the here-document; no line of a YAML recipe equals it.
 _END = "END OF RECIPE"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as Slurm sees it.
+    """A run as a Slurm job.
 
-    name: of the run. folder: of the run, absolute. command: what every rank runs, with the recipe's file after it.
-    recipe: the file's content, which the job's script has in it. sources: the files that it was made of. array: seeds,
-    as sbatch's --array takes them, each of a run of its own; None for one run. chained: whether another job goes on
-    where this one stops.
+    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file. recipe:
+    the file's content, which the job's script contains. sources: the files that the recipe was made of. array: seeds as
+    sbatch's --array takes them, one run for each; None for one run. chained: whether another job resumes the run when
+    this one stops.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of `array`; none without."""
+        """The seeds of `array`; empty if it is None."""
         return [] if self.array is None else array_indices(self.array)
 
     @property
@@ -56,14 +56,14 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """Where the job's output goes, with Slurm's %j, or %A and %a, for the job's number."""
+        """The file of the job's output, with Slurm's %j, or %A and %a, for the job's number."""
         if self.array is None:
             return self.folder / "slurm" / "%j.log"
         return self.folder.with_name(seed_name(self.folder.name, "%a")) / "slurm" / "%A_%a.log"
 
     @property
     def recipe_file(self) -> str:
-        """Where the job writes its recipe, as the shell takes it."""
+        """The file that the job writes its recipe to, quoted for the shell."""
         if self.array is None:
             return f"{shlex.quote(str(self.folder))}/slurm/$SLURM_JOB_ID.yaml"
         folder = shlex.quote(seed_name(str(self.folder), ""))
@@ -76,7 +76,7 @@ def seed_name(name: str, seed: str) -> str:
 
 
 def array_indices(array: str) -> list[int]:
-    """Return the indices that `0-3`, `1,5,9` or `0-8:2%3` stands for. Raises BadInputError."""
+    """Return the indices of an array such as `0-3`, `1,5,9` or `0-8:2%3`. Raises BadInputError."""
     given = f"--array is {shown(array)!r}; expected"
     if not _ARRAY.fullmatch(array):
         raise BadInputError(f"{given} seeds such as 0-3, or 1,5,9, or 0-9%2 for two at a time")
@@ -93,7 +93,7 @@ def array_indices(array: str) -> list[int]:
 
 
 def render(job: Job, site: Site) -> str:
-    """Return the batch script, which needs no more than to be handed to sbatch."""
+    """Return the batch script, complete for sbatch."""
     lines = ["#!/bin/bash" + (" -l" if site.modules else "")]
     lines += [f"#SBATCH {option}" for option in _options(job, site)]
     lines += [
@@ -115,7 +115,7 @@ def render(job: Job, site: Site) -> str:
 
 
 def train_script() -> str:
-    """Return the lines that run a command as ranks, those for people who write their own script left out."""
+    """Return the lines of train.sh that run a command as ranks, without its header for people's own scripts."""
     package = Path(llmtrain.__file__).resolve().parent
     shipped = package / "launch" / "slurm" / "train.sh"
     path = shipped if shipped.is_file() else package.parents[1] / "tools" / "slurm" / "train.sh"
@@ -137,7 +137,7 @@ def _options(job: Job, site: Site) -> Iterator[str]:
         "reservation": site.reservation,
         "array": job.array,
         "output": job.log,
-        # Only the script, which asks the ranks.
+        # Signal only the batch script, which passes the signal on to the ranks.
         "signal": f"B:USR1@{site.margin}",
         "open-mode": "append",
     }
@@ -159,7 +159,7 @@ def _srun_options(site: Site) -> list[str]:
 
 def _command(job: Job, site: Site) -> Iterator[str]:
     if site.container is not None and site.container.runtime == "apptainer":
-        # --nv finds a GPU's libraries, and only warns where there are none.
+        # --nv mounts the GPU's libraries, and only warns if there are none.
         yield "apptainer exec --nv"
         yield from (f"--bind {shlex.quote(mount)}" for mount in site.container.mounts)
         yield shlex.quote(site.container.image)
