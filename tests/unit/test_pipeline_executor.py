@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.comm.activity import Activity
+from llmtrain.parallel.pipeline.action_order import FixedOrder, MessageDrivenOrder
 from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.parallel.pipeline.stage_links import StageLinks
 from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
@@ -38,13 +40,12 @@ class Arrivals:
         assert channels
 
 
-def actions(stage: int, seed: int, first_says: Callable[[Callable[[], bool]], bool]) -> list[Action]:
+def actions(stage: int, seed: int, decide: Callable[[Callable[[], bool]], bool]) -> list[Action]:
     stage_layout = StageLayout(stage, stage, stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
-    stages, schedule = [SimpleNamespace(layout=stage_layout)], Schedule(3, 1, COUNT, ())
-    executor = Executor(
-        stages, stage, schedule, LIMIT, None, Arrivals(seed), None, None, lambda *_: None, Activity(), first_says
-    )
-    return list(executor._as_it_comes(SimpleNamespace(rows=range(COUNT))))
+    links = StageLinks(
+        Schedule(3, 1, COUNT, ()), stage, Arrivals(seed), lambda *_: torch.Size(()), lambda *_: None, Activity()
+    )  # type: ignore[arg-type]
+    return list(MessageDrivenOrder(stage_layout, COUNT, LIMIT, links, decide).actions())
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -126,10 +127,8 @@ def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
             weight_gradients.push(weight, lambda: lambda: gradient)
 
     stage: Any = SimpleNamespace(layout=stage_layout, forward=forward)
-    executor = Executor(
-        [stage], rank, schedule, LIMIT, recorder, recorder, lambda *_: torch.Size((1, 1)), weight_gradients, lambda *_:
-        None, Activity(), lambda choose: choose(),
-    )  # type: ignore[arg-type]  # fmt: skip
+    links = StageLinks(schedule, rank, recorder, lambda *_: torch.Size((1, 1)), lambda *_: None, Activity())  # type: ignore[arg-type]
+    executor = Executor([stage], schedule, FixedOrder(schedule, rank), links, recorder, weight_gradients)  # type: ignore[arg-type]
     executor.train([torch.ones(1, 2) for _ in range(5)], 1.0)
     return "".join(one[0] for one in recorder.did)
 

@@ -9,8 +9,10 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.activity import Activity
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
+from llmtrain.parallel.pipeline.action_order import FixedOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage, keep
+from llmtrain.parallel.pipeline.stage_links import StageLinks
 from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
@@ -69,11 +71,12 @@ def trained(
     ]
     used = {"head": "embedding"} if config.tie_embeddings else {}
     engine, transport = Engine(model, units, ShardingSpec(), used, lambda calls: None), Neighbours(dtype)
-    executor = Executor(
-        [Stage(model, stage_layout) for stage_layout in stage_layouts], ranks - 1, schedule, ranks, engine, transport,
-        lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)), weight_gradients, lambda *_: None,
-        Activity(), lambda choose: choose(),
-    )  # fmt: skip
+    links = StageLinks(
+        schedule, ranks - 1, transport, lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)),
+        lambda *_: None, Activity(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    stages, order = [Stage(model, stage_layout) for stage_layout in stage_layouts], FixedOrder(schedule, ranks - 1)
+    executor = Executor(stages, schedule, order, links, engine, weight_gradients)
     random, found = torch.Generator().manual_seed(3), []
     for _ in range(3):
         rows = [torch.randint(0, config.vocab, (2, TOKENS + 1), generator=random) for _ in range(MICROBATCHES)]

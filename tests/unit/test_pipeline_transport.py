@@ -14,7 +14,7 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.pipeline import ScheduleName
-from llmtrain.training import build
+from llmtrain.training import build_pipeline
 
 CHANNEL = Channel(0, 1)
 RECIPE = {
@@ -123,11 +123,11 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     schedule: ScheduleName, chunks: int, limit: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(build, "join_group", lambda ranks, members: None)
-    monkeypatch.setattr(build, "TorchTransport", lambda peers, device, dtype, ahead: given.append(ahead))
+    monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
+    monkeypatch.setattr(build_pipeline, "TorchTransport", lambda peers, device, dtype, ahead: given.append(ahead))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
     plan = make_plan(resolve(parse_recipe({**RECIPE, "pipeline": keys}), facts), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
-    build._transport(plan, ranks)
+    build_pipeline._transport(plan, ranks)
     assert given == [ahead]

@@ -41,7 +41,7 @@ def pace_run(run: Run, seconds: float) -> None:
     if not seconds:
         return
     deferred, inner = run.executor._weight_gradients, run.engine.backward_weights
-    pace(run.model, seconds, lambda: deferred is not None and deferred.active)
+    pace(run.model, seconds, lambda: deferred.active)
 
     def paced(received: Any, products: Any, backward_passes: Collection[BackwardPass]) -> None:
         time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in backward_passes))

@@ -109,13 +109,13 @@ class WatchedTransport:
 
 def watch_run(run: Run, watch: Watch) -> None:
     """Note what a run's pipeline does."""
-    executor, engine = run.executor, run.engine
+    executor, links, engine = run.executor, run.executor._links, run.engine
     schedule, act, inner = executor._schedule, executor._act, engine.backward_weights
-    assert executor._transport is not None
-    executor._transport = WatchedTransport(executor._transport, watch)
+    assert links._transport is not None
+    links._transport = WatchedTransport(links._transport, watch)
 
     def watched(action: Action, step: Any) -> None:
-        stage = schedule.stage(executor._rank, action.chunk)
+        stage = schedule.stage(links._rank, action.chunk)
         watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
 
     executor._act = watched  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
-from llmtrain.parallel.pipeline.executor import channels
+from llmtrain.parallel.pipeline.stage_links import channels
 from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.training.run import Run
 from torch import Tensor
@@ -66,7 +66,7 @@ def emulate(run: Run, seconds: float) -> None:
     inputs and in that of its weights, also where these come apart."""
     executor, engine = run.executor, run.engine
     transport, deferred, train, weights = (
-        executor._transport,
+        executor._links._transport,
         executor._weight_gradients,
         executor.train,
         engine.backward_weights,
@@ -80,7 +80,7 @@ def emulate(run: Run, seconds: float) -> None:
     )
 
     def backward() -> None:
-        processor.work(seconds if deferred is not None and deferred.active else 2 * seconds)
+        processor.work(seconds if deferred.active else 2 * seconds)
 
     def wait_forward(*_: Any) -> None:
         processor.work(seconds)

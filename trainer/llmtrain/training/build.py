@@ -1,33 +1,27 @@
 """From a plan to a model whose states lie where the plan places them, and to what runs it."""
 
 from dataclasses import dataclass, replace
-from math import ceil
-
-import torch
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.tiers import axis_tiers, tier_between
+from llmtrain.cluster.tiers import axis_tiers
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.parallel.pipeline.executor import Executor, channels
-from llmtrain.parallel.pipeline.mpi import MpiTransport
-from llmtrain.parallel.pipeline.stage import Stage, keep
-from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
+from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
-from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.gradients import ReplicaGroups
 from llmtrain.sharding.hops import make_hops
-from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
 from llmtrain.sharding.weights import Count, WeightPolicy
+from llmtrain.training.build_pipeline import build_executor
 
 
 @dataclass(frozen=True)
@@ -51,13 +45,13 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
     # The first stage has nobody to hand a gradient back to.
     hands_back = schedule.hands_back and not all(stage_layout.opens for stage_layout in stage_layouts)
-    weight_gradients = WeightGradientQueue() if schedule.splits_backward or hands_back else None
+    weight_gradients = WeightGradientQueue()
     # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
     # memory to what is left; compile comes last, as it traces what is there.
     model = GPT(plan.model, ranks.device, recompute=plan.recompute)
     keep(model, stage_layouts)
     mesh = _mesh(plan, ranks, count)
-    parallelize(model, mesh, weight_gradients)
+    parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     sharding = _sharding(plan, ranks)
     units = _units(model, plan, ranks, sharding)
     sharding = _with_replica_groups(sharding, plan, ranks)
@@ -66,7 +60,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
-    executor = _executor(model, plan, ranks, engine, weight_gradients, count, mesh)
+    executor = build_executor(model, plan, ranks, engine, weight_gradients, count)
     return Assembly(model, engine, executor, mesh)
 
 
@@ -79,11 +73,7 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
     group = make_groups(ranks, layout.groups(Axis.TENSOR))
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
-    words = None
-    if not plan.pipeline.schedule.actions:
-        # What arrives first differs from rank to rank, and the order of a layer's collectives must not.
-        words = make_groups(ranks, layout.groups(Axis.TENSOR), "gloo")
-    return TensorMesh(place, degree, group, plan.sequence_parallel, tier, count, ranks.activity, words)
+    return TensorMesh(place, degree, group, plan.sequence_parallel, tier, count, ranks.activity)
 
 
 def _units(model: GPT, plan: Plan, ranks: Ranks, sharding: ShardingSpec) -> list[ShardedUnit]:
@@ -148,58 +138,3 @@ def _with_replica_groups(sharding: ShardingSpec, plan: Plan, ranks: Ranks) -> Sh
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
             second = frozenset({"embedding"})
     return replace(sharding, replica_groups=ReplicaGroups(copies, partial, stage, tied, second))
-
-
-def _executor(
-    model: GPT, plan: Plan, ranks: Ranks, engine: Engine, weight_gradients: WeightGradientQueue | None, count: Count,
-    mesh: TensorMesh,
-) -> Executor:  # fmt: skip
-    schedule = plan.pipeline.schedule
-    parts = ranks.layout.degree(Axis.TENSOR) if plan.sequence_parallel else 1
-    line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
-
-    def count_sent(channel: Channel, nbytes: int) -> None:
-        target = line[schedule.place(channel.target)[0]]
-        tier = tier_between(ranks.tiers, ranks.rank, target)
-        count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
-
-    return Executor(
-        [Stage(model, stage_layout) for stage_layout in plan.stages_of(ranks.rank)],
-        ranks.layout.coordinate(ranks.rank, Axis.PIPELINE),
-        schedule,
-        plan.pipeline.limit,
-        engine,
-        _transport(plan, ranks),
-        lambda sequences, tokens: torch.Size((sequences, tokens // parts, model.config.hidden)),
-        weight_gradients,
-        count_sent,
-        ranks.activity,
-        mesh.first_says,
-    )
-
-
-def _transport(plan: Plan, ranks: Ranks) -> Transport | None:
-    """Connect this rank to the stages before and behind its own. Collective."""
-    schedule = plan.pipeline.schedule
-    if schedule.ranks == 1:
-        return None
-    lines, dtype = ranks.layout.groups(Axis.PIPELINE), DTYPES[plan.compute]
-    own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
-    peers, groups = {}, {}
-    for channel in channels(schedule):
-        ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
-        # Every rank takes part in making every group, in the same order.
-        if not over_mpi:
-            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
-        if ranks.rank in (own[ends[0]], own[ends[1]]):
-            peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # As many are under way on a channel; and two where they come one at a time.
-    ahead = max(2, ceil(max(peak_live(schedule)) / schedule.chunks) if schedule.actions else plan.pipeline.limit)
-    if over_mpi:
-        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype, ahead)
-    return TorchTransport(
-        {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
-        ranks.device,
-        dtype,
-        ahead,
-    )

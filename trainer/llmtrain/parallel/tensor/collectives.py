@@ -39,8 +39,7 @@ class TensorMesh:
     place: of this rank among `degree`. group: in order of their places; None where there is one rank alone. sequence:
     whether they share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2): what a rank
     holds of `[batch, sequence, ...]` is then `[batch, sequence / degree, ...]`. tier: the slowest link between them.
-    count: told of every collective. activity: told of waiting for them. words: a group of gloo's for what they have to
-    agree on; None where nothing is left open.
+    count: told of every collective. activity: told of waiting for them.
 
     What is gathered from shards comes rank by rank, `[degree * batch, sequence / degree, ...]`: products and
     nonlinearities take tokens in any order, so it is brought into the order of the sequence for attention alone.
@@ -53,7 +52,6 @@ class TensorMesh:
     tier: str = "all"
     count: Count = lambda calls: None
     activity: Activity = field(default_factory=Activity)
-    words: dist.ProcessGroup | None = None
 
     @property
     def sharded(self) -> bool:
@@ -84,19 +82,10 @@ class TensorMesh:
             return x
         return x.unflatten(0, (self.degree, -1)).transpose(0, 1).flatten(1, 2)
 
-    def first_says(self, choose: Callable[[], bool]) -> bool:
-        """Return what the first of the ranks chooses; the others do not choose. Collective."""
-        if self.words is None:
-            return choose()
-        said = torch.tensor([int(self.place == 0 and choose())])
-        self.activity.wait(partial(dist.broadcast, said, group_src=0, group=self.words))
-        return bool(said)
-
     def close(self) -> None:
-        """Leave the process groups."""
-        for group in (self.group, self.words):
-            if group is not None:
-                dist.destroy_process_group(group)
+        """Leave the process group."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
 
     def all_reduce(self, x: Tensor) -> Pending:
         """Begin to sum `x` over the ranks, in place."""

@@ -1,0 +1,129 @@
+"""The order of a rank's actions: fixed by the schedule, or decided by the messages that have arrived."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.comm.activity import Activity
+from llmtrain.parallel.pipeline.stage_links import StageLinks
+from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, peak_live
+from llmtrain.plan.pipeline.stage_layout import StageLayout
+
+
+class ActionOrder(Protocol):
+    """The actions of one rank in each optimizer step."""
+
+    @property
+    def most_live(self) -> int:
+        """The most microbatches of a stage that any rank of the pipeline holds at once."""
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the actions of one step. Each is run before the next one is asked for."""
+
+    def close(self) -> None:
+        """Release process groups."""
+
+
+class FixedOrder:
+    """The list of actions that the schedule has for a rank."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._actions, self.most_live = schedule.actions[rank], max(peak_live(schedule))
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the schedule's actions."""
+        return iter(self._actions)
+
+    def close(self) -> None:
+        """Do nothing: the order has no process group."""
+
+
+class Decision(Protocol):
+    """Makes a choice that all tensor-parallel ranks of a stage must share."""
+
+    def __call__(self, choose: Callable[[], bool]) -> bool:
+        """Return the choice. Collective over the ranks that share it."""
+
+    def close(self) -> None:
+        """Release process groups."""
+
+
+class OwnDecision:
+    """The choice of a rank that shares its layers with no other."""
+
+    def __call__(self, choose: Callable[[], bool]) -> bool:
+        """Return what `choose` returns."""
+        return choose()
+
+    def close(self) -> None:
+        """Do nothing: there is no process group."""
+
+
+class FirstRankDecides:
+    """The choice of the first of the ranks that share their layers.
+
+    Messages arrive in a different order on each of these ranks, but they must all run the same action, because its
+    layers contain collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, activity: Activity) -> None:
+        """group: of the gloo backend. activity: records the time spent waiting for the first rank."""
+        self._group, self._activity = group, activity
+
+    def __call__(self, choose: Callable[[], bool]) -> bool:
+        """Return what `choose` returns on the first rank; the others do not call it."""
+        chosen = torch.tensor([int(self._group.rank() == 0 and choose())])
+        self._activity.wait(partial(dist.broadcast, chosen, group_src=0, group=self._group))
+        return bool(chosen)
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        dist.destroy_process_group(self._group)
+
+
+class MessageDrivenOrder:
+    """Runs what has arrived, backward passes first (Singh and Bhatele 2022, Algorithm 2).
+
+    limit: the most microbatches that the first stage has in flight. microbatches: of each step.
+    """
+
+    def __init__(self, layout: StageLayout, microbatches: int, limit: int, links: StageLinks, decide: Decision) -> None:
+        self._layout, self._microbatches, self._limit = layout, microbatches, limit
+        self._links, self._decide = links, decide
+        self.most_live = min(limit, microbatches)
+
+    def actions(self) -> Iterator[Action]:
+        """Yield each next action once the messages that it needs have arrived."""
+        forward = backward = 0
+        while backward < self._microbatches:
+            if self._decide(partial(self._is_backward_next, forward, backward)):
+                yield Action(backward, 0, Kind.B)
+                backward += 1
+            else:
+                yield Action(forward, 0, Kind.F)
+                forward += 1
+
+    def close(self) -> None:
+        """Release the process group of the decision."""
+        self._decide.close()
+
+    def _is_backward_next(self, forward: int, backward: int) -> bool:
+        """Wait until an action can run after so many passes, and return whether it is a backward pass."""
+        layout, links = self._layout, self._links
+        activations, gradients = Channel(layout.stage - 1, layout.stage), Channel(layout.stage + 1, layout.stage)
+        while True:
+            # The last stage computes gradients from its own loss, and the first one reads its inputs from the data.
+            if forward > backward and (layout.closes or links.arrived(gradients)):
+                return True
+            if forward < self._microbatches and (
+                forward - backward < self._limit if layout.opens else links.arrived(activations)
+            ):
+                return False
+            awaited = [gradients] if forward > backward else []
+            if not layout.opens and forward < self._microbatches:
+                awaited.append(activations)
+            links.wait_any(awaited)

@@ -1,0 +1,96 @@
+"""From a plan to the executor of this rank's pipeline stages."""
+
+from math import ceil
+
+import torch
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.tiers import tier_between
+from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.subgroups import join_group, make_groups
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.model.gpt import GPT
+from llmtrain.parallel.pipeline.action_order import (
+    ActionOrder,
+    FirstRankDecides,
+    FixedOrder,
+    MessageDrivenOrder,
+    OwnDecision,
+)
+from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.parallel.pipeline.mpi import MpiTransport
+from llmtrain.parallel.pipeline.stage import Stage
+from llmtrain.parallel.pipeline.stage_links import StageLinks, channels
+from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
+from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
+from llmtrain.plan.pipeline.actions import peak_live
+from llmtrain.plan.plan import Plan
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.traffic import Traffic
+from llmtrain.sharding.weights import Count
+
+
+def build_executor(
+    model: GPT, plan: Plan, ranks: Ranks, engine: Engine, weight_gradients: WeightGradientQueue, count: Count
+) -> Executor:
+    """Return the executor of the stages that this rank holds in `model`. Collective."""
+    stages, links = [Stage(model, layout) for layout in plan.stages_of(ranks.rank)], _links(plan, ranks, count)
+    order = _action_order(plan, ranks, links)
+    return Executor(stages, plan.pipeline.schedule, order, links, engine, weight_gradients)
+
+
+def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
+    """Connect this rank to the stages before and after its own. Collective."""
+    schedule, hidden = plan.pipeline.schedule, plan.model.hidden
+    parts = ranks.layout.degree(Axis.TENSOR) if plan.sequence_parallel else 1
+    line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
+
+    def shape_of(sequences: int, tokens: int) -> torch.Size:
+        return torch.Size((sequences, tokens // parts, hidden))
+
+    def count_sent(channel: Channel, nbytes: int) -> None:
+        target = line[schedule.place(channel.target)[0]]
+        tier = tier_between(ranks.tiers, ranks.rank, target)
+        count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
+
+    place = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
+    return StageLinks(schedule, place, _transport(plan, ranks), shape_of, count_sent, ranks.activity)
+
+
+def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
+    """Return the order of this rank's actions. Collective."""
+    schedule, layout = plan.pipeline.schedule, ranks.layout
+    if schedule.actions:
+        return FixedOrder(schedule, layout.coordinate(ranks.rank, Axis.PIPELINE))
+    shared = layout.degree(Axis.TENSOR) > 1
+    groups = layout.groups(Axis.TENSOR)
+    decide = FirstRankDecides(make_groups(ranks, groups, "gloo"), ranks.activity) if shared else OwnDecision()
+    stage_layout = plan.stages_of(ranks.rank)[0]
+    return MessageDrivenOrder(stage_layout, schedule.microbatches, plan.pipeline.limit, links, decide)
+
+
+def _transport(plan: Plan, ranks: Ranks) -> Transport | None:
+    """Make the channels between this rank and other stages' ranks. Collective."""
+    schedule = plan.pipeline.schedule
+    if schedule.ranks == 1:
+        return None
+    lines, dtype = ranks.layout.groups(Axis.PIPELINE), DTYPES[plan.compute]
+    own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
+    peers, groups = {}, {}
+    for channel in channels(schedule):
+        ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
+        # Every rank takes part in making every group, in the same order.
+        if not over_mpi:
+            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
+        if ranks.rank in (own[ends[0]], own[ends[1]]):
+            peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
+    # As many are under way on a channel; and two where they come one at a time.
+    ahead = max(2, ceil(max(peak_live(schedule)) / schedule.chunks) if schedule.actions else plan.pipeline.limit)
+    if over_mpi:
+        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype, ahead)
+    return TorchTransport(
+        {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
+        ranks.device,
+        dtype,
+        ahead,
+    )
