@@ -17,7 +17,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
 from llmtrain.telemetry.counters import Counts, HostLinks, NvidiaLinks
-from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, Spread
+from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
 class Counting:
@@ -52,27 +52,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_spread_is_that_of_all_samples() -> None:
-    spread, rates = Spread(), [*range(1, 1000), 50_000]
+    histogram, rates = RateHistogram(), [*range(1, 1000), 50_000]
     for rate in rates:
-        spread.add(2.0 * rate, 2.0)
-    figures = spread.figures()
+        histogram.add(2.0 * rate, 2.0)
+    figures = histogram.figures()
     assert figures["average"] == pytest.approx(sum(rates) / len(rates), abs=0.5)
     assert figures["p90"] == pytest.approx(900, rel=0.015)
     assert figures["peak"] == 50_000
 
 
 def test_a_link_that_rests_has_a_percentile_of_nothing() -> None:
-    spread = Spread()
+    histogram = RateHistogram()
     for moved in [0.0] * 95 + [100.0] * 5:
-        spread.add(moved, 1.0)
-    assert spread.figures() == {"average": 5, "p90": 0, "peak": 100}
+        histogram.add(moved, 1.0)
+    assert histogram.figures() == {"average": 5, "p90": 0, "peak": 100}
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
-    spread = Spread()
+    histogram = RateHistogram()
     for sample in range(100_000):
-        spread.add(1e9 + 1e4 * (sample % 9973), 1.0)
-    assert len(spread._samples) < 20
+        histogram.add(1e9 + 1e4 * (sample % 9973), 1.0)
+    assert len(histogram._samples) < 20
 
 
 def test_rates_are_per_second_in_each_direction(clock: SimpleNamespace) -> None:

@@ -111,13 +111,13 @@ def test_a_folder_whose_name_is_no_utf8(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("steps", "seconds", "told"),
     [
-        (1000, 90.0, "the 995 steps that are left take 1d 00:52:30 at the pace of these first steps, until "),
+        (1000, 90.0, "the remaining 995 steps take 1d 00:52:30 at the pace of the first steps, until "),
         (1000, 86.0, None),
-        # Beyond the last date that there is.
-        (10**9, 300.0, "at the pace of these first steps; more ranks"),
+        # The end is after the last date that Python can represent.
+        (10**9, 300.0, "at the pace of the first steps; use more ranks"),
     ],
 )
-def test_a_run_of_more_than_a_day_says_so_once(
+def test_a_run_of_more_than_a_day_warns_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, seconds: float, told: str | None
 ) -> None:
     with logger(tmp_path, recipe(steps=steps)) as log:
@@ -347,7 +347,7 @@ def test_wandb_failing_costs_one_warning(
         log.end({})
     printed = capsys.readouterr().out
     assert printed.count("warning:") == 1
-    assert f"warning: wandb failed ({reason}); the run goes on without it" in printed
+    assert f"warning: wandb failed ({reason}); the run continues without it" in printed
     assert rows(tmp_path)[-1]["outcome"] == "finished"
 
 

@@ -1,4 +1,4 @@
-"""What a run is, in numbers that its metrics and its report need: the content of `run.json`."""
+"""The facts of a run that its metrics and its report need: the content of `run.json`."""
 
 import os
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from llmtrain.telemetry.meters import device_name, measured_peak
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What the logger has to know beside the plan.
+    """Facts that the logger needs beside the plan.
 
     device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
     unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context. host_of: names
-    the machine that a rank is on. doing: says what the run is busy with, empty where that is training.
+    a rank's machine. doing: returns the run's current activity, empty while it trains.
     """
 
     device: torch.device
@@ -36,12 +36,12 @@ class RunInfo:
 def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of `run.json`; rates in FLOP/s, entropy in nats. Measures the device's peak.
 
-    before: the content at the run's last start, whose measured peak of the same device stays if it is higher.
+    before: the content at the run's last start; its measured peak is kept if it is higher and of the same device.
     """
     precision, name, tokens_per_step = plan.compute, device_name(about.device), plan.batch.tokens
     return {
         "name": plan.name,
-        # A folder's name may be no UTF-8, which JSON is.
+        # A folder's name need not be UTF-8, but JSON must be.
         "cwd": os.fsencode(Path.cwd()).decode(errors="replace"),
         "model": asdict(plan.model),
         "parameters": parameter_count(plan.model),
@@ -67,7 +67,7 @@ def _peak_before(before: dict[str, Any], device: str, precision: str) -> float:
 
 
 def _stated_peak(plan: Plan, device: torch.device, precision: str) -> float | None:
-    """Return the peak in FLOP/s that the cluster's description states. CPUs only stand for the accelerators in it."""
+    """Return the peak in FLOP/s in the cluster's description, None on CPUs, which only simulate its accelerators."""
     cluster = plan.cluster
     if device.type == "cpu" or cluster is None or cluster.accelerator is None:
         return None

@@ -1,4 +1,4 @@
-"""What the main rank tells the person watching: a live line on a terminal, plain lines anywhere else."""
+"""The main rank's console output: a live line on a terminal, plain lines anywhere else."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ from llmtrain.telemetry.metrics import Row
 
 
 class RunConsole:
-    """Prints a run's progress on stdout, or on the console given.
+    """Prints a run's progress on stdout, or on the given console.
 
-    The live line is drawn twice a second by a thread of its own, so a slow step never looks hung; what is
-    printed meanwhile appears above it.
+    A separate thread draws the live line twice a second, so that a slow step never looks hung. Other output appears
+    above the line.
     """
 
     def __init__(self, steps: int, console: Terminal | None = None, doing: Callable[[], str] = lambda: "") -> None:
-        """doing: says what the run is busy with, empty where that is training."""
+        """doing: returns the run's current activity, empty while it trains."""
         self._steps = steps
         self._console = console or Terminal()
         self._live: Live | None = None
@@ -31,7 +31,7 @@ class RunConsole:
         self._waiting = Waiting(doing, self._console)
 
     def start(self, name: str, facts: Iterable[tuple[str, str]], decisions: list[str]) -> None:
-        """Tell what will run and what was decided for it; then show the live line."""
+        """Print the run's facts and the decisions that were made for it; then show the live line."""
         rows = [*facts, *(("decided" if index == 0 else "", text) for index, text in enumerate(decisions))]
         if not is_live(self._console):
             self._print(f"run {name}")
@@ -44,12 +44,12 @@ class RunConsole:
         self._live.start()
 
     def progress(self, step: int, elapsed: float, left: float | None) -> None:
-        """Move the live line to `step`; elapsed and left are seconds. Prints nothing elsewhere."""
+        """Move the live line to `step`; elapsed and left are seconds. Without a terminal, prints nothing."""
         self._waiting.stop()
         self._line.move(step, elapsed, left)
 
     def logged(self, row: Row, left: float | None) -> None:
-        """Show a logged step: in the live line, or as a line of its own."""
+        """Show a logged step in the live line, or print it as a line."""
         self._line.row = row
         if self._live is None:
             left_text = "" if left is None else f"  left {units.duration(left)}"
@@ -66,7 +66,7 @@ class RunConsole:
         self._print(f"warning: {sentence}", "yellow")
 
     def end(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Take the live line away and print the summary."""
+        """Remove the live line and print the summary."""
         self.close()
         rows = list(facts)
         if is_live(self._console):
@@ -77,7 +77,7 @@ class RunConsole:
             self._print(f"  {key:<22}{value}")
 
     def close(self) -> None:
-        """Take the live line away; closing twice is harmless."""
+        """Remove the live line; closing twice is harmless."""
         self._waiting.stop()
         if self._live is not None:
             self._live.stop()
@@ -89,8 +89,8 @@ class RunConsole:
 
 
 class _LiveLine:
-    """The line that Live draws: a bar, the step, what else than training goes on, the time and the last logged numbers.
-    A narrow terminal cuts its end."""
+    """The line that Live draws: a bar, the step, any activity other than training, the time and the last logged
+    numbers. A narrow terminal cuts its end."""
 
     def __init__(self, steps: int, doing: Callable[[], str]) -> None:
         self._steps, self._doing = steps, doing
@@ -101,7 +101,7 @@ class _LiveLine:
         self._step, self._elapsed, self._left, self._moved = step, elapsed, left, time.monotonic()
 
     def __rich__(self) -> Table:
-        # Time goes on between steps.
+        # Count the time since the last step too.
         since = time.monotonic() - self._moved
         left = "" if self._left is None else f", left {units.duration(max(self._left - since, 0.0))}"
         numbers = "" if self.row is None else f"  {step_text(self.row)}"
@@ -121,7 +121,7 @@ def step_text(row: Row) -> str:
         f"grad norm {row['grad_norm']:.2f}",
         f"{units.number(float(row['tokens_per_s']))} tokens/s",
     ]
-    # MFU is of the data sheet's peak.
+    # MFU refers to the data sheet's peak.
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     elif row["mfu_measured"] is not None:

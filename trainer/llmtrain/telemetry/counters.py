@@ -1,6 +1,6 @@
-"""What the links of this machine have moved so far: network cards, disks, and on NVIDIA machines NVLink and PCIe.
+"""Byte counters of this machine's links: network cards, disks, and on NVIDIA machines NVLink and PCIe.
 
-What cannot be read is left out: a machine without such links, or a container without the kernel's files, is no error.
+Unreadable counters are left out: a machine without such links, or a container without the kernel's files, is no error.
 """
 
 import time
@@ -11,47 +11,47 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-# Bytes that each link has sent (or written) and received (or read) since some time in the past.
+# Bytes that each link has sent (or written) and received (or read) since an arbitrary time.
 Counts = dict[str, tuple[float, float]]
 
 _BLOCK_DEVICES = Path("/sys/block")
-# In memory, or pieces of other files.
+# These are in memory, or files of other disks.
 _NO_DISKS = ("loop", "ram", "zram")
 
 
 class Source(Protocol):
-    """Something that counts."""
+    """Counts the bytes of some links."""
 
     def counts(self) -> Counts:
         """Return the counts of its links, by name."""
 
 
 class HostLinks:
-    """The network cards and whole disks of this machine, or of the network namespace that this process is in.
+    """The network cards (of this process's network namespace) and the disks of this machine.
 
-    They count what every process moves. `nic lo` is what processes of this machine tell each other.
+    They count the bytes of all processes. `nic lo` is the traffic between processes of this machine.
     """
 
     def counts(self) -> Counts:
         """Return the counts of `nic NAME` and `disk NAME`."""
         found: Counts = {}
-        # psutil lets through what the kernel's files raise, and a RuntimeError where there are none.
+        # psutil raises OSError from the kernel's files, and RuntimeError if there are none.
         with suppress(OSError, RuntimeError):
             for name, card in psutil.net_io_counters(pernic=True).items():
                 found[f"nic {name}"] = card.bytes_sent, card.bytes_recv
         with suppress(OSError, RuntimeError):
             for name, disk in psutil.disk_io_counters(perdisk=True).items():
-                # A partition counts towards its disk.
+                # Skip partitions: their disk counts their bytes.
                 if not name.startswith(_NO_DISKS) and (_BLOCK_DEVICES / name).exists():
                     found[f"disk {name}"] = disk.write_bytes, disk.read_bytes
         return found
 
 
 class NvidiaLinks:
-    """NVLink and PCIe of this process's visible GPUs, all together, through NVML.
+    """The sum of NVLink and PCIe bytes of this process's visible GPUs, through NVML.
 
-    PCIe is not counted by all cards, so its rate at the moment stands for the time since it was last asked for.
-    Written after NVML's documentation; not yet run on a GPU.
+    Not all cards count PCIe bytes, so its current rate is taken for the time since the last call. Written after NVML's
+    documentation; not yet run on a GPU.
     """
 
     def __init__(self, nvml: Any, handles: list[Any]) -> None:
@@ -60,7 +60,7 @@ class NvidiaLinks:
 
     @staticmethod
     def open() -> "NvidiaLinks | None":
-        """Return the links of the GPUs that torch sees; None where there is none, or no NVML for Python."""
+        """Return the links of the GPUs that torch sees; None without a GPU, or without NVML for Python."""
         if not torch.cuda.is_available():
             return None
         try:
@@ -70,11 +70,11 @@ class NvidiaLinks:
             uuids = (torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count()))
             return NvidiaLinks(pynvml, [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids])
         except Exception:
-            # Not installed, no driver, or a virtual card: training does not need it.
+            # NVML is not installed, or there is no driver, or the card is virtual: training does not need it.
             return None
 
     def counts(self) -> Counts:
-        """Return the counts of `nvlink` and `pcie`, of those that the cards tell."""
+        """Return the counts of `nvlink` and `pcie`, as far as the cards report them."""
         found: Counts = {}
         with suppress(self._nvml.NVMLError):
             found["nvlink"] = self._nvlink()
@@ -103,6 +103,6 @@ class NvidiaLinks:
 
 
 def all_sources() -> list[Source]:
-    """Return whatever counts on this machine."""
+    """Return all sources that this machine has."""
     nvidia = NvidiaLinks.open()
     return [HostLinks()] if nvidia is None else [HostLinks(), nvidia]

@@ -1,4 +1,4 @@
-"""The report's pictures, drawn with matplotlib off screen."""
+"""The report's figures, drawn with matplotlib off screen."""
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -23,25 +23,24 @@ _MEMORY = {
     "allocated": ("allocated on the device", _ORANGE, "-"),
     "model_states": ("model states", _GREY, ":"),
 }
-# From this many points on a curve is also drawn smoothed, as the median of its surroundings.
+# A curve with this many points or more also gets a running median.
 _SMOOTH_FROM = 120
 _LARGEST = 1e100
 
 
 def number_at(row: Row, *keys: str) -> float:
-    """Return the number under nested keys of a row; NaN where there is none."""
+    """Return the number under nested keys of a row; NaN if there is none, or if it is too large to draw."""
     value: Any = row
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    # Of a number beyond what can be drawn, nothing can be.
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
     return float(value) if known else nan
 
 
 def shares(steps: Sequence[Row], key: str) -> list[float]:
-    """Return the shares of a peak that logged steps reached, `mfu` or `mfu_measured`, NaN where there is none.
+    """Return the share of a peak that each logged step reached, `mfu` or `mfu_measured`; NaN if it has none.
 
-    None at all where a later step was faster than the peak, which was wrong then: rows say so from that step on.
+    All are NaN if any step was faster than the peak, which was wrong then: rows have no share from that step on.
     """
     found = [number_at(row, key) for row in steps]
     sound = isfinite(found[-1]) and not any(share > 1 for share in found)
@@ -64,14 +63,14 @@ def loss_figure(steps: list[Row], evaluations: list[Row], unigram_entropy: float
     _limit(axes, loss, others)
     skipped = x[~np.isfinite(loss)]
     if len(skipped):
-        # Along the lower edge, as they have no height.
+        # Draw skipped steps along the lower edge, because they have no finite loss.
         at = axes.get_ylim()[0]
         axes.plot(skipped, [at] * len(skipped), "x", color=_RED, clip_on=False, label="not finite, skipped")
     return _png(figure, axes)
 
 
 def rate_figure(steps: list[Row]) -> bytes:
-    """Draw tokens per second over steps, with utilisation beside it where it is known; returns a PNG."""
+    """Draw tokens per second over steps, with a utilisation axis if it is known; returns a PNG."""
     figure, axes = _figure("tokens per second")
     rate = _column(steps, "tokens_per_s")
     _curve(axes, _column(steps, "step"), rate, _GREEN, "all ranks together")
@@ -104,7 +103,7 @@ def memory_figure(steps: list[Row]) -> bytes:
 
 
 class _BinaryLocator(MaxNLocator):
-    """Puts ticks on round numbers of the binary unit in use."""
+    """Puts ticks on round numbers of the axis's binary unit."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         unit = 2.0 ** (10 * int(np.log2(max(vmax, 1)) // 10))
@@ -136,7 +135,7 @@ def _curve(axes: Axes, x: Any, y: Any, color: str, label: str) -> None:
 
 
 def _smooth(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return at most 1000 points of the curve, each the median of a fiftieth of it."""
+    """Return at most 1000 points of the curve, each the median of a fiftieth of the curve around it."""
     half, centres = max(len(y) // 100, 2), np.linspace(0, len(y) - 1, min(len(y), 1000)).astype(int)
     windows = (y[max(0, i - half) : i + half + 1] for i in centres)
     medians = [np.median(w[np.isfinite(w)]) if np.isfinite(w).any() else nan for w in windows]
@@ -144,7 +143,7 @@ def _smooth(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _limit(axes: Axes, y: Any, others: list[float]) -> None:
-    """Fit the y axis to the curve, leaving out what would flatten the rest, and say how much that is."""
+    """Fit the y axis to the curve without outliers that would flatten the rest, and annotate how many these are."""
     finite = y[np.isfinite(y)]
     always = [value for value in others if isfinite(value)]
     if not len(finite):
@@ -165,7 +164,7 @@ def _limit(axes: Axes, y: Any, others: list[float]) -> None:
 
 
 def _constant(ratio: Any) -> float | None:
-    """Return the value of a column that is the same everywhere; None where it is not, or is missing."""
+    """Return the value of a column that is the same in all rows, within 1%; None if it varies or is missing."""
     finite = ratio[np.isfinite(ratio)]
     if not len(finite) or not finite.min() > 0 or finite.max() / finite.min() > 1.01:
         return None
@@ -181,13 +180,13 @@ def _percent_axis(axes: Axes, factor: float, label: str) -> None:
 
 
 def _png(figure: Figure, axes: Axes) -> bytes:
-    # A curve of one point has no width to fit the axis to.
+    # A curve with one point has no width to fit the axis to.
     left, right = axes.get_xlim()
     if right - left < 2:
         middle = round((left + right) / 2)
         axes.set_xlim(middle - 1, middle + 1)
     if len(axes.get_legend_handles_labels()[0]) > 0:
-        # Above the axes, so that it never covers a curve.
+        # Place the legend above the axes, so that it never covers a curve.
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, fontsize=9)
     file = BytesIO()
     figure.savefig(file, format="png")

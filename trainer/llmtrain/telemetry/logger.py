@@ -1,7 +1,7 @@
-"""The one object that the training loop talks to: metrics file, console and wandb behind it.
+"""The training loop's logger, which writes the metrics file, the console and wandb.
 
-The loop gives raw numbers; rates, utilisation and time left are worked out here. On ranks other than the
-main one everything is a no-op.
+The loop gives raw numbers; the logger computes rates, utilisation and time left. On ranks other than the main one
+every call is a no-op.
 """
 
 import time
@@ -30,7 +30,7 @@ from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
 from llmtrain.telemetry.stragglers import Stragglers
 from llmtrain.telemetry.wandb_sink import WandbSink
 
-# Steps after which a run that will take longer than a day, in seconds, says so.
+# A run that will take longer than a day, in seconds, warns after this many steps.
 FIRST_STEPS, DAY = 5, 86_400
 
 
@@ -39,9 +39,9 @@ class StepRecord:
     """Raw numbers of one optimizer step.
 
     step: counted from 1. tokens: trained on, with this step's. loss: mean over the global batch, in nats. grad_norm:
-    before clipping. seconds: wall time of the whole step, data included. skipped_steps: left out since the run began,
-    as they were not finite or spiked. passed_batches: global batches of data passed over. rank_seconds: of a logged
-    step, what each rank took without waiting for others, else empty. loss_scale: of fp16, else None.
+    before clipping. seconds: wall time of the whole step, data included. skipped_steps: since the run began, because
+    they were not finite or spiked. passed_batches: global batches of data that the run passed over. rank_seconds: of a
+    logged step, each rank's seconds without waiting for others, else empty. loss_scale: of fp16, else None.
     """
 
     step: int
@@ -59,7 +59,7 @@ class StepRecord:
 class RunLogger:
     """Logs a run into its folder: `start`, then `step` for every step and `evaluation`, then `end`.
 
-    As a context manager it also writes the end of a run that an exception stopped.
+    As a context manager it also logs the end of a run that an exception stopped.
     """
 
     def __init__(
@@ -73,46 +73,46 @@ class RunLogger:
     ) -> None:
         """Log into `run_dir`, which exists. enabled: whether this is the main rank.
 
-        comm: counter that the collectives of this rank add to. links: what samples the links of the nodes.
+        comm: counter that this rank's collectives add to. links: sampler of the nodes' links.
         """
         self.comm = comm or CommMeter()
-        self._session = _Session(run_dir, plan, about, links) if enabled else None
+        self._main = _MainLogger(run_dir, plan, about, links) if enabled else None
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int = 0) -> None:
-        """Begin after `resumed_step` (0: anew), dropping what was logged beyond it.
+        """Resume after `resumed_step` (0: start anew), and drop later rows.
 
-        decisions: what was resolved for the user, one sentence each. tokens: trained on so far.
+        decisions: sentences on the values that were resolved for the user. tokens: trained on so far.
         """
-        if self._session is not None:
-            self._session.start(resumed_step, decisions, tokens)
+        if self._main is not None:
+            self._main.start(resumed_step, decisions, tokens)
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step; every `logging.every`-th, the first and the last are logged."""
+        """Record a step; logs the first, the last and every `logging.every`-th."""
         sent = self.comm.take()
-        if self._session is not None:
-            self._session.step(record, sent)
+        if self._main is not None:
+            self._main.step(record, sent)
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
         """Log an evaluation after `step`. loss: in nats per token."""
-        # What the evaluation sent is not part of the next step.
+        # The evaluation's bytes do not belong to the next step.
         self.comm.take()
-        if self._session is not None:
-            self._session.evaluation(step, split, loss)
+        if self._main is not None:
+            self._main.evaluation(step, split, loss)
 
     def rewind(self, step: int) -> None:
-        """Go on after `step`, dropping what was logged beyond it."""
-        if self._session is not None:
-            self._session.rewind(step)
+        """Resume after `step`, and drop later rows."""
+        if self._main is not None:
+            self._main.rewind(step)
 
     def warn(self, sentence: str) -> None:
-        """Tell the user something that the run survives."""
-        if self._session is not None:
-            self._session.console.warn(sentence)
+        """Print a warning."""
+        if self._main is not None:
+            self._main.console.warn(sentence)
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Log the end of a run that came to its last step. summary: further keys for the end's row."""
-        if self._session is not None:
-            self._session.end({"outcome": "finished", **summary}, exit_code=0)
+        """Log the end of a run that reached its last step. summary: further keys for the end's row."""
+        if self._main is not None:
+            self._main.end({"outcome": "finished", **summary}, exit_code=0)
 
     def __enter__(self) -> Self:
         return self
@@ -120,12 +120,12 @@ class RunLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            self._session.close(error)
+        if self._main is not None:
+            self._main.close(error)
 
 
-class _Session:
-    """The main rank's side of RunLogger."""
+class _MainLogger:
+    """The main rank's part of RunLogger."""
 
     def __init__(self, run_dir: Path, plan: Plan, about: RunInfo, links: LinkSampler | None) -> None:
         self.console = RunConsole(plan.training.steps, doing=about.doing)
@@ -153,24 +153,24 @@ class _Session:
     def rewind(self, step: int) -> None:
         if self._metrics is not None:
             self._metrics.close()
-            # Nothing is open if the file cannot be opened again, which is then why the run stops.
+            # If reopening fails, the run stops with that error and there is no open file to log it in.
             self._metrics = None
         self._window.clear()
         self._open(step)
 
     def _open(self, step: int) -> None:
-        """Go on after `step`."""
+        """Open the metrics file to resume after `step`."""
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", step)
-        self._take_up(self._metrics.rows_kept)
+        self._restore(self._metrics.rows_kept)
         self._first = self._last = step
         self._started = self._warm = time.monotonic()
 
-    def _take_up(self, kept: list[Row]) -> None:
-        """Go on from the rows of an earlier start: time spent then counts, time lost between does not."""
+    def _restore(self, kept: list[Row]) -> None:
+        """Restore totals from the rows of earlier starts: their time counts, the time between starts does not."""
         self._evaluations = [row for row in kept if row.get("event") == "eval"]
         steps = [row for row in kept if "event" not in row]
         last = steps[-1] if steps else {"step": 0}
-        # Of a row, only the step is always there: it may be of another version.
+        # Another version may have written a row, so only its step is certain.
         self._elapsed_before, self._skipped = last.get("elapsed_s") or 0.0, last.get("skipped_steps", 0)
         # A row's step time is the mean since the row before.
         before = [0, *(row["step"] for row in steps)]
@@ -196,7 +196,7 @@ class _Session:
         self._window.append(record.seconds)
         self._seconds += record.seconds
         self._timed += 1
-        self._tell_length(record.seconds)
+        self._warn_if_long(record.seconds)
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
         if not is_logged(self._plan, record.step):
@@ -206,23 +206,23 @@ class _Session:
         self._write(row)
         self.console.logged(row, left)
 
-    def _tell_length(self, seconds: float) -> None:
-        """Once a few steps are done, the first of which is slow, say when a long run will end."""
+    def _warn_if_long(self, seconds: float) -> None:
+        """After FIRST_STEPS steps, warn when a long run will end; the median leaves out the slow first step."""
         self._first_seconds.append(seconds)
         left = self._plan.training.steps - self._last
-        if len(self._first_seconds) == FIRST_STEPS and (whole := median(self._first_seconds) * left) > DAY:
+        if len(self._first_seconds) == FIRST_STEPS and (needed := median(self._first_seconds) * left) > DAY:
             until = ""
             # Dates end with the year 9999.
             with suppress(OverflowError):
-                until = f", until {datetime.now() + timedelta(seconds=whole):%A %d %B %Y}"
+                until = f", until {datetime.now() + timedelta(seconds=needed):%A %d %B %Y}"
             self.console.warn(
-                f"the {left} steps that are left take {units.duration(whole)} at the pace of these first steps{until}; "
-                "more ranks, or fewer train.steps, take less"
+                f"the remaining {left} steps take {units.duration(needed)} at the pace of the first steps{until}; use "
+                "more ranks or fewer train.steps to take less"
             )
 
     def _row(self, record: StepRecord, sent: Row) -> Row:
         run = self._run
-        # Over the steps since the last row, so that no slow step goes unseen.
+        # Average over all steps since the last row, so that every slow step counts.
         seconds = max(sum(self._window) / len(self._window), 1e-9)
         tokens_per_s = run["tokens_per_step"] / seconds
         per_rank = run["flops_per_token"] * tokens_per_s / run["world"]
@@ -277,7 +277,7 @@ class _Session:
     def close(self, error: BaseException | None) -> None:
         if self._metrics is not None and error is not None:
             outcome = "preempted" if isinstance(error, PreemptedError) else "failed"
-            # A disk that is full must not hide why the run stopped.
+            # A full disk must not hide why the run stopped.
             with suppress(RunFailedError):
                 self.end({"outcome": outcome, "reason": str(error) or type(error).__name__}, exit_code=1)
         self._close_all({}, exit_code=1)
@@ -294,7 +294,7 @@ class _Session:
 
     def _write(self, row: Row) -> None:
         if self._metrics is None:
-            raise RuntimeError("RunLogger.start comes first")
+            raise RuntimeError("RunLogger has not started; call RunLogger.start first")
         self._metrics.write(row)
         if self._wandb is not None and row.get("event") == "eval":
             split = row["split"]
@@ -305,7 +305,7 @@ class _Session:
     def _summary(self) -> Row:
         run = self._run
         losses = [row.get("loss") for row in self._evaluations if row.get("split") == "validation"]
-        # What was not finite came back from the file as null.
+        # The file holds null for numbers that are not finite.
         validation = [nan if loss is None else loss for loss in losses]
         first, last = (validation[0], validation[-1]) if validation else (None, None)
         entropy = run["unigram_entropy"]
@@ -313,7 +313,7 @@ class _Session:
             "step": self._last,
             "tokens": self._tokens,
             "elapsed_s": self._elapsed(),
-            # Over the steps alone: without evaluations and checkpoints.
+            # This leaves out the time of evaluations and checkpoints.
             "tokens_per_s": self._timed * run["tokens_per_step"] / self._seconds if self._seconds else None,
             "first_validation_loss": first,
             "last_validation_loss": last,
@@ -323,11 +323,12 @@ class _Session:
         }
 
     def _elapsed(self) -> float:
-        """Seconds of training so far, evaluations and checkpoints included, over all starts of the run."""
+        """Return the seconds of training, evaluations and checkpoints so far, over all starts of the run."""
         return self._elapsed_before + time.monotonic() - self._started
 
     def _left(self) -> float | None:
-        """Return the seconds until the last step, as the steps after this start's first go, which is slow."""
+        """Return the seconds until the last step at the pace since this start's first step, which is slow; None until
+        a second step is done."""
         done = self._last - self._first - 1
         if done < 1:
             self._warm = time.monotonic()
@@ -336,7 +337,7 @@ class _Session:
 
 
 def is_logged(plan: Plan, step: int) -> bool:
-    """Whether a step, counted from 1, is logged. A resumed run logs the steps that an uninterrupted one does."""
+    """Return whether a step, counted from 1, is logged. A resumed run logs the same steps as an uninterrupted one."""
     return step % plan.logging.every == 0 or step in (1, plan.training.steps)
 
 

@@ -1,4 +1,4 @@
-"""What a process measures of itself: memory, bytes handed to collectives, its matrix products' best rate."""
+"""Meters of this process: its memory, the bytes of its collectives, and the peak rate of its matrix products."""
 
 import os
 import resource
@@ -17,9 +17,9 @@ from llmtrain.telemetry.metrics import Row
 
 
 class CommMeter:
-    """Bytes handed to collectives since they were last taken.
+    """Counts the bytes of collectives since the last `take`.
 
-    Counted where a collective is launched, from sizes known there: nothing waits for the device.
+    The code that launches a collective adds its size, so that nothing waits for the device.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,11 @@ class CommMeter:
         self._calls.extend(calls)
 
     def take(self) -> Row:
-        """Return what was counted since the last take, and start again from nothing.
+        """Return the counts since the last take, and reset them to 0.
 
         comm_bytes: {group: {operation: bytes}}, of the larger of this rank's input and output buffers (nccl-tests'
-        "size"). comm_sent_bytes: {link tier: bytes} that this rank sends to others. comm_quantized_share: of those.
+        "size"). comm_sent_bytes: {link tier: bytes} that this rank sends to others. comm_quantized_share: share of the
+        sent bytes that is quantized, 0 to 1.
         """
         calls, self._calls = self._calls, []
         sizes: dict[str, Counter[str]] = {}
@@ -52,8 +53,8 @@ class CommMeter:
 def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
     """Return this process's memory, in bytes.
 
-    rss, peak_rss: resident memory of the process. model_states: as given: what parameters, gradients and
-    optimizer states of this rank take. On CUDA also allocated, reserved and peak_allocated of the device.
+    rss, peak_rss: resident memory of the process. model_states: the given bytes of this rank's parameters, gradients
+    and optimizer states. On CUDA also allocated, reserved and peak_allocated of the device.
     """
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
@@ -70,12 +71,12 @@ def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
 
 @cache
 def _process(number: int) -> psutil.Process:
-    """Return the process of a number; made once, as psutil then reads when it began."""
+    """Return the process of a pid. Cached, because psutil reads its start time when it makes the object."""
     return psutil.Process(number)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that the device gives itself; a CPU's is its number of threads used."""
+    """Return the device's name, for a CPU with the number of threads that torch uses."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     threads = torch.get_num_threads()
@@ -86,14 +87,14 @@ def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.3)
     """Return the best rate in FLOP/s that a product of two square matrices reaches, after a warm-up.
 
     Sizes double from 512 up to 8192 while a product takes less than a tenth of `budget` seconds: small products do not
-    fill a GPU, and large ones take seconds on a CPU. All sizes are timed in turn until none has been better by 1% for
-    `budget` seconds, for 6 times that at most: on a loaded machine most products are interrupted, short ones least.
+    fill a GPU, and large ones take seconds on a CPU. All sizes are timed in turn until the best rate has not risen by
+    1% for `budget` seconds, or for 6 times that in all: on a loaded machine other processes interrupt most products.
     """
-    # A generator of its own: the run's random numbers must not depend on a measurement.
+    # Use a separate generator: the run's random numbers must not depend on a measurement.
     random = torch.Generator(device).manual_seed(0)
     products = [_Product(random, dtype, 512)]
     started = time.perf_counter()
-    # Threads start, kernels are chosen, and clocks rise to what they are under load.
+    # Warm up: threads start, torch chooses kernels, and the clocks rise.
     while time.perf_counter() < started + budget / 4:
         products[0].seconds()
     while products[-1].size < 8192 and 8 * products[-1].seconds() < budget / 10:
@@ -118,13 +119,13 @@ class _Product:
 
     def __init__(self, random: torch.Generator, dtype: torch.dtype, size: int) -> None:
         self.size = size
-        # Random numbers, as a card computes faster on constant ones, which cost it less power.
+        # Use random numbers: constants take less power, so a card computes them faster.
         self._matrix = torch.randn((size, size), dtype=dtype, device=random.device, generator=random)
         self._out = torch.empty_like(self._matrix)
 
     @torch.no_grad()
     def seconds(self) -> float:
-        """Compute it, and return how long that took."""
+        """Compute the product, and return the seconds that it took."""
         device = self._matrix.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

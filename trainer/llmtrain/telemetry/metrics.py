@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per logged step, per evaluation and for the end of the run.
 
-A logged step has no `event`; the others have `"event": "eval"` or `"end"`. JSON has no NaN and no infinity, so a number
-that is not finite is written as null. A line is one append, so a killed process leaves at most its last line torn.
+A logged step has no `event`; the others have `"event": "eval"` or `"end"`. JSON has no NaN and no infinity, so the file
+holds null for such a number. Each line is one append, so a killed process leaves at most its last line incomplete.
 """
 
 import os
@@ -21,13 +21,13 @@ from llmtrain.errors import RunFailedError
 
 Row = dict[str, Any]
 
-# Bytes of the longest row, the end of a run on thousands of nodes; a reader keeps no more of a longer line.
+# Bytes of the longest row, the end of a run on thousands of nodes; readers skip longer lines.
 _LONGEST = 2**23
 _CHUNK = 2**20
 
 
 class _Row(TypedDict, total=False):
-    """What is relied on in a row, where it is there. Nested numbers, and what other versions add, may be anything."""
+    """The keys of a row that readers rely on if present. Nested numbers and keys of other versions are not checked."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
@@ -45,41 +45,41 @@ class _Row(TypedDict, total=False):
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a metrics file in order; lines that are no rows are left out.
+    """Return the rows of a metrics file in order, without lines that are not rows.
 
-    A file that does not exist has no rows. Raises OSError for one that cannot be read.
+    A missing file has no rows. Raises OSError if the file cannot be read.
     """
     return [row for line in _lines(path) if (row := _parse(line)) is not None]
 
 
 def last_rows(path: Path, size: int = 2**16) -> tuple[list[Row], str | None]:
-    """Return the rows that lie whole in the last `size` bytes of a metrics file, in order, and what is wrong there.
+    """Return the complete rows in the last `size` bytes of a metrics file, in order, and a sentence on any damage.
 
-    Of more bytes where these hold no logged step: the end of a run on many nodes alone may be longer. A file that does
-    not exist has no rows. Raises OSError for one that cannot be read.
+    Reads more bytes if these hold no logged step: the end's row of a run on many nodes may be longer. A missing file
+    has no rows. Raises OSError if the file cannot be read.
     """
     length = path.stat().st_size if path.exists() else 0
-    # What begins before the bytes that are read is cut, and the last line may be torn.
+    # The first line may be cut, and the last line incomplete.
     lines = list(_lines(path, max(0, length - size)))[length > size :]
-    whole = [line for line in lines if line.endswith(b"\n")]
-    rows = [row for line in whole if (row := _parse(line)) is not None]
+    complete = [line for line in lines if line.endswith(b"\n")]
+    rows = [row for line in complete if (row := _parse(line)) is not None]
     if length > size and size < 2 * _LONGEST and all("event" in row for row in rows):
         return last_rows(path, 2 * size)
-    if length > size and not whole:
+    if length > size and not complete:
         return [], f"{path.name} has no line in its last {size} bytes"
-    lost = len(whole) - len(rows)
-    return rows, f"{lost} of the last {len(whole)} lines of {path.name} are no rows" if lost else None
+    lost = len(complete) - len(rows)
+    return rows, f"{lost} of the last {len(complete)} lines of {path.name} are no rows" if lost else None
 
 
 class MetricsFile:
-    """Appends rows to a metrics file. Raises RunFailedError when the disk does not take a line."""
+    """Appends rows to a metrics file. Raises RunFailedError if a line cannot be written."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Open `path` to go on after `resumed_step` (0: start anew), having dropped what lies beyond it."""
+        """Open `path` to resume after `resumed_step` (0: start anew), and drop later rows."""
         self._path = path
         try:
             self.rows_kept = drop_after(path, resumed_step)
-            # Unbuffered, so that each row is a single write.
+            # Without a buffer, each row is a single write.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._failure(error) from None
@@ -92,7 +92,7 @@ class MetricsFile:
         except OSError as error:
             raise self._failure(error) from None
         if written != len(line):
-            raise self._failure(OSError("the line was only written in part; the disk is probably full"))
+            raise self._failure(OSError("only a part of the line was written; the disk is probably full"))
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -106,11 +106,12 @@ class MetricsFile:
 
 
 def drop_after(path: Path, step: int) -> list[Row]:
-    """Drop what a run resumed at `step` will write again: later rows, the end, a torn line. Returns the rest.
+    """Drop the lines that a run resumed at `step` writes again: later rows, the end, an incomplete line. Returns the
+    other rows.
 
-    Step 0 drops everything. The file is replaced atomically, and rows that stay keep their very bytes.
+    Step 0 drops everything. Replaces the file atomically; the bytes of the other rows do not change.
     """
-    lines = [(line, row) for line in _lines(path) if (row := _parse(line)) is not None and _stays(row, step)]
+    lines = [(line, row) for line in _lines(path) if (row := _parse(line)) is not None and _is_kept(row, step)]
     kept = b"".join(line for line, _ in lines)
     if path.exists() and len(kept) != path.stat().st_size:
         aside = path.with_name(path.name + ".partial")
@@ -122,21 +123,21 @@ def drop_after(path: Path, step: int) -> list[Row]:
     return [row for _, row in lines]
 
 
-def _stays(row: Row, step: int) -> bool:
+def _is_kept(row: Row, step: int) -> bool:
     return step > 0 and row.get("event") != "end" and bool(row["step"] <= step)
 
 
 def _lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Yield the lines from a byte of a file on, an empty one for each that is longer than any row.
+    """Yield the lines of a file from byte `start` on, and an empty line for each that is longer than any row.
 
-    None of a file that does not exist. Raises OSError for what is no regular file.
+    Yields nothing for a missing file. Raises OSError for anything but a regular file.
     """
     with suppress(FileNotFoundError), open(path, "rb", opener=regular) as file:
         file.seek(start)
         line, too_long = b"", False
-        while piece := file.read(_CHUNK):
-            *whole, line = (line + piece).split(b"\n")
-            for each in whole:
+        while chunk := file.read(_CHUNK):
+            *complete, line = (line + chunk).split(b"\n")
+            for each in complete:
                 yield b"\n" if too_long or len(each) > _LONGEST else each + b"\n"
                 too_long = False
             if too_long or len(line) > _LONGEST:

@@ -1,4 +1,4 @@
-"""`llmtrain report`: loss, rate and memory of a run as pictures and one self-contained page."""
+"""`llmtrain report`: loss, rate and memory of a run as figures and one self-contained page."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,10 @@ from llmtrain.yaml.file import LARGEST_BYTES
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write `loss.png`, `rate.png`, `memory.png` and `index.html` of a run, finished or not.
+    """Write `loss.png`, `rate.png`, `memory.png` and `index.html` of a run, finished or not; return the page's path.
 
-    output: folder for them; by default `report` in the run's folder. Returns the page's path. Raises
-    BadInputError when the folder holds no logged step or the report cannot be written.
+    output: folder for the files; by default `report` in the run's folder. Raises BadInputError if the run has no logged
+    step or the report cannot be written.
     """
     rows = _read(run_dir)
     run, folder = read_run_file(run_dir), output or run_dir / "report"
@@ -109,7 +109,7 @@ def _status(run: Row, rows: list[Row]) -> str:
 
 
 def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple[str, str]]:
-    """Yield (name, value) of the numbers that matter most, where they are known."""
+    """Yield (name, value) of the main numbers that are known."""
     validation = [number_at(row, "loss") for row in evaluations if row.get("split") == "validation"]
     last, reached = steps[-1], validation[-1] if validation else nan
     entropy, skipped = number_at(run, "unigram_entropy"), number_at(last, "skipped_steps")
@@ -134,7 +134,7 @@ def _median(values: list[float]) -> float:
 
 
 def _peak_memory(steps: list[Row]) -> float:
-    """The device's peak where there is a device, else the process's."""
+    """Return the bytes of the device's peak, or of the process's without a device; NaN if unknown."""
     for key in ("peak_allocated", "peak_rss"):
         values = [value for row in steps if isfinite(value := number_at(row, "memory_bytes", key))]
         if values:
@@ -144,7 +144,7 @@ def _peak_memory(steps: list[Row]) -> float:
 
 def _facts(run: Row, run_dir: Path) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
-    # What another version wrote may lack some of it.
+    # Another version's run.json may lack some keys.
     with suppress(LookupError):
         found.extend(facts(run))
     return [(), *found, ("folder", str(run_dir.resolve()))]
@@ -172,7 +172,7 @@ def _communication(row: Row) -> list[tuple[str, ...]]:
 
 
 def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
-    """What each node's links carried, until the run's end; where it has none, until the last step."""
+    """Return the rates of each node's links at the run's end, or of the busiest node's at the last step."""
     last = max(index for index, row in enumerate(rows) if "event" not in row)
     ended = [entry for row in rows[last:] for entry in _entries(row.get("links"))]
     found = [
@@ -211,7 +211,7 @@ def _shown(value: object) -> str:
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table; the first row is its head (empty: none). No table where there is no other row."""
+    """Return an HTML table; the first row is its head (empty: none). Without other rows, returns an empty string."""
     if len(rows) < 2:
         return ""
     head = f"<tr>{''.join(f'<th>{_shown(cell)}</th>' for cell in rows[0])}</tr>" if rows[0] else ""

@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, in numbers that its metrics and its report need. No torch in here."""
+"""Read and write `run.json`, the facts of a run that its metrics and its report need. No torch in here."""
 
 import json
 from functools import cache
@@ -25,7 +25,7 @@ class _Model(TypedDict):
 
 
 class _Run(TypedDict, total=False):
-    """What is relied on, where it is there; versions may differ in the rest."""
+    """The keys that readers rely on if present; versions may differ in the rest."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
@@ -47,14 +47,14 @@ class _Run(TypedDict, total=False):
 
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
-    """Write `run.json`, replacing it atomically."""
+    """Write `run.json`; an existing file is replaced atomically."""
     aside = run_dir / "run.json.partial"
     aside.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     aside.replace(run_dir / "run.json")
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:
-    """Return the content of `run.json`, empty where there is none or it cannot be read; any key may be missing."""
+    """Return the content of `run.json`, empty if it is missing or cannot be read; any key may be missing."""
     try:
         return checked_run_file(run_dir)
     except UnreadableError:
@@ -62,9 +62,9 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
 
 
 def checked_run_file(run_dir: Path) -> dict[str, Any]:
-    """Return the content of `run.json`, empty where there is none; any key may be missing.
+    """Return the content of `run.json`, empty if it is missing; any key may be missing.
 
-    Raises UnreadableError for one that cannot be read or has a value of another type than was written.
+    Raises UnreadableError if the file cannot be read or a value has the wrong type.
     """
     path = run_dir / "run.json"
     if not path.exists():
@@ -77,7 +77,7 @@ def checked_run_file(run_dir: Path) -> dict[str, Any]:
 
 
 def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) pairs that tell a person what the run is, from the content of `run.json`."""
+    """Return (name, value) pairs that describe the run for people, from the content of `run.json`."""
     model = run["model"]
     shape = f"{model['family']}, {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads"
     ranks = f"{run['world']} x {run['device']}" if run["world"] > 1 else str(run["device"])

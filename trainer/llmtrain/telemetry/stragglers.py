@@ -1,4 +1,4 @@
-"""Ranks that compute more slowly than others with the same work."""
+"""Detect ranks that compute more slowly than others with the same work."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -6,13 +6,13 @@ from statistics import median
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.telemetry.metrics import Row
 
-# How much longer than its peers a rank takes that is clearly slower, and how many samples in a row show it: processes
-# that share a machine disturb each other for a while.
+# A straggler takes this many times as long as its peers, in this many samples in a row: processes that share a machine
+# may disturb each other for a while.
 SLOWER, SAMPLES = 1.25, 3
 
 
 class Stragglers:
-    """Follows each rank's own seconds per step, sample by sample."""
+    """Finds stragglers from samples of each rank's own seconds per step."""
 
     def __init__(self, layout: Layout) -> None:
         self._peers = [_peers(layout, rank) for rank in range(layout.world)]
@@ -20,10 +20,10 @@ class Stragglers:
         self._seen = 0
 
     def take(self, seconds: Sequence[float]) -> tuple[Row, tuple[int, float] | None]:
-        """Return what a sample is for the metrics, and a rank that has turned out to be clearly slower than its peers,
-        with how many times longer it takes; each only once in a row.
+        """Add a sample; return its row for the metrics, and (rank, ratio to its peers' median) of a new straggler, else
+        None.
 
-        seconds: by rank, without what it waited for others.
+        seconds: by rank, without waiting for others.
         """
         ratios = [
             seconds[rank] / max(median(seconds[peer] for peer in peers), 1e-9) if peers else 1.0
@@ -39,7 +39,7 @@ class Stragglers:
 
 
 def _peers(layout: Layout, rank: int) -> list[int]:
-    """Return the other ranks with the same work, those of the same stage: none may have more of it than another."""
+    """Return the other ranks of the same stage: only these have the same amount of work."""
     stage = layout.coordinate(rank, Axis.PIPELINE)
     others = [other for other in range(layout.world) if other != rank]
     return [other for other in others if layout.coordinate(other, Axis.PIPELINE) == stage]

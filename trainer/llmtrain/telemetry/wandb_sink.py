@@ -1,7 +1,7 @@
-"""Weights & Biases, kept at arm's length: it can neither break a run nor hold it up.
+"""Log to Weights & Biases in the background, so that wandb can neither fail nor delay a run.
 
-Everything wandb does happens in one daemon thread, fed by a bounded queue. The loop only puts numbers into
-the queue; when wandb fails or falls behind, the run prints one warning and goes on without it.
+One daemon thread makes all calls to wandb. The loop only puts numbers into the thread's bounded queue; if wandb fails
+or falls behind, the run prints one warning and continues without it.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from llmtrain_data.untrusted import UnreadableError, read_text
 
-# Seconds given to wandb for starting, for sending the rest when the run ends, and that the run waits for it.
+# Seconds for wandb to start, for wandb to send the rest when the run ends, and for the run to wait for it at its end.
 _START_TIMEOUT = 30.0
 _FINISH_TIMEOUT = 20.0
 _WAIT_AT_END = 25.0
@@ -38,9 +38,9 @@ class _Finish:
 
 
 class WandbSink:
-    """One wandb run, fed from the main rank.
+    """One wandb run, logged by the main rank.
 
-    The run's id is kept in `run_dir/wandb/run-id`, so that a resumed run goes on in the same wandb run.
+    `run_dir/wandb/run-id` holds the run's id, so that a resumed run logs to the same wandb run.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class WandbSink:
     ) -> None:
         """Start wandb in the background.
 
-        config: what the run shows as its configuration. warn: called, perhaps from another thread, with one
-        sentence when wandb fails.
+        config: the run's configuration in wandb. warn: called with one sentence if wandb fails, possibly from another
+        thread.
         """
         self._warn = warn
         self._given_up = threading.Event()
@@ -70,7 +70,7 @@ class WandbSink:
         self._put(_Log(step, values))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Write the summary and close the run; waits for wandb half a minute at most."""
+        """Write the summary and close the run; waits for wandb for half a minute at most."""
         self._put(_Finish(summary, exit_code))
         if not self._given_up.is_set():
             self._worker.join(_WAIT_AT_END)
@@ -86,7 +86,7 @@ class WandbSink:
             self._give_up("it fell behind")
 
     def _work(self, run_dir: Path, arguments: dict[str, Any]) -> None:
-        # Whatever wandb raises, SystemExit included, ends in a sentence: a run must not fail because of it.
+        # A run must not fail because of wandb, so turn anything it raises, also SystemExit, into a warning.
         try:
             run = _open(run_dir, arguments)
             while isinstance(message := self._queue.get(), _Log):
@@ -99,30 +99,30 @@ class WandbSink:
     def _give_up(self, reason: str) -> None:
         if not self._given_up.is_set():
             self._given_up.set()
-            self._warn(f"wandb failed ({reason}); the run goes on without it")
+            self._warn(f"wandb failed ({reason}); the run continues without it")
 
 
 def _open(run_dir: Path, arguments: dict[str, Any]) -> Any:
-    # Imported here, in the thread, as it takes half a second.
+    # The import takes half a second, so the thread does it.
     import wandb
 
     settings = wandb.Settings(
-        # Standard output stays the run's own.
+        # wandb must not capture standard output.
         console="off",
         silent=True,
         init_timeout=_START_TIMEOUT,
         finish_timeout=_FINISH_TIMEOUT,
         finish_timeout_raises=True,
     )
-    # init applies `silent` only after logging in, which would ask a person at the terminal for a key.
+    # init applies `silent` only after the login, which would ask for a key at the terminal.
     wandb.setup(settings)
     return wandb.init(id=_run_id(run_dir / "wandb"), resume="allow", dir=run_dir, settings=settings, **arguments)
 
 
 def _run_id(folder: Path) -> str:
-    """Return the wandb run id kept in the folder, made at the first call."""
+    """Return the wandb run id in the folder; the first call makes it."""
     path = folder / "run-id"
-    # One that is damaged is made anew.
+    # A damaged id is replaced.
     with suppress(UnreadableError):
         if _RUN_ID.fullmatch(kept := read_text(path, 100).strip()):
             return kept
@@ -133,12 +133,12 @@ def _run_id(folder: Path) -> str:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what has no value: wandb would show it as text."""
+    """Leave out None: wandb would show it as text."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the first line of an error, without the key that it might quote."""
+    """Return the first line of an error, without the API key that it might contain."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     key = os.environ.get("WANDB_API_KEY")
     return text.replace(key, "[key]") if key else text
