@@ -160,7 +160,7 @@ class Result:
     def states(self, step: int = STEPS, state: str = "master") -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint."""
         with CheckpointReader(self.folder / "checkpoints" / f"step-{step:08d}") as reader:
-            return {name: reader.whole(name, state) for name in reader.manifest.tensors}
+            return {name: reader.full_tensor(name, state) for name in reader.manifest.tensors}
 
     def _rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

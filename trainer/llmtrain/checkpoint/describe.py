@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain data for people and for JSON."""
+"""Describe a checkpoint's content as plain data, for people and for JSON."""
 
 from math import prod
 from pathlib import Path
@@ -11,8 +11,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
-    """Return step, tokens, bytes and folder of each checkpoint, newest first; folder and `damage` of a damaged
-    one.
+    """Return step, tokens, bytes and folder of each checkpoint, newest first; of a damaged one, folder and `damage`.
 
     path: the folder of a run or of a checkpoint. Reads manifests only. Raises BadInputError if there is none.
     """
@@ -27,7 +26,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def inspect_checkpoint(path: Path) -> dict[str, Any]:
-    """Return everything but the values: of a checkpoint, or of a run's newest.
+    """Return everything but the tensors' values of a checkpoint, or of a run's newest checkpoint.
 
     Raises BadInputError if there is none, RunFailedError if its manifest is damaged.
     """
@@ -52,7 +51,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def existing(path: Path) -> list[Path]:
-    """Return the checkpoints that `path` stands for, newest first. Raises BadInputError if there is none."""
+    """Return the checkpoints that `find_checkpoints` finds. Raises BadInputError if there is none."""
     found = find_checkpoints(path)
     if not found:
         raise BadInputError(f"{path} holds no checkpoint; give the folder of a run or of a checkpoint")

@@ -1,8 +1,8 @@
-"""The folder of checkpoints: how they are named, how one appears and disappears in a single step.
+"""The folder of checkpoints: names, and atomic creation and deletion.
 
-`step-00000100` is complete. `step-00000100.partial` is being written, `.pruned` is being deleted, `.replaced`
-makes room for a new one of the same step; a killed process may leave these behind, and the next one cleans
-them up.
+`step-00000100` is complete. `step-00000100.partial` is being written, `.pruned` is being deleted, and `.replaced` gives
+way to a new checkpoint of the same step. A killed process may leave these three behind, and the next process removes
+them.
 """
 
 import shutil
@@ -25,16 +25,15 @@ def step_of(path: Path) -> int:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first. Complete, not necessarily sound."""
+    """Return the complete checkpoints in `folder`, oldest first. They may still be damaged."""
     found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints that `path` stands for, newest first.
+    """Return the checkpoints at `path`, newest first.
 
-    path: the folder of a run, of its `checkpoints`, or of one checkpoint. Raises BadInputError if it does not
-    exist.
+    path: the folder of a run, its `checkpoints`, or one checkpoint. Raises BadInputError if it does not exist.
     """
     if not path.is_dir():
         raise BadInputError(f"{path} is not a folder; give the folder of a run or of a checkpoint")
@@ -44,9 +43,9 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest beside the parts, and give the checkpoint its name; an older one of that name goes.
+    """Write the manifest beside the shard files, and rename the folder to `final`, which replaces an older checkpoint.
 
-    Durable when it returns. Raises OSError, and DamagedError if the parts do not make up all of every tensor.
+    The checkpoint is durable on return. Raises OSError, and DamagedError if the shard files do not cover all tensors.
     """
     check(manifest)
     for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
@@ -63,7 +62,7 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints up to `step`; those of later steps are not this run's."""
+    """Delete all but the `keep` newest checkpoints up to `step`; checkpoints of later steps are not this run's."""
     upto = [path for path in step_folders(folder) if step_of(path) <= step]
     _delete(folder, upto[:-keep])
 
@@ -81,7 +80,7 @@ def _delete(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed saves left behind, and bring back a checkpoint that was about to be replaced."""
+    """Remove the leftovers of killed saves, and restore a checkpoint that had to give way to one that is incomplete."""
     for path in folder.glob("step-*.*"):
         name, _, suffix = path.name.partition(".")
         if not STEP_FOLDER.fullmatch(name) or suffix not in ("partial", "pruned", "replaced"):

@@ -1,4 +1,4 @@
-"""Loading: every rank reads the ranges it asks for, at whatever layout they were saved."""
+"""Load a checkpoint: every rank reads its own ranges, whichever layout saved them."""
 
 import json
 from collections.abc import Callable
@@ -28,10 +28,10 @@ def load_latest(
 ) -> dict[str, JsonValue] | None:
     """Fill `shards` from the newest sound checkpoint; return its progress, or None if there is no checkpoint.
 
-    path: the folder of a run, of its checkpoints, or of one checkpoint. warn: called on every rank with a
-    sentence for each checkpoint that is damaged and therefore skipped. model: see `load`. wanted: of which steps
-    checkpoints may serve, None for all. Collective. Raises RunFailedError if there are checkpoints but none is
-    sound, BadInputError if a sound one holds another model than `shards`.
+    path: the folder of a run, its checkpoints, or one checkpoint. warn: called on every rank with a sentence for each
+    damaged checkpoint, which is skipped. model: see `load`. wanted: returns whether a step's checkpoint may be loaded;
+    None: all may. Collective. Raises RunFailedError if there are checkpoints but none is sound, BadInputError if a
+    sound one holds another model than `shards`.
     """
     messages = StoreMessages(ranks, "load")
     folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
@@ -48,10 +48,9 @@ def load_latest(
 def load(folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig | None = None) -> dict[str, JsonValue]:
     """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
 
-    model: what the recipe trains; the checkpoint must hold the same, but for dropout and the reach of RoPE.
-    States that the checkpoint lacks are zeroed if it is of step 0, where an optimizer has none yet. After an
-    error the states are undefined. Raises RunFailedError if the checkpoint is damaged, BadInputError if it
-    holds another model than `shards`.
+    model: the recipe's model; the checkpoint's must be equal except for dropout and the number of positions. A
+    checkpoint of step 0 may lack optimizer states, which are then zeroed. After an error the states are undefined.
+    Raises RunFailedError if the checkpoint is damaged, BadInputError if it holds another model than `shards`.
     """
     try:
         return _load(folder, shards, ranks, StoreMessages(ranks, "load"), model)
@@ -60,31 +59,31 @@ def load(folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig 
 
 
 def _candidates(path: Path, ranks: Ranks, messages: StoreMessages) -> list[Path]:
-    """Return the checkpoints that rank 0 sees: a folder may look different from elsewhere for a moment."""
+    """Return the checkpoints that rank 0 sees: on a shared file system, other ranks may see them later."""
     if ranks.is_main:
         found = find_checkpoints(path) if path.is_dir() else []
-        messages.tell("folders", json.dumps([str(folder) for folder in found]))
-    return [Path(folder) for folder in json.loads(messages.hear("folders"))]
+        messages.publish("folders", json.dumps([str(folder) for folder in found]))
+    return [Path(folder) for folder in json.loads(messages.wait_for("folders"))]
 
 
 def _load(
     folder: Path, shards: list[StateShard], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None
 ) -> dict[str, JsonValue]:
-    """Load, and agree: raises the same error on every rank, if any rank has one."""
-    messages.next()
+    """Load on every rank; if any rank has an error, raise the same error on all."""
+    messages.begin()
     progress: dict[str, JsonValue] = {}
     failure: Exception | None = None
     try:
         progress = _fill(folder, shards, model, ranks.activity.moving)
     except (DamagedError, BadInputError) as error:
         failure = error
-        messages.tell(type(error).__name__, str(error))
+        messages.publish(type(error).__name__, str(error))
     damaged, unfit = ranks.sum_all(
         [float(isinstance(failure, DamagedError)), float(isinstance(failure, BadInputError))]
     )
     for kind, count in ((DamagedError, damaged), (BadInputError, unfit)):
         if count:
-            raise kind(messages.hear(kind.__name__))
+            raise kind(messages.wait_for(kind.__name__))
     return progress
 
 
@@ -96,7 +95,7 @@ def _fill(
             _check_model(reader, model)
         for shard in shards:
             _check_fits(reader, shard)
-        done, whole = 0, sum(values.numel() for shard in shards for values in shard.states.values())
+        done, total = 0, sum(values.numel() for shard in shards for values in shard.states.values())
         for shard in shards:
             for state, values in shard.states.items():
                 if state not in reader.manifest.states:
@@ -106,7 +105,7 @@ def _fill(
                 for tensor, first, last in shard.unit.tensor_ranges(shard.start, shard.end):
                     for position, read in reader.read(tensor.name, state, first, last):
                         done += len(read)
-                        moving(done / whole)
+                        moving(done / total)
                         begin = offset + position - first
                         values[begin : begin + len(read)].copy_(read)
                     offset += last - first
@@ -124,7 +123,7 @@ def _check_model(reader: CheckpointReader, model: GPTConfig) -> None:
 
 
 def _check_fits(reader: CheckpointReader, shard: StateShard) -> None:
-    """Raise BadInputError unless the checkpoint has what `shard` asks for."""
+    """Raise BadInputError unless the checkpoint has the tensors and states of `shard`."""
     manifest = reader.manifest
     for tensor in shard.unit.tensors:
         entry = manifest.tensors.get(tensor.name)
@@ -138,5 +137,5 @@ def _check_fits(reader: CheckpointReader, shard: StateShard) -> None:
     if missing and manifest.step:
         raise BadInputError(
             f"the checkpoint {reader.folder} of step {manifest.step} lacks the optimizer states {missing}; "
-            "only one of step 0 may"
+            "only a checkpoint of step 0 may; start from another one"
         )

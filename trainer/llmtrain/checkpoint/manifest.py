@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: which range of which tensor lies where, and the checksum of every byte.
+"""The manifest of a checkpoint: the place of every range of every tensor, and checksums of every byte.
 
-`manifest.json` is covered by `manifest.json.xxh3` (the format of `xxhsum -H3`), the header of each
-safetensors file and every block of every range by the manifest. It may come from a stranger: nothing in it
-names a path outside the folder, and nothing is allocated by its word.
+`manifest.json.xxh3` (in the format of `xxhsum -H3`) has the checksum of `manifest.json`; the manifest has those of each
+safetensors file's header and of every block of every range. A manifest is untrusted: it must not name a path outside
+the folder, and no memory is allocated by sizes that only it states.
 """
 
 import json
@@ -67,7 +67,7 @@ class FileEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class TensorEntry:
-    """One canonical tensor. states: by name, the pieces that make it up, in order."""
+    """One canonical tensor. states: by name, the stored ranges that make up the tensor, in order."""
 
     shape: list[Annotated[int, Field(ge=1)]]
     states: dict[str, list[StoredRange]]
@@ -75,10 +75,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, config=_STRICT)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
-    block: bytes that one checksum covers. progress: whatever the training loop needs to go on from here.
-    recipe: the resolved recipe. model: GPTConfig as a mapping.
+    block: bytes that one checksum covers. progress: the training loop's state, to resume from here. recipe: the
+    resolved recipe. model: GPTConfig as a mapping.
     """
 
     step: Count
@@ -108,7 +108,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def model_of(manifest: Manifest) -> GPTConfig:
-    """Return the model whose states the checkpoint holds. Raises DamagedError if they do not fit together."""
+    """Return the checkpoint's model. Raises DamagedError if the tensors are not those of the model."""
     try:
         config = GPTConfig.of(manifest.model)
         if config.layers > len(manifest.tensors):
@@ -159,7 +159,7 @@ def _read(path: Path) -> bytes:
 
 
 def check(manifest: Manifest) -> None:
-    """Raise DamagedError unless the pieces tile every tensor and every file, inside the folder."""
+    """Raise DamagedError unless the stored ranges tile every tensor and every file, inside the folder."""
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):
             raise DamagedError(f"{MANIFEST} names the file {name!r}, which no checkpoint has")
@@ -167,12 +167,12 @@ def check(manifest: Manifest) -> None:
     for name, tensor in manifest.tensors.items():
         if set(tensor.states) != manifest.states:
             raise DamagedError(f"{MANIFEST} lists only the states {sorted(tensor.states)} of {name}")
-        for state, pieces in tensor.states.items():
-            _check_tiling(f"{name} ({state})", [(p.start, p.end) for p in pieces], 0, prod(tensor.shape))
-            for piece in pieces:
-                if len(piece.xxh3) != -(-piece.nbytes // manifest.block):
-                    raise DamagedError(f"{MANIFEST} has {len(piece.xxh3)} checksums for a piece of {name}")
-                placed[piece.file].append((piece.offset, piece.offset + piece.nbytes))
+        for state, ranges in tensor.states.items():
+            _check_tiling(f"{name} ({state})", [(r.start, r.end) for r in ranges], 0, prod(tensor.shape))
+            for stored in ranges:
+                if len(stored.xxh3) != -(-stored.nbytes // manifest.block):
+                    raise DamagedError(f"{MANIFEST} has {len(stored.xxh3)} checksums for a range of {name}")
+                placed[stored.file].append((stored.offset, stored.offset + stored.nbytes))
     if not placed.keys() <= manifest.files.keys():
         raise DamagedError(f"{MANIFEST} places tensors in files that it does not list")
     for name, entry in manifest.files.items():

@@ -1,4 +1,4 @@
-"""Reading files that may come from a stranger: nothing but a plain file in the folder itself is opened."""
+"""Read untrusted files: open only plain files in the folder itself, and follow no link."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from llmtrain_data.untrusted import reason, regular
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be trusted. One sentence that names the file."""
+    """A checkpoint is damaged. The message is one sentence that names the file."""
 
 
 def open_plain(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reading ranges of canonical tensors out of a checkpoint; nothing that fails its checksum is handed out."""
+"""Read ranges of canonical tensors from a checkpoint, and verify every byte before it is returned."""
 
 import os
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, digest, re
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
-# Fewer than a process may have open; a checkpoint of many ranks has more files.
+# A checkpoint of many ranks has more files than a process may open, so keep fewer open.
 _OPEN_FILES = 256
 
 
 class CheckpointReader:
-    """A checkpoint opened for reading, in a `with` block. Raises DamagedError if its manifest is unsound."""
+    """A checkpoint opened for reading, in a `with` block. Raises DamagedError if its manifest is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,21 +38,21 @@ class CheckpointReader:
     def read(self, tensor: str, state: str, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (position, values) that together are the elements `[start, end)` of one state of a tensor.
 
-        values: fp32, one-dimensional, verified, only valid until the next is asked for. Raises DamagedError,
-        naming file and tensor. Reads whole blocks, so at most two blocks more than asked for.
+        values: fp32, one-dimensional, verified, valid only until the next iteration. Reads full blocks, so at most two
+        blocks more than needed. Raises DamagedError, which names the file and the tensor.
         """
         per_block = self.manifest.block // ITEM
-        for piece in self.manifest.tensors[tensor].states[state]:
-            low, high = max(start, piece.start), min(end, piece.end)
+        for stored in self.manifest.tensors[tensor].states[state]:
+            low, high = max(start, stored.start), min(end, stored.end)
             if low >= high:
                 continue
-            for index in range((low - piece.start) // per_block, -(-(high - piece.start) // per_block)):
-                first = piece.start + index * per_block
-                values = self.block(f"{tensor} ({state})", piece, index)
+            for index in range((low - stored.start) // per_block, -(-(high - stored.start) // per_block)):
+                first = stored.start + index * per_block
+                values = self.block(f"{tensor} ({state})", stored, index)
                 a, b = max(low, first), min(high, first + len(values))
                 yield a, values[a - first : b - first]
 
-    def whole(self, tensor: str, state: str) -> torch.Tensor:
+    def full_tensor(self, tensor: str, state: str) -> torch.Tensor:
         """Return one state of a tensor in its canonical shape, fp32, verified. Raises DamagedError."""
         result = torch.empty(self.manifest.tensors[tensor].shape)
         flat = result.view(-1)
@@ -60,26 +60,26 @@ class CheckpointReader:
             flat[position : position + len(values)] = values
         return result
 
-    def block(self, what: str, piece: StoredRange, index: int) -> torch.Tensor:
-        """Return one block of a piece, fp32, verified, valid until the next is read.
+    def block(self, name: str, stored: StoredRange, index: int) -> torch.Tensor:
+        """Return one block of a stored range, fp32, one-dimensional, verified, valid until the next call.
 
-        what: the piece's name in the sentence of a DamagedError.
+        name: the range's name in the message of a DamagedError.
         """
         begin = index * self.manifest.block
-        length = min(self.manifest.block, piece.nbytes - begin)
+        length = min(self.manifest.block, stored.nbytes - begin)
         values = self._block[: length // ITEM]
         view = bytes_of(values)
-        if not read_into(self.file(piece.file), view, piece.offset + begin):
-            raise DamagedError(f"{piece.file} cannot be read at {what}")
-        if digest(view) != piece.xxh3[index]:
-            first = piece.start + begin // ITEM
+        if not read_into(self.file(stored.file), view, stored.offset + begin):
+            raise DamagedError(f"{stored.file} cannot be read at {name}")
+        if digest(view) != stored.xxh3[index]:
+            first = stored.start + begin // ITEM
             raise DamagedError(
-                f"{piece.file} does not match its checksum at {what}, elements {first} to {first + len(values)}"
+                f"{stored.file} does not match its checksum at {name}, elements {first} to {first + len(values)}"
             )
         return values
 
     def file(self, name: str) -> int:
-        """Return the descriptor of a file whose length and header have been verified. Raises DamagedError."""
+        """Return the descriptor of a file after verifying its length and header. Raises DamagedError."""
         if name not in self._open:
             if len(self._open) == _OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))

@@ -1,10 +1,9 @@
-"""A safetensors file written front to back, without a copy of the data, faster than write-then-fsync.
+"""Write a safetensors file front to back, without a copy of the data, faster than write-then-fsync.
 
-safetensors' own `save_file` gathers everything in memory first. Here the header follows from the shapes
-alone, so each tensor's bytes go straight from where they lie to the disk; the kernel is told to begin writing
-back each block at once, so that the final fsync finds little left to do. The format is that of the
-safetensors documentation: an 8-byte little-endian length, a JSON header padded with spaces, the tensors back
-to back.
+safetensors' own `save_file` first collects all data in memory. Here the header follows from the shapes alone, so each
+tensor's bytes go directly from its memory to the disk. The kernel begins to write back each block at once, so that the
+final fsync has little left to do. The format is that of the safetensors documentation: an 8-byte little-endian length,
+a JSON header padded with spaces, the tensors back to back.
 """
 
 import json
@@ -26,7 +25,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a safetensors file. dtype: as safetensors writes it (F32, BF16, F16)."""
+    """One tensor of a safetensors file. dtype: safetensors' name for it (F32, BF16, F16)."""
 
     name: str
     dtype: str
@@ -39,7 +38,7 @@ class FileTensor:
 
 
 def safetensors_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the file's bytes before the data, for `tensors` lying back to back in the order given."""
+    """Return the file's bytes before the data, for `tensors` back to back in the given order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for tensor in tensors:
@@ -61,9 +60,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class DurableFile:
-    """A new file, written front to back; leaving the `with` block without an error makes it durable.
+    """A new file, written front to back; the end of the `with` block makes it durable, except after an error.
 
-    Raises OSError, with the path in it, where the disk is full or the folder unwritable.
+    Raises OSError with the path if the disk is full or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,12 +99,12 @@ class DurableFile:
                 self._queue()
 
     def _queue(self) -> None:
-        """Let the kernel begin to write back what has gathered; whole pages, which no later write touches."""
-        whole = self._written // _PAGE * _PAGE
-        if whole - self._queued >= _WRITE_BLOCK and hasattr(os, "posix_fadvise"):
+        """Let the kernel begin to write back the data so far, in complete pages, which no later write touches."""
+        complete = self._written // _PAGE * _PAGE
+        if complete - self._queued >= _WRITE_BLOCK and hasattr(os, "posix_fadvise"):
             # Besides dropping clean pages from the cache, this makes Linux queue the dirty ones for writing.
-            os.posix_fadvise(self._fd, self._queued, whole - self._queued, os.POSIX_FADV_DONTNEED)
-            self._queued = whole
+            os.posix_fadvise(self._fd, self._queued, complete - self._queued, os.POSIX_FADV_DONTNEED)
+            self._queued = complete
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self._path))

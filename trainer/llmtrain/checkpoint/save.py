@@ -1,4 +1,4 @@
-"""Saving: every rank writes its ranges, rank 0 the manifest; nothing shows until all of it is on disk."""
+"""Save a checkpoint: every rank writes its ranges, rank 0 writes the manifest and renames the folder at the end."""
 
 import shutil
 import threading
@@ -23,7 +23,7 @@ from llmtrain.errors import RunFailedError
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. host: the shards' states in order, in memory that stays as it is until the save has ended."""
+    """One save. host: the shards' states in order, in host memory that does not change until the save has ended."""
 
     step: int
     shards: list[StateShard]
@@ -34,21 +34,20 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class _Report:
-    """What a rank tells rank 0 of its part: the part, if it has ranges at all, or why it could not be written."""
+class _Result:
+    """A rank's result, for rank 0. shard_file: None if it has no ranges. failure: why the write failed, or empty."""
 
-    part: ShardFile | None = None
+    shard_file: ShardFile | None = None
     failure: str = ""
 
 
 class Checkpointer:
-    """Saves checkpoints into one folder, one at a time.
+    """Saves checkpoints into one folder, one at a time. Every rank makes one and calls the same methods in one order.
 
-    folder: the run's `checkpoints`, shared by all ranks. keep: how many complete ones stay. asynchronous:
-    write in the background, from host copies made by `save`. Every rank makes one and calls the same methods
-    in the same order. confirm: raises RunFailedError where the folder is another run's by now; called on the
-    main rank before anything is written and before a checkpoint gets its name. Raises RunFailedError if what a killed
-    process left in the folder cannot be cleaned up.
+    folder: the run's `checkpoints`, shared by all ranks. keep: number of complete checkpoints to keep. asynchronous:
+    write in the background, from host copies that `save` makes. confirm: raises RunFailedError if another run has taken
+    the folder; called on the main rank before the first write and before the final rename. Raises RunFailedError if the
+    leftovers of a killed process cannot be removed.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Checkpointer:
         self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
         self._staging: list[torch.Tensor] = []
         self._failure: str | None = None
-        self._remark = ""
+        self._warning = ""
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -73,17 +72,17 @@ class Checkpointer:
             except OSError as error:
                 raise RunFailedError(f"{folder} cannot be cleaned up: {_reason(error)}") from error
         if asynchronous:
-            # One for all saves, as starting a thread takes milliseconds; it must not keep a failed run from ending.
+            # Use one thread for all saves, as a start takes milliseconds. A daemon does not keep a failed run alive.
             threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
     def reserve(self, shards: list[StateShard]) -> None:
-        """Allocate the host copies now, so that the first asynchronous save takes no longer than the next."""
+        """Allocate the host copies now, so that the first asynchronous save takes no longer than later ones."""
         if not self._asynchronous and not any(state.is_cuda for state in _states(shards)):
             return
         sizes = [state.numel() for state in _states(shards)]
         if [buffer.numel() for buffer in self._staging] != sizes:
             pinned = any(state.is_cuda for state in _states(shards))
-            # fill_ touches every page; memory that was only promised would be mapped during the first copy.
+            # fill_ touches every page, so that the kernel maps the memory now and not during the first copy.
             self._staging = list(torch.empty(sum(sizes), dtype=torch.float32, pin_memory=pinned).fill_(0).split(sizes))
 
     def save(
@@ -93,39 +92,39 @@ class Checkpointer:
         progress: dict[str, JsonValue],
         about: Mapping[str, dict[str, JsonValue]],
     ) -> str | None:
-        """Save `shards`, this rank's own part of the states, as the checkpoint of `step`.
+        """Save `shards`, this rank's shards of the states, as the checkpoint of `step`.
 
-        progress: what the training loop needs to go on. about: `recipe`, the resolved recipe, and `model`,
-        the GPTConfig, both as mappings. Asynchronous, it joins the previous save and returns when the states
-        are copied (on CUDA: when the copies are queued on the current stream); else when the checkpoint is on
-        disk. Returns a sentence if the joined save failed, or this one if it is not asynchronous, the same on
-        every rank; earlier checkpoints then stay.
+        progress: the training loop's state, to resume from. about: `recipe`, the resolved recipe, and `model`, the
+        GPTConfig, both as mappings. An asynchronous save joins the previous one and returns when the states are copied
+        (on CUDA: when the copies are queued on the current stream); a synchronous save returns when the checkpoint is
+        on disk. Returns a sentence if the joined or synchronous save failed, the same on every rank; earlier
+        checkpoints are then kept.
         """
         failure = self.wait()
-        self._messages.next()
+        self._messages.begin()
         host, copied = self._host_copies(shards)
         save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
         if not self._asynchronous:
             self._run(save)
-            # It stays for `wait` as well: who ends a run has to know whether its last checkpoint is there.
+            # `wait` returns it again: the end of a run must know whether its last checkpoint was saved.
             return self._failure
         self._idle.clear()
         self._queue.put(save)
         return failure
 
     def wait(self) -> str | None:
-        """Join the save that is under way. Returns a sentence if it failed, the same on every rank, once."""
+        """Join the current save. Returns a sentence if it failed, the same on every rank, and only once."""
         self._idle.wait()
         failure, self._failure = self._failure, None
         return failure
 
-    def remark(self) -> str:
-        """Return what there is to say of a save that went well, once; empty on all ranks but the first."""
-        remark, self._remark = self._remark, ""
-        return remark
+    def warning(self) -> str:
+        """Return the warning of a save that succeeded, only once; empty on all ranks but the main one."""
+        warning, self._warning = self._warning, ""
+        return warning
 
     def close(self) -> str | None:
-        """Join the save that is under way and free what the next one would need. Returns what `wait` returns."""
+        """Join the current save and free the host copies. Returns the result of `wait`."""
         failure = self.wait()
         self._staging = []
         self._queue.put(None)
@@ -146,31 +145,31 @@ class Checkpointer:
         return self._staging, copied
 
     def _work(self) -> None:
-        """Do in the background what is queued, until told to end."""
+        """Run the queued saves in the background, until None is queued."""
         while (save := self._queue.get()) is not None:
             self._run(save)
             del save
             self._idle.set()
 
     def _run(self, save: _Save) -> None:
-        """Write; whatever goes wrong reaches the training loop as a sentence."""
+        """Run one save; turn any error into a sentence for the training loop."""
         try:
-            self._failure = self._lead(save) if self._ranks.is_main else self._follow(save)
+            self._failure = self._run_main(save) if self._ranks.is_main else self._run_other(save)
         except Exception as error:
-            self._failure = self._sentence(save, _reason(error))
-        # A store that is gone has nothing left to tell.
+            self._failure = self._failure_text(save, _reason(error))
+        # Without a store there is nobody to wait for.
         with suppress(RuntimeError):
-            self._conclude()
+            self._acknowledge()
 
-    def _follow(self, save: _Save) -> str | None:
-        failure = self._messages.hear("open")
+    def _run_other(self, save: _Save) -> str | None:
+        failure = self._messages.wait_for("open")
         if not failure:
-            report = self._write(save)
-            self._messages.tell(str(self._ranks.rank), TypeAdapter(_Report).dump_json(report).decode())
-            failure = self._messages.hear("done")
+            result = self._write(save)
+            self._messages.publish(str(self._ranks.rank), TypeAdapter(_Result).dump_json(result).decode())
+            failure = self._messages.wait_for("done")
         return failure or None
 
-    def _lead(self, save: _Save) -> str | None:
+    def _run_main(self, save: _Save) -> str | None:
         partial = self._partial(save)
         try:
             self._confirm()
@@ -180,36 +179,36 @@ class Checkpointer:
             if first:
                 sync_folder(self._folder.parent)
         except (OSError, RunFailedError) as error:
-            failure = self._sentence(save, _reason(error))
-            self._messages.tell("open", failure)
+            failure = self._failure_text(save, _reason(error))
+            self._messages.publish("open", failure)
             return failure
-        self._messages.tell("open", "")
+        self._messages.publish("open", "")
         try:
-            self._finish(save, [self._write(save), *self._reports()])
+            self._finish(save, [self._write(save), *self._results()])
         except Exception as error:
             with suppress(OSError):
                 clean(self._folder)
-            failure = self._sentence(save, _reason(error))
+            failure = self._failure_text(save, _reason(error))
         else:
-            failure, self._remark = "", self._prune(save)
-        self._messages.tell("done", failure)
+            failure, self._warning = "", self._prune(save)
+        self._messages.publish("done", failure)
         return failure or None
 
-    def _conclude(self) -> None:
-        """Have the main rank, which has the store, stay until all others have heard how it went."""
+    def _acknowledge(self) -> None:
+        """Acknowledge the result; the main rank, which hosts the store, waits until all others have done so."""
         if self._ranks.is_main:
             for rank in range(1, self._ranks.layout.world):
-                self._messages.hear(f"{rank} has heard")
-                self._messages.forget(f"{rank} has heard")
+                self._messages.wait_for(f"{rank} acknowledges")
+                self._messages.delete(f"{rank} acknowledges")
         else:
-            self._messages.tell(f"{self._ranks.rank} has heard", "")
+            self._messages.publish(f"{self._ranks.rank} acknowledges", "")
 
-    def _reports(self) -> Iterator[_Report]:
+    def _results(self) -> Iterator[_Result]:
         for rank in range(1, self._ranks.layout.world):
-            yield TypeAdapter(_Report).validate_json(self._messages.hear(str(rank)))
-            self._messages.forget(str(rank))
+            yield TypeAdapter(_Result).validate_json(self._messages.wait_for(str(rank)))
+            self._messages.delete(str(rank))
 
-    def _write(self, save: _Save) -> _Report:
+    def _write(self, save: _Save) -> _Result:
         """Write this rank's file."""
         name = f"rank-{self._ranks.rank:05d}.safetensors"
         self._ranks.activity.writing = True
@@ -218,30 +217,30 @@ class Checkpointer:
                 save.copied.synchronize()
             ranges = list(_ranges(save.shards))
             if not ranges:
-                return _Report()
-            return _Report(write_shard_file(self._partial(save) / name, ranges, self._moving(_contents(save))))
+                return _Result()
+            return _Result(write_shard_file(self._partial(save) / name, ranges, self._moving(_contents(save))))
         except Exception as error:
-            return _Report(failure=f"rank {self._ranks.rank}: {_reason(error)}")
+            return _Result(failure=f"rank {self._ranks.rank}: {_reason(error)}")
         finally:
             self._ranks.activity.writing = False
 
     def _moving(self, contents: Iterator[memoryview]) -> Iterator[memoryview]:
-        """Have it known that a long write goes on."""
+        """Yield `contents`, and report progress to the watchdog during a long write."""
         for content in contents:
             self._ranks.activity.moving()
             yield content
 
-    def _finish(self, save: _Save, reports: list[_Report]) -> None:
-        """Write the manifest over all parts and give the checkpoint its name."""
+    def _finish(self, save: _Save, results: list[_Result]) -> None:
+        """Write the manifest of all shard files, and rename the checkpoint's folder."""
         partial = self._partial(save)
-        failures = [report.failure for report in reports if report.failure]
+        failures = [result.failure for result in results if result.failure]
         if failures:
             raise RunFailedError(failures[0])
-        parts = [report.part for report in reports if report.part is not None]
-        for part in parts:
-            if not (partial / part.name).exists():
-                raise RunFailedError(f"rank 0 does not see {part.name}; all ranks must share {self._folder}")
-        files, tensors = merge_shard_files(parts)
+        shard_files = [result.shard_file for result in results if result.shard_file is not None]
+        for shard_file in shard_files:
+            if not (partial / shard_file.name).exists():
+                raise RunFailedError(f"rank 0 does not see {shard_file.name}; all ranks must share {self._folder}")
+        files, tensors = merge_shard_files(shard_files)
         manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
         self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
@@ -256,7 +255,7 @@ class Checkpointer:
     def _partial(self, save: _Save) -> Path:
         return self._folder / f"{step_name(save.step)}.partial"
 
-    def _sentence(self, save: _Save, reason: str) -> str:
+    def _failure_text(self, save: _Save, reason: str) -> str:
         kept = step_folders(self._folder)
         stays = f"the one of step {step_of(kept[-1])} stays" if kept else "there is no earlier one"
         return f"the checkpoint of step {save.step} was not saved: {reason}; {stays}"
@@ -277,10 +276,10 @@ def _contents(save: _Save) -> Iterator[memoryview]:
     """Yield the bytes of each of `_ranges`."""
     host = iter(save.host)
     for shard in save.shards:
-        pieces = shard.unit.tensor_ranges(shard.start, shard.end)
+        ranges = shard.unit.tensor_ranges(shard.start, shard.end)
         for _ in shard.states:
             values, offset = next(host), 0
-            for _, first, last in pieces:
+            for _, first, last in ranges:
                 yield bytes_of(values[offset : offset + last - first])
                 offset += last - first
 

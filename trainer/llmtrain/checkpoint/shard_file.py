@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: its ranges in one safetensors file, and the manifest's word on them."""
+"""One rank's shard of a checkpoint: its ranges in one safetensors file, and their entries for the manifest."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class Range:
     end: int
 
     def file_tensor(self) -> FileTensor:
-        """Return it as the file holds it: in its own shape if whole, else flat and named by its range."""
+        """Return the range's entry in the file: a full tensor in its own shape, else flat and named by its range."""
         if self.end - self.start == prod(self.shape):
             return FileTensor(f"{self.tensor}.{self.state}", "F32", self.shape)
         name = f"{self.tensor}.{self.state}[{self.start}:{self.end}]"
@@ -30,21 +30,21 @@ class Range:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a checkpoint. pieces: what it holds of each range, in the order of the file."""
+    """One file of a checkpoint. stored: the place of each of `ranges`, in the order of the file."""
 
     name: str
     entry: FileEntry
     ranges: list[Range]
-    pieces: list[StoredRange]
+    stored: list[StoredRange]
 
 
 def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[memoryview]) -> ShardFile:
     """Write `ranges` into a new file at `path`, and make it durable.
 
-    contents: the bytes of each range in turn; they are hashed on their way. Raises OSError.
+    contents: yields the bytes of each range. Hashes the bytes while it writes them. Raises OSError.
     """
     header = safetensors_header([r.file_tensor() for r in ranges], {"format": "pt"})
-    offset, pieces = len(header), []
+    offset, stored = len(header), []
     with DurableFile(path) as file:
         file.write(header)
         for held, content in zip(ranges, contents, strict=True):
@@ -53,21 +53,21 @@ def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[mem
                 block = content[start : start + BLOCK]
                 digests.append(digest(block))
                 file.write(block)
-            pieces.append(StoredRange(held.start, held.end, path.name, offset, digests))
+            stored.append(StoredRange(held.start, held.end, path.name, offset, digests))
             offset += len(content)
-    return ShardFile(path.name, FileEntry(offset, len(header), digest(header)), list(ranges), pieces)
+    return ShardFile(path.name, FileEntry(offset, len(header), digest(header)), list(ranges), stored)
 
 
-def merge_shard_files(parts: Iterable[ShardFile]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Return the manifest's `files` and `tensors` of a checkpoint made of `parts`."""
+def merge_shard_files(shard_files: Iterable[ShardFile]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Return the manifest's `files` and `tensors` for a checkpoint with these shard files."""
     files: dict[str, FileEntry] = {}
     found: dict[str, dict[str, list[StoredRange]]] = defaultdict(lambda: defaultdict(list))
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in parts:
-        files[part.name] = part.entry
-        for held, piece in zip(part.ranges, part.pieces, strict=True):
+    for shard_file in shard_files:
+        files[shard_file.name] = shard_file.entry
+        for held, stored in zip(shard_file.ranges, shard_file.stored, strict=True):
             shapes[held.tensor] = held.shape
-            found[held.tensor][held.state].append(piece)
+            found[held.tensor][held.state].append(stored)
     tensors = {
         name: TensorEntry(list(shapes[name]), {state: sorted(p, key=lambda x: x.start) for state, p in states.items()})
         for name, states in found.items()

@@ -1,4 +1,4 @@
-"""What a checkpoint moves: ranges of flat units and the states that belong to them."""
+"""The states in memory that a checkpoint saves and loads: ranges of flat units."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Verifying a whole checkpoint, byte by byte."""
+"""Verify every byte of a checkpoint."""
 
 from pathlib import Path
 
@@ -10,10 +10,9 @@ from llmtrain.checkpoint.read import CheckpointReader
 
 
 def verify(folder: Path) -> list[str]:
-    """Return what is wrong with the checkpoint in `folder`, one sentence per file or tensor; none if it is
-    sound.
+    """Return the problems of the checkpoint in `folder`, one sentence per file or block; empty if it is sound.
 
-    Reads every byte, and names files that are missing, too long, too short or too many.
+    Reads every byte, and also finds files that are missing, too long, too short or not part of the checkpoint.
     """
     try:
         reader = CheckpointReader(folder)
@@ -31,24 +30,24 @@ def verify(folder: Path) -> list[str]:
                 problems.append(str(error))
                 unreadable.add(name)
         found = [
-            (f"{name} ({state})", piece)
+            (f"{name} ({state})", stored)
             for name, tensor in reader.manifest.tensors.items()
-            for state, pieces in tensor.states.items()
-            for piece in pieces
-            if piece.file not in unreadable
+            for state, ranges in tensor.states.items()
+            for stored in ranges
+            if stored.file not in unreadable
         ]
-        with progress(f"verify {folder.name}", sum(piece.nbytes for _, piece in found), "bytes") as report:
-            for what, piece in found:
-                problems += _problems(reader, what, piece, report)
+        with progress(f"verify {folder.name}", sum(stored.nbytes for _, stored in found), "bytes") as report:
+            for name, stored in found:
+                problems += _problems(reader, name, stored, report)
     return problems
 
 
-def _problems(reader: CheckpointReader, what: str, piece: StoredRange, report: Report) -> list[str]:
+def _problems(reader: CheckpointReader, name: str, stored: StoredRange, report: Report) -> list[str]:
     problems = []
-    for index in range(len(piece.xxh3)):
-        report(min(reader.manifest.block, piece.nbytes - index * reader.manifest.block))
+    for index in range(len(stored.xxh3)):
+        report(min(reader.manifest.block, stored.nbytes - index * reader.manifest.block))
         try:
-            reader.block(what, piece, index)
+            reader.block(name, stored, index)
         except DamagedError as error:
             problems.append(str(error))
     return problems

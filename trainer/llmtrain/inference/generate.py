@@ -1,4 +1,4 @@
-"""Sampling text from a model."""
+"""Sample tokens from a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from llmtrain.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. temperature: 0 takes the likeliest. top_k: among how many of the likeliest (0: all).
-    top_p: among the fewest whose probabilities sum up to it (1: all)."""
+    """How to draw the next token. temperature: 0 takes the most likely token. top_k: draw from this many of the most
+    likely (0: all). top_p: draw from the fewest whose probabilities sum up to it (1: all; nucleus sampling, Holtzman et
+    al. 2020)."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -22,7 +23,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop_at: int | None) -> Iterator[int]:
-    """Yield up to `count` tokens that go on from `prompt` (at least one token), ending before the token `stop_at`.
+    """Yield up to `count` tokens after `prompt` (at least one token), and end before the token `stop_at`.
 
     The model sees the last `positions` tokens.
     """
@@ -49,7 +50,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
     probabilities = ordered.softmax(-1)
-    # A token stays while those before it have not reached top_p, so the likeliest always does.
+    # Keep a token if the more likely ones have not reached top_p, so that the most likely one is always kept.
     kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
     chosen = torch.multinomial(probabilities * kept, 1, generator=generator)
     return int(order[chosen])

@@ -1,4 +1,4 @@
-"""Trained models for looking at: evaluated and sampled from outside their run."""
+"""Load a trained model from a checkpoint, evaluate it, and sample from it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +34,9 @@ from llmtrain.training.evaluate import mean_loss
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model as a checkpoint holds it, on this machine's device, in fp32.
+    """A checkpoint's model on this machine's device, in fp32.
 
-    folder: the checkpoint's. recipe: None if it was imported.
+    folder: the checkpoint's. recipe, tokenizer: None if the checkpoint has none; an imported one has no recipe.
     """
 
     folder: Path
@@ -48,10 +48,10 @@ class TrainedModel:
 
 
 def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
-    """Load a checkpoint, or a run's newest sound one; `warn` is told of those that are not, and `waiting` shows how far
-    it is, and what is done with the model later.
+    """Load a checkpoint, or a run's newest sound one.
 
-    Raises BadInputError when there is none.
+    warn: called with a sentence for each damaged checkpoint, which is skipped. waiting: shows the progress of the load
+    and of later work with the model. Raises BadInputError if there is no sound checkpoint.
     """
     for folder in find_checkpoints(source):
         try:
@@ -82,9 +82,9 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
 def evaluate_on(
     trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int
 ) -> dict[str, float | int | str]:
-    """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split.
+    """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split, with facts about them.
 
-    prefix: another prepared set than the recipe's.
+    prefix: a prepared set in place of the recipe's. Raises BadInputError.
     """
     if split not in SPLITS:
         raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
@@ -113,7 +113,7 @@ def evaluate_on(
 
 
 def _folders_of(trained: TrainedModel) -> list[Path]:
-    """Return the folders that the paths of a run may have been relative to."""
+    """Return the folders that a run's relative paths may refer to."""
     run = trained.folder.parent.parent
     started = read_run_file(run).get("cwd")
     return [*([Path(started)] if started else []), *run.parents]
@@ -130,7 +130,7 @@ def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
 def complete(
     trained: TrainedModel, prompt: str, count: int, sampling: Sampling, tokenizer_folder: Path | None
 ) -> Iterator[str]:
-    """Yield the prompt and then, piece by piece, the text that the model goes on with."""
+    """Yield the prompt, and then the text that the model generates, in chunks. Raises BadInputError."""
     folder = tokenizer_folder or trained.tokenizer
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
@@ -148,7 +148,7 @@ def complete(
     for token in generate(trained.model, start, count, sampling, tokenizer.eos_token_id):
         tokens.append(token)
         text = str(tokenizer.decode(tokens))
-        # A character may take several tokens; a piece waits until it is whole.
+        # A character may take several tokens; yield it when it is complete.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text

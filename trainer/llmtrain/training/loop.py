@@ -256,8 +256,8 @@ def finish_checkpoint(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
     run.ranks.activity.begin("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
-    if remark := run.checkpoints.remark():
-        run.log.warn(remark)
+    if warning := run.checkpoints.warning():
+        run.log.warn(warning)
     if failure:
         raise RunFailedError(failure)
 

@@ -177,7 +177,7 @@ def save(run: Run) -> None:
     progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
     about = {"recipe": dict(run.plan.record), "model": asdict(run.plan.model)}
     failure = run.checkpoints.save(run.progress.step, shards, progress, about)
-    for sentence in filter(None, (failure, run.checkpoints.remark())):
+    for sentence in filter(None, (failure, run.checkpoints.warning())):
         run.log.warn(sentence)
 
 

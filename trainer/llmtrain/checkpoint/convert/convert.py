@@ -1,4 +1,4 @@
-"""Converting between checkpoints and Hugging Face folders, whichever way round the source asks for."""
+"""Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ SHARD = "5GB"
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made. kind: of the folder. source: the checkpoint or Hugging Face folder that it was made of."""
+    """The result. kind: of `folder`. source: the checkpoint or Hugging Face folder that was converted."""
 
     kind: Literal["checkpoint", "hugging face"]
     folder: str
@@ -25,10 +25,10 @@ class Converted:
 
 
 def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokenizer: Path | None) -> Converted:
-    """Convert, and return what was made.
+    """Convert `source` into the folder `target`; the kind of `source` decides the direction.
 
-    source: a Hugging Face folder, or the folder of a run (its newest checkpoint) or of a checkpoint. dtype,
-    max_shard_size (such as 5GB), tokenizer: of an exported model. Raises BadInputError and RunFailedError.
+    source: a Hugging Face folder, a run's folder (for its newest checkpoint), or a checkpoint. dtype, max_shard_size
+    (such as 5GB), tokenizer: of an exported model. Raises BadInputError and RunFailedError.
     """
     shard_bytes = _bytes(max_shard_size)
     if (source / CONFIG).is_file():
@@ -40,8 +40,8 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
         for option, (value, default) in given.items():
             if value != default:
                 raise BadInputError(
-                    f"{option} is {value}, but {source} is a Hugging Face folder, which is imported in fp32, whole and "
-                    "with its own tokenizer; leave it out"
+                    f"{option} is {value}, but {source} is a Hugging Face folder, and imports use fp32, one file and "
+                    "the folder's own tokenizer; leave it out"
                 )
         import_hf(source, target)
         sentence = f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
@@ -50,7 +50,7 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
     if not checkpoints:
         raise BadInputError(f"{source} holds neither a checkpoint nor a Hugging Face model ({CONFIG})")
     if tokenizer is not None and not tokenizer.is_dir():
-        raise BadInputError(f"--tokenizer is {tokenizer}, which is no folder; expected one of a Hugging Face tokenizer")
+        raise BadInputError(f"--tokenizer is {tokenizer}, which is no folder; expected a Hugging Face tokenizer's")
     export_hf(checkpoints[0], target, dtype, shard_bytes, tokenizer)
     sentence = f"{target} holds {checkpoints[0].name} as a Hugging Face model in {dtype}"
     return Converted("hugging face", str(target), str(checkpoints[0]), sentence)

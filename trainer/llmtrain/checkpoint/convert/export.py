@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, tensor by tensor."""
+"""Export a checkpoint to a Hugging Face folder, tensor by tensor."""
 
 import json
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ DTYPES = {
 def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, tokenizer: Path | None) -> None:
     """Write the fp32 masters of a checkpoint as the Hugging Face folder `target`.
 
-    dtype: fp32, bf16 or fp16. shard_bytes: largest size of a file, unless one tensor is larger. tokenizer:
-    folder to copy the tokenizer from; None takes the run's. Raises BadInputError, and RunFailedError if the
-    checkpoint is damaged or the target cannot be written.
+    dtype: fp32, bf16 or fp16. shard_bytes: largest size of a file, unless one tensor is larger. tokenizer: folder to
+    copy the tokenizer from; None: the run's. Raises BadInputError, and RunFailedError if the checkpoint is damaged or
+    the target cannot be written.
     """
     if dtype not in DTYPES:
         raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -50,7 +50,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
                 _write_weights(reader, hf_layout(config), folder, dtype, shard_bytes)
                 _write_json(folder / CONFIG, contents)
                 _write_json(folder / GENERATION, {"_from_model_config": True, **special})
-                # After it, because a tokenizer's folder may bring a generation_config.json of its own.
+                # Copy the tokenizer last: its own generation_config.json, if any, replaces ours.
                 if tokenizer is not None:
                     copy_tokenizer(tokenizer, folder)
     except DamagedError as error:
@@ -64,8 +64,8 @@ def _write_weights(
     shards = _shards(layout, ITEM_BYTES[name], shard_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
-    whole = sum(tensor.numel for tensor in layout) * ITEM_BYTES[name]
-    with progress("export", whole, "bytes") as report:
+    total = sum(tensor.numel for tensor in layout) * ITEM_BYTES[name]
+    with progress("export", total, "bytes") as report:
         for file, shard in zip(files, shards, strict=True):
             with DurableFile(folder / file) as out:
                 tensors = [FileTensor(tensor.name, name, tensor.shape) for tensor in shard]
@@ -75,7 +75,7 @@ def _write_weights(
                     report(tensor.numel * ITEM_BYTES[name])
     if len(shards) > 1:
         placed = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": whole}, "weight_map": placed})
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
 
 def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[list[HFTensor]]:
@@ -91,7 +91,7 @@ def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[lis
 
 
 def _converted(reader: CheckpointReader, tensor: HFTensor, dtype: str) -> torch.Tensor:
-    joined = tensor.join([reader.whole(part.name, "master") for part in tensor.parts])
+    joined = tensor.join([reader.full_tensor(part.name, "master") for part in tensor.parts])
     result = joined.to(DTYPES[dtype][1])
     if dtype == "fp16" and bool((result.isinf() & joined.isfinite()).any()):
         raise BadInputError(f"--dtype is fp16, which cannot hold the values of {tensor.name}; use bf16")

@@ -1,4 +1,4 @@
-"""Which canonical tensors make up each tensor of a Hugging Face model, and how."""
+"""Map the tensors of a Hugging Face model to canonical tensors: names, and how to join and split them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, model_units
 
-# Name within a layer, the canonical tensors stacked in it, and their form; {n} runs over q, k, v.
+# A tensor's name within a layer, the canonical tensors stacked in it, and the form; {n} stands for q, k and v.
 _Row = tuple[str, str, Literal["same", "transposed", "interleaved"]]
 _ROWS: dict[str, tuple[_Row, ...]] = {
     "gpt2": (
@@ -53,7 +53,7 @@ _ROWS: dict[str, tuple[_Row, ...]] = {
         ("mlp.dense_4h_to_h.bias", "mlp.down.bias", "same"),
     ),
 }
-# Outside the layers: canonical name to name.
+# Tensors outside the layers: canonical name to Hugging Face name.
 _ENDS = {
     "gpt2": {
         "embedding.tokens": "transformer.wte.weight",
@@ -83,10 +83,9 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face model: canonical tensors stacked along dim 0, then brought into a form.
+    """One tensor of a Hugging Face model: canonical tensors stacked along dim 0, then changed into a form.
 
-    transposed: the stack's transpose. interleaved: heads first, `[heads, 3, head_dim, ...]`, as NeoX fuses Q,
-    K, V.
+    form: `same`; `transposed`; or `interleaved`, heads first, `[heads, 3, head_dim, ...]`, as NeoX fuses Q, K and V.
     """
 
     name: str
@@ -106,7 +105,7 @@ class HFTensor:
         return prod(self.shape)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the Hugging Face tensor, contiguous, from the canonical ones."""
+        """Return the Hugging Face tensor of shape `shape`, contiguous, from the canonical tensors."""
         stacked = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if self.form == "transposed":
             stacked = stacked.T
@@ -115,7 +114,7 @@ class HFTensor:
         return stacked.contiguous()
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the canonical tensors, contiguous, from the Hugging Face one."""
+        """Return the canonical tensors, contiguous, from the Hugging Face tensor of shape `shape`."""
         if self.form == "transposed":
             tensor = tensor.T
         elif self.form == "interleaved":
@@ -124,12 +123,12 @@ class HFTensor:
 
     @staticmethod
     def _heads(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-        """Swap the two dims that dim 0 is made of, `outer` and `inner`."""
+        """Split dim 0 into `[outer, inner, rest]`, swap outer and inner, and flatten them again."""
         return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def hf_layout(config: GPTConfig) -> list[HFTensor]:
-    """Return the tensors of the Hugging Face model of the same shape, in the order of the forward pass."""
+    """Return the tensors of the Hugging Face model for `config`, in the order of the forward pass."""
     specs = {tensor.name: tensor for unit in model_units(config) for tensor in unit.tensors}
     ends = [
         HFTensor(name, (specs[canonical],), "same", config.heads)

@@ -1,4 +1,4 @@
-"""Reading the weights of a Hugging Face folder, one tensor at a time."""
+"""Read the weights of a Hugging Face folder, one tensor at a time."""
 
 import re
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.yaml.shown import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# The name of the base model inside the one with a head; files saved from the base model lack it.
+# A model with a head has its base model under this name; files that were saved from the base model lack the prefix.
 _BASE = re.compile(r"^(transformer|model|gpt_neox)\.")
-# Masks and frequencies that older versions saved though they follow from the shape.
+# Older versions saved these masks and frequencies, which follow from the config.
 _DERIVED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# Bytes of a file's header, which the library reads as a whole: room for a hundred thousand tensors.
+# Most bytes of a file's header, enough for a hundred thousand tensors: the library reads all of it into memory.
 _LARGEST_HEADER = 16 << 20
 
 
 def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, fp32 tensor of its canonical shape) of the Hugging Face model in `folder`.
 
-    Every canonical tensor once; no more than one tensor of the files is in memory at a time. config: what
-    `read_hf_config` says of the folder. Raises BadInputError if a tensor is missing, of another shape or not
-    known to our model.
+    Yields every canonical tensor once, and holds at most one tensor of the files in memory. config: from
+    `read_hf_config` of the folder. Raises BadInputError if a tensor is missing, has another shape or is not part of
+    our model.
     """
     places = _places(folder)
     layout = hf_layout(config)
@@ -39,9 +39,9 @@ def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     known = {name for name in places if _DERIVED.search(name)} | set(found.values())
     if config.tie_embeddings:
         known |= set(_HEADS)
-    if strangers := sorted(places.keys() - known):
+    if unknown := sorted(places.keys() - known):
         raise BadInputError(
-            f"{folder} holds {strangers[0]}, which our {config.family} model does not have; convert only plain "
+            f"{folder} holds {unknown[0]}, which our {config.family} model does not have; convert only plain "
             f"{config.family} models"
         )
     for tensor in layout:
@@ -51,7 +51,7 @@ def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by the tensor's name."""
+    """Return the file of each tensor, by tensor name."""
     places = {}
     for path in _files(folder):
         with _opened(path) as file:
@@ -94,7 +94,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _find(name: str, places: dict[str, Path], folder: Path) -> str:
-    """Return the name under which the folder has the tensor."""
+    """Return the tensor's name in the folder. Raises BadInputError if the folder lacks the tensor."""
     candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
     for candidate in candidates:
         if candidate in places:
@@ -103,7 +103,7 @@ def _find(name: str, places: dict[str, Path], folder: Path) -> str:
 
 
 def _get(path: Path, name: str, expected: HFTensor) -> Tensor:
-    # Opened anew for each tensor: a file that stays mapped would be in memory as a whole in the end.
+    # Open the file for each tensor: the pages of a file that stays mapped would all be in memory in the end.
     with _opened(path) as file:
         values: Tensor = file.get_tensor(name)
     if tuple(values.shape) != expected.shape:

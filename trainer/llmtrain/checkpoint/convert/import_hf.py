@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint of step 0, tensor by tensor."""
+"""Import a Hugging Face folder as a checkpoint of step 0, tensor by tensor."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,9 +20,9 @@ from llmtrain.model.hf_config import read_hf_config
 def import_hf(source: Path, target: Path) -> None:
     """Make `target` a run's folder with the weights of `source` as its checkpoint of step 0.
 
-    The checkpoint holds the state `master` alone, no recipe, and a progress of nothing but step 0: a run that
-    starts from it begins with fresh optimizer states. The tokenizer lies in `target/tokenizer`. Raises
-    BadInputError if the model is not one of ours, RunFailedError if the target cannot be written.
+    The checkpoint holds only the state `master`, no recipe, and the progress `step: 0`: a run that starts from it has
+    new optimizer states. Copies the tokenizer to `target/tokenizer`. Raises BadInputError if the model is of an unknown
+    kind, RunFailedError if the target cannot be written.
     """
     config = read_hf_config(source)
     specs = [part for tensor in hf_layout(config) for part in tensor.parts]
@@ -38,8 +38,8 @@ def import_hf(source: Path, target: Path) -> None:
     with new_folder(target) as folder:
         partial = folder / "checkpoints" / f"{step_name(0)}.partial"
         partial.mkdir(parents=True)
-        part = write_shard_file(partial / "rank-00000.safetensors", ranges, contents())
-        files, entries = merge_shard_files([part])
+        shard_file = write_shard_file(partial / "rank-00000.safetensors", ranges, contents())
+        files, entries = merge_shard_files([shard_file])
         manifest = Manifest(0, files, entries, {"step": 0}, {}, asdict(config))
         commit(partial, partial.with_suffix(""), manifest)
         copy_tokenizer(source, folder / "tokenizer")

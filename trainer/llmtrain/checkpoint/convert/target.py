@@ -1,4 +1,4 @@
-"""The folder a conversion makes: written aside, and there only when it is complete."""
+"""The target folder of a conversion, which appears only when it is complete."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes `target` at the end and vanishes after an error.
+    """Yield a temporary folder to write into, which is renamed to `target` at the end, or deleted after an error.
 
     Raises BadInputError if `target` exists already, RunFailedError if it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder that are not weights."""
+"""Copy and read a tokenizer's files in a Hugging Face folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _FILES = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files that `source` has; return whether there were any."""
+    """Copy the tokenizer's files from `source`; return whether it has any."""
     present = [source / name for name in _FILES if (source / name).is_file()]
     if present:
         target.mkdir(parents=True, exist_ok=True)
@@ -46,9 +46,9 @@ def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
-    """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None where it has none.
+    """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None for a token that it lacks.
 
-    Raises BadInputError if its files are not those of a tokenizer.
+    Raises BadInputError if the files are not a tokenizer's.
     """
     try:
         settings = {} if folder is None else tokenizer_settings(folder, "tokenizer_config.json")
