@@ -1,4 +1,4 @@
-"""How a blend of prepared sets will be sampled, before a run finds out."""
+"""Plans a blend: how many tokens and epochs of each prepared data set a run will train on."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.output import json_text
 
 COLUMNS = ("source", "share", "documents", "tokens", "drawn", "epochs")
-MOST_TOKENS = 1e18
-"""In the unit that they are given in."""
+MAX_TOKENS = 1e18
+"""Limit of the number before the suffix K, M, B or T."""
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source. share: of the samples. available: tokens of its training split; drawn: taken from it."""
+    """One source. share: fraction of the samples. available: tokens of its training split. drawn: tokens trained on."""
 
     prefix: str
     share: float
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """A blend over a training of `tokens` tokens, and the recipe's section for it."""
+    """A blend for a run of `tokens` tokens. yaml: the recipe's `data` section."""
 
     tokens: int
     parts: list[Part]
@@ -41,7 +41,7 @@ class BlendPlan:
         return json_text(asdict(self))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a row for each source, under COLUMNS."""
+        """Return one row per source; COLUMNS has the headings."""
         return [
             (
                 part.prefix,
@@ -55,16 +55,16 @@ class BlendPlan:
         ]
 
     def advice(self) -> str | None:
-        """Return a sentence on sources that are repeated too often."""
+        """Return a sentence about sources with too many epochs, None if there are none."""
         repeated = [part.prefix for part in self.parts if part.epochs > 4]
-        return f"repeated more than 4 times, which teaches little: {', '.join(repeated)}" if repeated else None
+        return f"more than 4 epochs, of which later ones help little: {', '.join(repeated)}" if repeated else None
 
 
 def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split: str) -> BlendPlan:
-    """Plan a blend given as `[weight] prefix ...`; without weights sources count by their tokens.
+    """Plan a blend given as `[weight] prefix ...`. Without weights, each source counts by its tokens.
 
-    tokens: length of the training, such as `10B`; None: until every source was gone through once, on average.
-    split: shares of training, validation and test, such as `98,1,1`. Raises DataError for what cannot be.
+    tokens: length of the run, such as `10B`; None: the sum of all sources' tokens. split: shares of training,
+    validation and test, such as `98,1,1`. Raises DataError for an invalid argument or data set.
     """
     shares = _split(split)
     config = _config(words, sequence_length, shares)
@@ -113,7 +113,7 @@ def _split(text: str) -> tuple[float, float, float]:
 
 def _amount(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
-    if match is None or not 0 < float(match[1]) < MOST_TOKENS:
+    if match is None or not 0 < float(match[1]) < MAX_TOKENS:
         raise DataError(f"--tokens is {text!r}; expected a positive number of tokens, such as 300M or 10B")
     return round(float(match[1]) * UNITS[match[2].upper()])
 
@@ -126,8 +126,8 @@ def _number(word: str) -> float | None:
 
 
 def _plain(value: str | float) -> str:
-    """Return a value as YAML that is read back as it was."""
+    """Return a value as YAML that reads back as the same value."""
     if isinstance(value, float):
         return repr(int(value)) if value.is_integer() else repr(value)
-    # No word of YAML, such as true or 0x10, has a slash.
+    # A plain string with a slash is never a YAML keyword or number, such as true or 0x10.
     return value if re.fullmatch(r"[\w./~-]*/[\w./~-]*", value) else json.dumps(value, ensure_ascii=False)

@@ -1,8 +1,8 @@
-"""`PREFIX.checksums`: what lets damage to a prepared set be noticed. Megatron's two files stay as they are.
+"""`PREFIX.checksums`: checksums that detect damage to a prepared set. Megatron's two files stay unchanged.
 
-Layout, little-endian u64 numbers: the magic number, whose last byte is the version; bytes of the `.bin`; bytes of the
-`.idx`; digest of the `.idx`; digest of all that follows the header and then of the header up to here; and after the
-header one digest for each block of BLOCK bytes of the `.bin`, of which the last may be shorter. Digests are XXH3-64.
+Layout, little-endian u64 numbers. Header: the magic number, whose last byte is the version; bytes of the `.bin`; bytes
+of the `.idx`; digest of the `.idx`; digest of the block digests followed by the header up to here. After the header:
+one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Digests are XXH3-64.
 """
 
 import os
@@ -19,16 +19,16 @@ from llmtrain_data.files import File
 MAGIC = b"LLTSUMS\x01"
 HEADER = struct.Struct("<8sQQQQ")
 SEALED = HEADER.size - 8
-"""Bytes of the header that its own digest covers."""
+"""Bytes of the header that the header's digest covers."""
 
 BLOCK = 1 << 16
-"""Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks: of this size a disk reads
-them anyway, as the kernel reads that much ahead, and hashing one takes some microseconds."""
+"""Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks. This costs little: the
+kernel reads ahead by as much anyway, and hashing one block takes some microseconds."""
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a set was when it was prepared. blocks: uint64 digest of each block. digest: of all the rest."""
+    """The checksums of a set. blocks: uint64 digest of each `.bin` block. digest: digest of this file's content."""
 
     path: Path
     bin_bytes: int
@@ -39,7 +39,7 @@ class Checksums:
 
 
 def checksums_path(prefix: str | Path) -> Path:
-    """Return the path of the checksums of a prepared data set."""
+    """Return the path of a prepared set's checksums."""
     return Path(f"{prefix}.checksums")
 
 
@@ -49,23 +49,23 @@ def block_count(size: int) -> int:
 
 
 def read_checksums(prefix: str | Path) -> Checksums | None:
-    """Return a set's checksums, None where it has none.
+    """Return a set's checksums, None if it has none.
 
-    The file may come from a stranger: it is mapped, and nothing is allocated by its word. Raises DataError when it is
-    no file of checksums, cut short or damaged.
+    The file may be untrusted, so this maps it, and allocates nothing by the sizes in it. Raises DataError if it is no
+    checksums file, truncated or damaged.
     """
     path = checksums_path(prefix)
     if not os.path.lexists(path):
         return None
     content = File(path).content
     if len(content) < HEADER.size or content[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} holds no checksums; {_advice(prefix)}")
+        raise DataError(f"{path} is not a checksums file; {_advice(prefix)}")
     _, bin_bytes, idx_bytes, idx, own = HEADER.unpack(content[: HEADER.size])
     expected = HEADER.size + 8 * block_count(bin_bytes)
     if len(content) != expected:
         raise DataError(
             f"{path} has {len(content)} bytes, but the checksums of {bin_bytes} bytes take {expected}; it is damaged "
-            f"or cut short, so {_advice(prefix)}"
+            f"or truncated, so {_advice(prefix)}"
         )
     sealed = xxhash.xxh3_64(content[HEADER.size :])
     sealed.update(content[:SEALED])
@@ -75,31 +75,31 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
 
 
 def _advice(prefix: str | Path) -> str:
-    return f"prepare the data again, or write it anew with `llmtrain data checksum {prefix} --overwrite`"
+    return f"prepare the data again, or rewrite it with `llmtrain data checksum {prefix} --overwrite`"
 
 
 class ChecksumsWriter:
-    """Writes checksums while the `.bin` is written, a block at a time."""
+    """Writes the checksums, block by block, from the bytes of a `.bin`."""
 
     def __init__(self, path: Path) -> None:
-        """Begin the file at `path`, which stays incomplete until `finish`."""
+        """Create the file at `path`. It is incomplete until `finish`."""
         self._file = open(path, "wb")  # noqa: SIM115
         self._file.write(bytes(HEADER.size))
         self._bytes = 0
         self._block, self._sealed = xxhash.xxh3_64(), xxhash.xxh3_64()
 
     def add(self, content: memoryview) -> None:
-        """Append bytes of the `.bin`."""
+        """Take the next bytes of the `.bin`."""
         while len(content):
-            piece = content[: BLOCK - self._bytes % BLOCK]
-            self._block.update(piece)
-            self._bytes += len(piece)
-            content = content[len(piece) :]
+            head = content[: BLOCK - self._bytes % BLOCK]
+            self._block.update(head)
+            self._bytes += len(head)
+            content = content[len(head) :]
             if self._bytes % BLOCK == 0:
                 self._end_block()
 
     def finish(self, index: Path) -> None:
-        """Complete the file and make it durable. index: the `.idx`, complete."""
+        """Complete the file and fsync it. index: the complete `.idx`."""
         if self._bytes % BLOCK:
             self._end_block()
         mapped = File(index).content
@@ -123,21 +123,21 @@ class ChecksumsWriter:
 
 
 class BlockVerifier:
-    """Compares the blocks of a `.bin` to their checksums as they are first read, and anew once it was changed."""
+    """Compares each block of a `.bin` to its checksum at the first read, and again after the file changed."""
 
     def __init__(self, file: File, checksums: Checksums) -> None:
-        """Verify `file`, which must be of the size that `checksums` are of."""
+        """Verify `file`. Its size must be `checksums.bin_bytes`."""
         self._file, self._checksums = file, checksums
         self._seen = bytearray(len(checksums.blocks))
         self._changed = file.changed()
 
     def notice_changes(self) -> None:
-        """Have all blocks be verified again where the file was written to since the last call."""
+        """Verify all blocks again if the file was written to since the last call."""
         if (changed := self._file.changed()) != self._changed:
             self._changed, self._seen = changed, bytearray(len(self._seen))
 
     def verify(self, start: int, end: int) -> None:
-        """Verify the blocks that hold the bytes `[start, end)`. Raises DataError naming the first that is damaged."""
+        """Verify the blocks that hold the bytes `[start, end)`. Raises DataError that names the first damaged block."""
         for block in range(start // BLOCK, block_count(end)):
             if not self._seen[block]:
                 self._verify(block)
@@ -152,6 +152,6 @@ class BlockVerifier:
             first, last = block * BLOCK, min((block + 1) * BLOCK, len(self._file.content))
             raise DataError(
                 f"{self._file.path} does not match its checksums in bytes {first} to {last}; it was damaged or changed "
-                "after it was prepared, so prepare the data again or restore the file from a copy"
+                "after preparation, so prepare the data again or restore the file from a backup"
             )
         self._seen[block] = 1

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain_data.bounds import MOST_WEIGHT, SequenceLength, Weight
+from llmtrain_data.bounds import MAX_WEIGHT, SequenceLength, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on.
+    """The training data.
 
     path: prefix of a prepared `.bin/.idx` pair, or a blend `[weight, prefix, weight, prefix, ...]`.
-    tokenizer: folder of a Hugging Face tokenizer; it gives `model.vocab: auto` its size.
+    tokenizer: folder of a Hugging Face tokenizer; `model.vocab: auto` takes its size.
     sequence_length: tokens per sample.
     split: shares of the documents for training, validation and test.
-    accept_changed: resume on other data than the checkpoint was trained on; otherwise that is refused.
+    accept_changed: allow resuming on other data than the checkpoint was trained on.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -26,10 +26,9 @@ class DataConfig:
     accept_changed: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 <= min(self.split) <= max(self.split) <= MOST_WEIGHT and self.split[0] > 0):
+        if not (0 <= min(self.split) <= max(self.split) <= MAX_WEIGHT and self.split[0] > 0):
             raise ValueError(
-                f"split is {list(self.split)}; shares must not be negative, nor above {MOST_WEIGHT:,}, and training "
-                "needs one"
+                f"split is {list(self.split)}; expected shares from 0 to {MAX_WEIGHT:,}, and a training share above 0"
             )
         self.blend()
 
@@ -41,14 +40,14 @@ class DataConfig:
         well_formed = (
             len(self.path) >= 2
             and len(weights) == len(prefixes)
-            and all(isinstance(w, int | float) and 0 < w <= MOST_WEIGHT for w in weights)
+            and all(isinstance(w, int | float) and 0 < w <= MAX_WEIGHT for w in weights)
             and all(isinstance(p, str) for p in prefixes)
         )
         if not well_formed:
             shown = str(self.path) if len(str(self.path)) <= 100 else f"a list of {len(self.path)}"
             raise ValueError(
-                f"path is {shown}; a blend is written [weight, prefix, weight, prefix, ...] with positive weights up "
-                f"to {MOST_WEIGHT:,}"
+                f"path is {shown}; expected a blend [weight, prefix, weight, prefix, ...] with positive weights up to "
+                f"{MAX_WEIGHT:,}"
             )
         total = sum(float(w) for w in weights)
         return [(float(w) / total, str(p)) for w, p in zip(weights, prefixes, strict=True)]

@@ -1,4 +1,4 @@
-"""Corpora: what a user points at, found out and read as a stream of chunks of documents in flat memory."""
+"""Corpora: the inputs of data preparation, read as a stream of chunks in constant memory."""
 
 import hashlib
 import sysconfig
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from llmtrain_data.readers import Chunk
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders left out of `stdlib`: other people's packages, and tests, which are half of it and much alike."""
+"""Folders that `stdlib` skips: third-party packages, and tests, which are half of the library and repetitive."""
 
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Files, in the order they are read. total: their bytes on disk; `Chunk.done` counts in the same unit. left_out:
-    files that are not read, as far as they have been looked at."""
+    """Files, in reading order. unit: what `total` and `Chunk.done` count. left_out: skipped files; complete only after
+    all chunks were read."""
 
     files: list[Path]
     options: CorpusOptions
@@ -33,11 +33,11 @@ class FileCorpus:
 
     @property
     def total(self) -> int | None:
-        """Bytes of all files."""
+        """Bytes of all files on disk."""
         return sum(path.stat().st_size for path in self.files)
 
     def chunks(self) -> "Iterator[Chunk]":
-        """Read the documents. Raises DataError naming the file, and the line where there is one."""
+        """Read the documents. Raises DataError that names the file, and the line if there is one."""
         from llmtrain_data import readers
 
         yield from readers.read_files(self.files, self._kind, self.options, self.whole_files, self.left_out)
@@ -50,7 +50,7 @@ class FileCorpus:
 
 @dataclass(frozen=True)
 class HuggingFaceCorpus:
-    """What `datasets` opens: `NAME` or `NAME:CONFIG`, a saved dataset, a CSV or an Arrow file."""
+    """A dataset that the `datasets` library opens: `NAME`, `NAME:CONFIG`, a saved dataset, a CSV or an Arrow file."""
 
     name: str
     options: CorpusOptions
@@ -59,18 +59,18 @@ class HuggingFaceCorpus:
 
     @property
     def description(self) -> str:
-        """What is read."""
+        """The dataset and the split, for messages."""
         return f"{self.options.split} split of the dataset {self.name}"
 
     @property
     def total(self) -> int | None:
-        """Rows, where the dataset says."""
+        """Number of rows, None if the dataset does not say."""
         from llmtrain_data import hf
 
         return hf.rows(self.name, self.options.split)
 
     def chunks(self) -> "Iterator[Chunk]":
-        """Read the documents. Raises DataError when the dataset or its text column cannot be found."""
+        """Read the documents. Raises DataError if the dataset or its text column does not exist."""
         from llmtrain_data import hf
 
         yield from hf.read(self.name, self.options.split, self.options.text_key)
@@ -80,9 +80,9 @@ Corpus = FileCorpus | HuggingFaceCorpus
 
 
 def open_corpus(source: str, options: CorpusOptions) -> Corpus:
-    """Find out what `source` is: `stdlib`, `hf:NAME`, a file or a folder.
+    """Return the corpus of `source`: `stdlib`, `hf:NAME`, a file or a folder.
 
-    Raises DataError when there is no such thing, or it is empty.
+    Raises DataError if it does not exist or is empty.
     """
     path = Path(source)
     if source.startswith("hf:"):
@@ -95,7 +95,7 @@ def open_corpus(source: str, options: CorpusOptions) -> Corpus:
     if options.input_format == "hf" or saved or (path.is_file() and _is_hf_file(path, options)):
         return HuggingFaceCorpus(source, options)
     if not (path.is_file() or path.is_dir()):
-        raise DataError(f"input {source} is no regular file; expected a file, a folder, hf:NAME or stdlib")
+        raise DataError(f"input {source} is not a regular file; expected a file, a folder, hf:NAME or stdlib")
     if path.is_file():
         corpus = FileCorpus([path], options, False, f"{path.name} ({_kind_by_name(path, alone=True)})")
     else:
@@ -106,7 +106,7 @@ def open_corpus(source: str, options: CorpusOptions) -> Corpus:
 
 
 def _standard_library(options: CorpusOptions) -> FileCorpus:
-    """The Python source of the running interpreter's standard library, about 12 MB on every machine."""
+    """Return the Python source of the running interpreter's standard library, about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in _matching(root, options.glob) if path.suffix == ".py" and path.is_file()]
     files = [path for path in files if not NOT_LIBRARY & set(path.relative_to(root).parts)]
@@ -135,7 +135,7 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
 
 
 def _matching(root: Path, glob: str) -> list[Path]:
-    """Return what is in a folder, at any depth, by a pattern of names. Raises DataError for one that is none."""
+    """Return the paths in a folder, at any depth, whose names match a pattern. Raises DataError for a bad pattern."""
     try:
         return list(root.rglob(glob))
     except (NotImplementedError, ValueError) as error:
@@ -145,8 +145,8 @@ def _matching(root: Path, glob: str) -> list[Path]:
 def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:
     """Sort by a hash of the path inside the folder, or by the path itself.
 
-    Splits are ranges of documents: by name, validation would be the last folders, another domain than
-    training. A hash needs no seed, is the same on every machine, and stays when files are added.
+    Splits are ranges of documents. Sorted by name, the last folders would become the validation split, often another
+    domain than training. The order by hash needs no seed, is equal on every machine, and stays when files are added.
     """
     names = {path: path.relative_to(root).as_posix().encode("utf-8", "surrogateescape") for path in files}
     if options.shuffle:
@@ -155,7 +155,7 @@ def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path
 
 
 def _kind_by_name(path: Path, alone: bool) -> str:
-    """Return how a file is read. A `.json` file holds records if the user named it, text inside a folder."""
+    """Return the reader for a file. A `.json` file holds records if it is the input itself, text inside a folder."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
     if alone and suffix == ".json":
         return "jsonl"

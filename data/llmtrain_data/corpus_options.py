@@ -1,34 +1,22 @@
-"""How an input is read, and which files are of which kind."""
+"""Options for reading an input, and the file formats by name suffix."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from llmtrain_data.errors import DataError
 
-if TYPE_CHECKING:
-    pass
-
-
 INPUT_FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
-
-
 RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-
-
 HF_FILES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-
-
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """How to read an input.
+    """Options for reading an input.
 
-    input_format: auto goes by the file's name. text_key: field or column that holds the text. glob: which
-    files of a folder, by name. separator: ends a document in text files (none: see `readers.read_text`).
-    split: part of a Hugging Face dataset. shuffle: whether a folder's files come in a fixed shuffled order
-    instead of by name.
+    input_format: auto decides by the file's name. text_key: field or column that holds the text. glob: name pattern
+    for the files of a folder. separator: text between two documents in text files (None: see `readers.read_text`).
+    split: split of a Hugging Face dataset. shuffle: read a folder's files in a fixed shuffled order instead of by name.
     """
 
     input_format: str = "auto"

@@ -1,11 +1,11 @@
-"""Samples for training: windows of a prepared set or a blend of sets, in an endless seeded order."""
+"""Training samples: fixed-length windows of a prepared set or a blend of sets, in an endless seeded order."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from llmtrain_data.bounds import MOST_IDS
+from llmtrain_data.bounds import MAX_IDS
 from llmtrain_data.config import DataConfig
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import allow_many_files
@@ -15,14 +15,14 @@ from llmtrain_data.sample_order import Interleave, epoch_keys, permute
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-LOOKED_AT = 1 << 26
-"""Tokens that `Samples.check_ids` and `Samples.unigram_entropy` read at most, per source."""
+MAX_SCANNED = 1 << 26
+"""Most tokens per source that `Samples.check_ids` and `Samples.unigram_entropy` read."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The part of one prepared set that belongs to a split: its tokens `[first, last)`, which are `documents` documents
-    from `first_document` on. weight: its share of the blend. vocab: its ids have to be 0 to vocab - 1."""
+    """The range of one prepared set that belongs to a split: tokens `[first, last)`, which are `documents` documents
+    from `first_document` on. weight: share of the blend. vocab: valid ids are 0 to vocab - 1."""
 
     data: IndexedData
     weight: float
@@ -30,7 +30,7 @@ class Source:
     first: int
     last: int
     first_document: int = 0
-    vocab: int = MOST_IDS
+    vocab: int = MAX_IDS
 
     @property
     def token_count(self) -> int:
@@ -42,15 +42,15 @@ class Source:
         return max(self.token_count - 1, 0) // sequence_length
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens `[start, end)` of this part as a view of the file, verified."""
+        """Return the tokens `[start, end)` of this range as a view of the file. Verifies their checksums."""
         return self.data.read(self.first + start, self.first + end)
 
     def check_ids(self, start: int, tokens: np.ndarray) -> None:
-        """Raise DataError if one of `tokens`, which begin at `start`, is not of the vocabulary."""
+        """Raise DataError if one of `tokens` is not in the vocabulary. start: position of the first one."""
         check_ids(self.data, self.first + start, tokens, self.vocab)
 
     def beginning(self, document: int, most: int) -> np.ndarray:
-        """Return the first tokens of document `document` of this part, at most so many. Raises as `check_ids` does."""
+        """Return the first tokens, at most `most`, of document `document` of this range. Raises as `check_ids`."""
         start, end = (self.data.token_offset(self.first_document + document + more) - self.first for more in (0, 1))
         tokens = self.read(start, min(start + most, end))
         self.check_ids(start, tokens)
@@ -58,15 +58,14 @@ class Source:
 
 
 class Samples:
-    """The samples of one split: windows of sequence_length + 1 tokens, of which neighbours share one token.
+    """The samples of one split: windows of sequence_length + 1 tokens. Neighbouring windows share one token.
 
-    `len()` is the number of different samples. `batch` goes on for ever: each source is gone through in
-    epochs that visit every one of its samples exactly once, each epoch in an order of its own, and in a blend
-    the sources take turns by their weights.
+    `len()` is the number of different samples. The order of `batch` is endless. It consists of epochs: each epoch
+    visits every sample of a source exactly once, in an order of its own. A blend interleaves its sources by weight.
     """
 
     def __init__(self, sources: list[Source], sequence_length: int) -> None:
-        """Sample `sources`, each of which must hold at least one window."""
+        """Sample `sources`. Each must hold at least one window."""
         self.sources = sources
         self.sequence_length = sequence_length
         self._vocab = min(source.vocab for source in sources)
@@ -77,25 +76,25 @@ class Samples:
         return sum(self._sizes)
 
     def batch(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Return the samples at positions [first, first + count) of the endless order that `seed` gives.
+        """Return the samples at positions [first, first + count) of the endless order for `seed`.
 
-        int64 of shape [count, sequence_length + 1]. Depends on its arguments and the data alone. Raises DataError
-        where what is read is damaged, or holds an id that is not of the vocabulary.
+        int64 of shape [count, sequence_length + 1]; a function of the arguments and the data alone. Raises DataError if
+        the data is damaged or holds an id outside the vocabulary.
         """
         width = self.sequence_length + 1
         out = np.empty((count, width), np.int64)
-        origins, turns = self._interleave(np.arange(first, first + count))
+        origins, ranks = self._interleave(np.arange(first, first + count))
         starts = np.empty(count, np.int64)
         for number, source in enumerate(self.sources):
             source.data.notice_changes()
             rows = np.flatnonzero(origins == number)
-            epochs, samples = np.divmod(turns[rows], self._sizes[number])
+            epochs, samples = np.divmod(ranks[rows], self._sizes[number])
             samples = permute(samples, self._sizes[number], epoch_keys(seed, number, epochs))
             starts[rows] = samples * self.sequence_length
             for row, start in zip(rows.tolist(), starts[rows].tolist(), strict=True):
                 out[row] = source.read(start, start + width)
         if count and (out.min() < 0 or out.max() >= self._vocab):
-            # At once for all is quick; which one it is takes longer.
+            # The test of the whole batch is fast. Only if it fails, find the wrong id.
             for tokens, origin, start in zip(out, origins.tolist(), starts.tolist(), strict=True):
                 self.sources[origin].check_ids(start, tokens)
         return out
@@ -103,13 +102,13 @@ class Samples:
     def unigram_entropy(self) -> float:
         """Return the entropy of the split's token frequencies in nats per token; sources count by weight.
 
-        It is the loss of a model that knows nothing but how frequent each token is. Reads at most 64 Mi tokens of each
-        source, always the same ones, spread evenly.
+        It is the loss of a model that knows only the token frequencies. Reads at most 64 Mi evenly spread tokens of
+        each source, always the same ones.
         """
         shares = []
         for source in self.sources:
             counts = np.zeros(self._vocab, np.int64)
-            for start, end in _looked_at(source.token_count):
+            for start, end in _scanned_ranges(source.token_count):
                 found = token_counts(source.data, source.first + start, source.first + end, self._vocab)
                 counts[: len(found)] += found
             shares.append((source.weight, counts))
@@ -120,24 +119,24 @@ class Samples:
         return float(-(mixture * np.log(mixture)).sum())
 
     def check_ids(self) -> None:
-        """Raise DataError for an id that is not of the vocabulary.
+        """Raise DataError for an id outside the vocabulary.
 
-        Reads at most 64 Mi tokens of each source, spread evenly; `batch` looks at all that it reads.
+        Reads at most 64 Mi evenly spread tokens of each source; `batch` checks everything that it reads.
         """
         for source in self.sources:
-            for start, end in _looked_at(source.token_count):
+            for start, end in _scanned_ranges(source.token_count):
                 source.check_ids(start, source.read(start, end))
 
     def unverified(self) -> list[str]:
-        """Return the prefixes of the sets that have no checksums."""
+        """Return the prefixes of the sets without checksums."""
         return list(dict.fromkeys(source.data.prefix for source in self.sources if source.data.checksums is None))
 
 
-def open_split(config: DataConfig, split: Split, vocab: int = MOST_IDS) -> Samples:
-    """Open the training, validation or test part of the data set, or blend of sets, that `config` names.
+def open_split(config: DataConfig, split: Split, vocab: int = MAX_IDS) -> Samples:
+    """Open one split of the data set, or blend of sets, that `config` names.
 
-    vocab: size of the vocabulary that the ids have to be of. Raises DataError when a set is missing or
-    damaged, or has too few tokens in the split for a single sample.
+    vocab: valid ids are 0 to vocab - 1. Raises DataError if a set is missing or damaged, or has too few tokens in the
+    split for a single sample.
     """
     allow_many_files()
     return Samples([_open_source(config, split, vocab, *entry) for entry in config.blend()], config.sequence_length)
@@ -146,7 +145,7 @@ def open_split(config: DataConfig, split: Split, vocab: int = MOST_IDS) -> Sampl
 def split_bounds(documents: int, shares: tuple[float, float, float]) -> list[int]:
     """Return the 4 borders of the contiguous document ranges of training, validation and test.
 
-    Rounded as Megatron does, but a split with a share gets a document if there are enough of them.
+    Rounds as Megatron does, except that every split with a share above 0 gets a document if there are enough of them.
     """
     ends = np.rint(np.cumsum(shares) / sum(shares) * documents).astype(int).tolist()
     for i in (1, 0):
@@ -173,9 +172,9 @@ def _open_source(config: DataConfig, split: Split, vocab: int, weight: float, pr
     return source
 
 
-def _looked_at(tokens: int) -> list[tuple[int, int]]:
-    """Return ranges of READ_AT_ONCE tokens: all that there are, or LOOKED_AT of them, spread evenly."""
+def _scanned_ranges(tokens: int) -> list[tuple[int, int]]:
+    """Return ranges of READ_AT_ONCE tokens that cover all tokens, or MAX_SCANNED of them, evenly spread."""
     starts = range(0, tokens, READ_AT_ONCE)
-    if tokens > LOOKED_AT:
-        starts = np.linspace(0, tokens - READ_AT_ONCE, LOOKED_AT // READ_AT_ONCE).astype(np.int64).tolist()
+    if tokens > MAX_SCANNED:
+        starts = np.linspace(0, tokens - READ_AT_ONCE, MAX_SCANNED // READ_AT_ONCE).astype(np.int64).tolist()
     return [(start, min(start + READ_AT_ONCE, tokens)) for start in starts]

@@ -1,4 +1,4 @@
-"""What a prepared data set holds, for people and as JSON."""
+"""Statistics of a prepared data set, as a table and as JSON."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain_data import units
-from llmtrain_data.bounds import MOST_IDS
+from llmtrain_data.bounds import MAX_IDS
 from llmtrain_data.errors import DataError
 from llmtrain_data.ids import token_counts
 from llmtrain_data.indexed import IndexedData, bin_path, idx_path
@@ -14,15 +14,15 @@ from llmtrain_data.output import json_text
 from llmtrain_data.tokenizer import load_tokenizer, tokenizer_size
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
-"""How much of a document is decoded, and shown."""
+"""Tokens of a document that are decoded, and characters of it that are shown."""
 
 
 @dataclass(frozen=True)
 class Description:
     """A prepared set. lengths: tokens per document (least, mean, median, 95th percentile, most).
 
-    unigram_entropy: nats per token of the token frequencies. vocab: ids of the tokenizer, if one was given.
-    shown: beginnings of the first documents.
+    unigram_entropy: entropy of the token frequencies, nats per token. vocab: the tokenizer's vocabulary size, None
+    without a tokenizer. shown: beginnings of the first documents.
     """
 
     prefix: str
@@ -43,7 +43,7 @@ class Description:
         return json_text(asdict(self))
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the description as names and what there is to say of them."""
+        """Return the description as (name, value) rows."""
         lengths = ", ".join(f"{name} {value:.0f}" for name, value in self.lengths.items())
         vocab = f" of {self.vocab:,}" if self.vocab else ""
         return [
@@ -56,16 +56,16 @@ class Description:
 
 
 def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Description:
-    """Read a whole prepared set and describe it, with the beginnings of its first `documents`.
+    """Read a whole prepared set and describe it.
 
-    They are shown as text if a tokenizer folder is given, else as ids. Raises DataError for a damaged set,
-    and for a tokenizer whose vocabulary is too small for it.
+    documents: how many documents to show the beginnings of, as text if `tokenizer` (a folder) is given, else as ids.
+    Raises DataError for a damaged set, and for a tokenizer whose vocabulary is too small for the set.
     """
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
     vocab = tokenizer_size(tokenizer) if tokenizer else None
-    counts = token_counts(data, 0, data.token_count, vocab or MOST_IDS)
+    counts = token_counts(data, 0, data.token_count, vocab or MAX_IDS)
     return Description(
         prefix=str(prefix),
         documents=data.documents,

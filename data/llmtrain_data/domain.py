@@ -1,80 +1,78 @@
-"""Whether a validation split is of the kind that a run trains on, and large enough to tell.
+"""Warnings about a validation split that is too small or of another domain than the training split.
 
-Splits are contiguous ranges of documents, so a corpus that is ordered by domain has one domain last, and validates on
-it.
+Splits are contiguous ranges of documents. If a corpus is ordered by domain, validation uses only its last domain.
 """
 
 import numpy as np
 
 from llmtrain_data.dataset import Samples, Source
 
-FEWEST = 20
-"""Documents of a validation split below which its loss says more of them than of the model."""
+MIN_DOCUMENTS = 20
+"""A validation split with fewer documents is too small: its loss depends on the choice of documents."""
 
-GROUPS, PLACES, LONGEST = 8, 64, 1024
-"""Groups of training documents that are compared, documents of each, and tokens of a document that are looked at."""
+GROUPS, DOCUMENTS, LONGEST = 8, 64, 1024
+"""Number of training groups, most documents of a group, and most tokens that are read of a document."""
 
-FARTHER = 1.6
-"""How many times as far from the training documents as the farthest group of them another domain is."""
+MAX_DISTANCE_RATIO = 1.6
+"""A `distance_ratio` above this value means another domain."""
 
 
 def validation_warnings(training: Samples, validation: Samples) -> list[str]:
-    """Return a sentence for each set whose validation split says little of its training split. Reads at most 0.6 Mi
-    tokens of a set, always the same ones."""
+    """Return a sentence for each set whose validation split is too small or of another domain than its training split.
+    Reads at most 0.6 Mi tokens of a set, always the same ones."""
     found = []
     for train, valid in zip(training.sources, validation.sources, strict=True):
         prefix = valid.data.prefix
-        if valid.documents < FEWEST:
+        if valid.documents < MIN_DOCUMENTS:
             found.append(
-                f"the validation split of {prefix} has fewer than {FEWEST} documents ({valid.documents}), so that its "
-                "loss depends on which they are; give it more by a larger second share in data.split"
+                f"the validation split of {prefix} has fewer than {MIN_DOCUMENTS} documents ({valid.documents}); its "
+                "loss depends on the choice of documents; give it more by a larger second share in data.split"
             )
-        elif (times := distance_ratio(train, valid)) is not None and times > FARTHER:
+        elif (times := distance_ratio(train, valid)) is not None and times > MAX_DISTANCE_RATIO:
             found.append(
-                f"the validation split of {prefix} is of another domain than its training split: the frequencies of "
-                f"its tokens are {times:.1f} times as far from those of training as any group of as many training "
+                f"the validation split of {prefix} is of another domain than its training split: its token frequencies "
+                f"are {times:.1f} times as far from the training data as those of any equally large group of training "
                 "documents; prepare the data with its documents shuffled"
             )
     return found
 
 
 def distance_ratio(train: Source, valid: Source) -> float | None:
-    """Return how many times as far validation documents are from training documents as the farthest of some groups of
-    as many training documents is from the others.
+    """Return the distance of validation documents from training documents, relative to the largest distance of a group
+    of training documents from the other groups.
 
-    None where there are too few documents, these are all alike, or they do not all end with the same token, as
-    documents do: pieces of one text are like their neighbours, and nothing tells that apart.
+    Returns None if there are too few documents, if all are identical, or if they do not all end with the same token:
+    then they are pieces of one text, and neighbouring pieces resemble each other as documents of one domain do.
 
-    The distance is the Jensen-Shannon divergence of token frequencies. Groups of as many documents measure how far
-    apart documents of one domain are, and how much of that is chance. Each group has one of the documents that lie side
-    by side at places spread evenly, so that all groups have the same domains, in whatever order these are.
+    The distance is the Jensen-Shannon divergence of token frequencies. All groups have equally many documents, so the
+    distances between training groups measure the spread within one domain, chance included. The groups take adjacent
+    documents at evenly spread places, so all of them contain the same domains, whatever the order of the corpus.
     """
     if not (_all_end(train) and _all_end(valid)):
         return None
-    size = min(PLACES, valid.documents, train.documents // GROUPS)
-    if size < FEWEST:
+    size = min(DOCUMENTS, valid.documents, train.documents // GROUPS)
+    if size < MIN_DOCUMENTS:
         return None
-    held = [
+    groups = [
         [train.beginning(int(first) + group, LONGEST) for first in np.linspace(0, train.documents - GROUPS, size)]
         for group in range(GROUPS)
     ]
-    # One of each part of the split, and not always at the same place of it.
     places = np.linspace(0, valid.documents - 1, size)
-    asked = [valid.beginning(int(place), LONGEST) for place in places]
-    width = 1 + max(int(document.max(initial=0)) for group in (*held, asked) for document in group)
-    counts = np.array([_counts(group, width) for group in held])
-    everything = counts.sum(0)
-    own = [_divergence(one, everything - one) for one in counts]
-    # Against as many groups as the others were.
-    other = float(np.mean([_divergence(_counts(asked, width), everything - one) for one in counts]))
-    # Documents that are all alike are at no distance that others could be compared to.
-    return other / max(own) if max(own) > 1e-9 else None
+    validation = [valid.beginning(int(place), LONGEST) for place in places]
+    width = 1 + max(int(document.max(initial=0)) for group in (*groups, validation) for document in group)
+    counts = np.array([_counts(group, width) for group in groups])
+    total = counts.sum(0)
+    within = [_divergence(one, total - one) for one in counts]
+    # Compared to equally many groups as in `within`: all but one.
+    other = float(np.mean([_divergence(_counts(validation, width), total - one) for one in counts]))
+    # Between identical documents the distance is 0: there is no scale.
+    return other / max(within) if max(within) > 1e-9 else None
 
 
 def _all_end(source: Source) -> bool:
-    """Return whether documents spread over a split all end with the same token."""
+    """Return whether evenly spread documents of a split all end with the same token."""
     data, last = source.data, set()
-    for number in np.linspace(0, source.documents - 1, PLACES).astype(int).tolist():
+    for number in np.linspace(0, source.documents - 1, DOCUMENTS).astype(int).tolist():
         end = data.token_offset(source.first_document + number + 1)
         last.update(data.read(max(end - 1, 0), end).tolist())
     return len(last) == 1
@@ -85,7 +83,7 @@ def _counts(documents: list[np.ndarray], width: int) -> np.ndarray:
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """Return the Jensen-Shannon divergence of two counts, in nats."""
+    """Return the Jensen-Shannon divergence of two histograms, in nats."""
     p, q = p / max(p.sum(), 1), q / max(q.sum(), 1)
     middle = (p + q) / 2
     return sum(float((one[one > 0] * np.log(one[one > 0] / middle[one > 0])).sum()) / 2 for one in (p, q))

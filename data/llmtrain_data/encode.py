@@ -1,4 +1,4 @@
-"""Encoders: gigatoken where it gives the ids that `tokenizers` gives, else `tokenizers`; both on every core."""
+"""Encoders: gigatoken if it gives the same ids as `tokenizers`, else `tokenizers`. Both use every core."""
 
 import os
 import queue
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
 
 ENCODERS = ("auto", "gigatoken", "tokenizers")
 CACHE = 128 << 20
-"""Bytes that gigatoken's memory of words may add to the process, for each core, before it is emptied."""
+"""Bytes per core that gigatoken's word cache may add to the process before it is emptied."""
 
 REFILL = 16
-"""Chunks for each core between two looks at the memory, as filling it again takes time."""
+"""Chunks per core between two checks of the cache's size. An emptied cache takes time to fill again."""
 
 SAMPLE_TEXTS, SAMPLE_CHARACTERS = 64, 2048
-"""The texts, and the characters of each, that both encoders must agree on before the first chunk."""
+"""Number of sample texts, and characters of each. Both encoders must give the same ids for them before the first
+chunk."""
 
 WATCHED = 64
-"""One text of every so many chunks is encoded by both."""
+"""In one of this many chunks, both encoders encode one text, and the ids are compared."""
 
 LONG = 500
-"""Mean ids of a text from which on texts are copied one by one."""
+"""From this mean number of ids per text, texts are copied one by one."""
 
 Texts = list[str] | list[bytes]
-"""As text or as its UTF-8."""
+"""Strings, or their UTF-8."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -51,12 +52,12 @@ SPECIMENS = (
     "\U0001f469\u200d\U0001f680 \ufb01\u200b",
     "\x00\x01\x7f\ufffd <|endoftext|> <s></s> [UNK]",
 )
-"""Texts in which tokenizers differ first: white space, digits, contractions, other scripts, specials."""
+"""Texts for which tokenizers often differ: white space, digits, contractions, other scripts, special tokens."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How documents are stored: the id that ends each (None: nothing), and the dtype of ids."""
+    """How documents are stored. end: the id that ends each document, None for none. dtype: dtype of the ids."""
 
     end: int | None
     dtype: np.dtype[Any]
@@ -64,9 +65,9 @@ class Ending:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The ids of a chunk's documents, one after another, with their ends, and the number of ids of each text.
+    """One encoded chunk. ids: the concatenated ids of its texts, with end tokens. lengths: number of ids per text.
 
-    text_bytes: UTF-8 bytes of text. empty: texts without a token, which are left out. done: as of the chunk.
+    text_bytes: UTF-8 bytes of text. empty: number of texts without a token, which are skipped. done: as in `Chunk`.
     """
 
     ids: np.ndarray
@@ -77,20 +78,20 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns chunks of text into ids, in order. name and reason: which encoder it is and why it was taken."""
+    """Encodes chunks of text to ids, in order. name: the library. reason: why `choose_encoder` chose it."""
 
     name: str
     reason: str
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
-        """Encode chunk after chunk."""
+        """Encode the chunks."""
 
 
 class Gigatoken:
-    """Gigatoken on all cores, watched.
+    """Gigatoken on all cores. `tokenizers` encodes some of the texts as well, as a check.
 
-    Threads of ours and not gigatoken's, so that parsing and storing spread over the cores as well, and so that
-    a chunk stays in one core's cache. Each has a tokenizer of its own, as one tokenizer serves one thread at a time.
+    This class uses its own threads, not gigatoken's: parsing and storing also run on all cores, and a chunk stays in
+    one core's cache. Each thread has its own tokenizer, because a tokenizer serves one thread at a time.
     """
 
     name = "gigatoken"
@@ -103,11 +104,11 @@ class Gigatoken:
         self.tokenizer = self.load()
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
-        """Encode chunk after chunk. Raises DataError where the two encoders differ."""
+        """Encode the chunks. Raises DataError if the two encoders differ."""
         tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         tokenizers.put((0, self.tokenizer))
         for _ in range(1, self._cores):
-            tokenizers.put((-1, None))  # loaded by its thread, beside the first one's work
+            tokenizers.put((-1, None))  # its thread loads it, in parallel to the first one's work
         limit = _resident() + CACHE * self._cores
         generation = since = 0
 
@@ -137,7 +138,7 @@ class Gigatoken:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def load(self) -> Any:
-        """Return a tokenizer that has encoded nothing yet."""
+        """Return a new tokenizer, with an empty cache."""
         import gigatoken
 
         return gigatoken.Tokenizer.from_json(self._description)
@@ -145,7 +146,7 @@ class Gigatoken:
     def _watch(self, tokenizer: Any, texts: Texts) -> None:
         text = _sampled(texts, 1)[0] if texts else ""
         if encode_with(tokenizer, [text])[0].tolist() != _reference_ids(self._reference, [text])[0]:
-            raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; take --encoder tokenizers")
+            raise DataError(f"gigatoken and tokenizers encode {text[:40]!r} differently; use --encoder tokenizers")
 
 
 class Workers:
@@ -159,8 +160,8 @@ class Workers:
         self._cores = cores
 
     def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
-        """Encode chunk after chunk."""
-        # Imported here, as gigatoken does without: 0.02 s.
+        """Encode the chunks."""
+        # Importing these takes 0.02 s, and gigatoken does not need them.
         import multiprocessing
         from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
@@ -169,13 +170,15 @@ class Workers:
         try:
             yield from in_order(lambda chunk: _submit(pool, chunk), chunks, self._cores)
         except BrokenProcessPool as error:
-            raise DataError("a process that encodes text was ended from outside; too little memory?") from error
+            raise DataError(
+                "a worker process that encodes text died; if memory ran out, use fewer --workers"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
-    """Submit a chunk, which may start a process: that must not be broken off half-way by a signal."""
+    """Submit a chunk. Block signals meanwhile: they must not interrupt the start of a worker process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         return pool.submit(_work, chunk)
@@ -184,7 +187,7 @@ def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
 
 
 def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], workers: int) -> Iterator[Encoded]:
-    """Yield the results of chunks in their order, with enough of them under way to keep all workers busy."""
+    """Yield the results in the order of the chunks, with enough chunks in flight to keep all workers busy."""
     waiting: deque[Future[Encoded]] = deque()
     for chunk in chunks:
         waiting.append(submit(chunk))
@@ -195,9 +198,9 @@ def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk]
 
 
 def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of all texts (uint32) by a gigatoken tokenizer in this thread, and how many each has.
+    """Encode texts with a gigatoken tokenizer in this thread, within `ragged_batches`.
 
-    Within `ragged_batches`.
+    Returns the concatenated ids (uint32) and the number of ids per text (int64).
     """
     if not texts:
         return np.empty(0, np.uint32), np.empty(0, np.int64)
@@ -206,9 +209,9 @@ def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
-    """Put the end after each document; leave out texts without a token, as Megatron does.
+    """Append the end token to each document, and skip texts without a token, as Megatron does.
 
-    A text that does not end its document gets no end.
+    A text that does not end its document gets no end token.
     """
     ends = chunk.ends
     kept = lengths > 0
@@ -225,7 +228,7 @@ def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, e
 
 
 def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, ending: Ending) -> np.ndarray:
-    """Return the ids in their dtype, with the end after each text that is finished."""
+    """Return the ids in the dtype of `ending`, with the end token after each finished text."""
     out = np.full(len(ids) + int(finished.sum()), ending.end, ending.dtype)
     ends = np.cumsum(lengths + finished)
     if len(ids) < LONG * len(lengths):
@@ -233,7 +236,7 @@ def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, endin
         is_end[ends[finished] - 1] = True
         out[~is_end] = ids
         return out
-    # Copied text by text, long ones take a third of the time.
+    # For long texts, copying them one by one takes a third of the time.
     source = 0
     for length, target in zip(lengths.tolist(), (ends - finished - lengths).tolist(), strict=True):
         out[target : target + length] = ids[source : source + length]
@@ -244,14 +247,14 @@ def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, endin
 def choose_encoder(
     folder: Path, reference: "tokenizers.Tokenizer", sample: list[str], wanted: str, workers: int | None
 ) -> Encoder:
-    """Return the encoder for the tokenizer in `folder`, which is `reference` loaded, with the reason for it.
+    """Return the encoder for the tokenizer in `folder`. reference: the loaded tokenizer. workers: cores (None: all).
 
-    gigatoken if it takes the tokenizer and gives the ids of `tokenizers` on texts of `sample` and on a few hard
-    ones. workers: cores to use (None: all). Raises DataError if gigatoken was asked for and cannot be used.
+    Returns gigatoken if it supports the tokenizer and gives the same ids as `tokenizers` for texts of `sample` and for
+    SPECIMENS. Raises DataError if `wanted` is gigatoken and it cannot be used.
     """
     cores = workers or len(os.sched_getaffinity(0))
     if wanted == "tokenizers":
-        return Workers(folder, "asked for", cores)
+        return Workers(folder, "requested", cores)
     texts = [*SPECIMENS, *_sampled(sample, SAMPLE_TEXTS)]
     try:
         encoder = Gigatoken(reference.to_str(), reference, f"same ids as tokenizers on {len(texts)} texts", cores)
@@ -260,21 +263,21 @@ def choose_encoder(
             return encoder
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:  # a Rust panic is a BaseException
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        problem = f"gigatoken does not take this tokenizer: {reason}"
+        problem = f"gigatoken does not support this tokenizer: {reason}"
     if wanted == "gigatoken":
         raise DataError(f"{problem}; leave out --encoder gigatoken")
     return Workers(folder, problem, cores)
 
 
 def _difference(tokenizer: Any, reference: "tokenizers.Tokenizer", texts: list[str]) -> str | None:
-    """Return why the gigatoken tokenizer cannot stand in for `tokenizers`, None if it can."""
+    """Return why the gigatoken tokenizer cannot replace `tokenizers`, None if it can."""
     ids, lengths = encode_with(tokenizer, texts)
     rows = np.split(ids, np.cumsum(lengths)[:-1])
     for text, row, expected in zip(texts, rows, _reference_ids(reference, texts), strict=True):
         if row.tolist() != expected:
-            return f"gigatoken gives other ids than tokenizers, first for {text[:40]!r}"
+            return f"gigatoken and tokenizers give different ids, first for {text[:40]!r}"
     return None
 
 
@@ -283,14 +286,14 @@ def _reference_ids(tokenizer: "tokenizers.Tokenizer", texts: list[str]) -> list[
 
 
 def _sampled(texts: Texts, amount: int) -> list[str]:
-    """Return the beginnings of up to `amount` texts spread over the list."""
+    """Return the beginnings of up to `amount` evenly spread texts."""
     picked = np.unique(np.linspace(0, len(texts) - 1, amount).astype(int)).tolist() if texts else []
     some = [texts[i] for i in picked]
     return [(text if isinstance(text, str) else text.decode())[:SAMPLE_CHARACTERS] for text in some]
 
 
 def _resident() -> int:
-    """Return the bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -301,14 +304,14 @@ def _text_bytes(texts: Texts) -> int:
 
 
 class _Worker:
-    """What a worker process keeps between chunks."""
+    """State that a worker process keeps between chunks."""
 
     tokenizer: "tokenizers.Tokenizer"
     ending: Ending
 
 
 def _start_worker(folder: str, ending: Ending) -> None:
-    """Load the tokenizer; leave stopping to the parent, and end when the parent has ended, however it did."""
+    """Load the tokenizer. Ignore stop signals, which the parent handles; exit when the parent has exited."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

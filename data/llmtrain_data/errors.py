@@ -1,11 +1,11 @@
-"""Errors of the data package; the command line prints them as one sentence."""
+"""Errors of the data package. The command line prints their messages."""
 
 
 class DataError(Exception):
-    """A corpus, tokenizer or prepared data set that cannot be used as it is. One sentence."""
+    """A corpus, tokenizer or prepared data set is unusable. The message is one sentence; exit code 2."""
 
     exit_code = 2
 
 
 class PreparationStoppedError(Exception):
-    """A preparation that was told to stop and left nothing behind. One sentence; exit code 1."""
+    """A signal stopped a preparation, which left no files. The message is one sentence; exit code 1."""

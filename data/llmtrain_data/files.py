@@ -1,4 +1,4 @@
-"""Files of prepared sets, read by memory map."""
+"""Memory-mapped files of prepared sets."""
 
 import errno
 import mmap
@@ -12,10 +12,10 @@ from llmtrain_data.untrusted import reason, regular
 
 
 class File:
-    """A file read by memory map, and watched for changes. content: its bytes, as they were long when it was opened."""
+    """A memory-mapped file that can detect changes. content: its bytes, at the size that it had when it was opened."""
 
     def __init__(self, path: Path) -> None:
-        """Open a regular file. Raises DataError for a pipe, a device or a folder, and where it cannot be read."""
+        """Open a regular file. Raises DataError for a pipe, a device or a folder, and if it cannot be read."""
         self.path = path
         try:
             self._descriptor = regular(str(path), os.O_RDONLY)
@@ -26,26 +26,26 @@ class File:
             if error.errno == errno.EMFILE:
                 raise DataError(f"{path} cannot be read: {reason(error)}; raise the limit with ulimit -n") from error
             raise DataError(
-                f"{path} cannot be read: {reason(error)}; expected one that `llmtrain data prepare` wrote"
+                f"{path} cannot be read: {reason(error)}; expected a file that `llmtrain data prepare` wrote"
             ) from error
         self.content = memoryview(mapped)
 
     def changed(self) -> tuple[int, int]:
-        """Return when the file was last written to, by the two clocks of a file, of which one cannot be set back.
+        """Return the file's modification and status change times in ns. Programs can set back only the first.
 
-        Raises DataError where it is shorter than it was: reading what is gone would kill the process.
+        Raises DataError if the file has become shorter: reading beyond its end would kill the process.
         """
         status = os.fstat(self._descriptor)
         if status.st_size < len(self.content):
             raise DataError(
-                f"{self.path} was cut from {len(self.content)} to {status.st_size} bytes while it was being read; "
-                "prepare the data again or restore the file from a copy"
+                f"{self.path} was truncated from {len(self.content)} to {status.st_size} bytes while it was in use; "
+                "prepare the data again or restore the file from a backup"
             )
         return status.st_mtime_ns, status.st_ctime_ns
 
 
 def allow_many_files() -> None:
-    """Raise this process's limit of open files as far as it may: each prepared set takes four."""
+    """Raise the process's limit of open files to the hard limit. Each prepared set takes four files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

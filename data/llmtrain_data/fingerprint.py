@@ -1,4 +1,4 @@
-"""What tells one prepared set from another, and from what it was before, without reading all of it."""
+"""Fingerprints that identify a prepared set and its version, without reading all of it."""
 
 from dataclasses import dataclass, replace
 
@@ -9,15 +9,15 @@ from llmtrain_data.checksums import BLOCK, block_count
 from llmtrain_data.indexed import IndexedData
 
 SAMPLED = 256
-"""Blocks of the `.bin` that are read; sets of up to 16 MiB are read whole."""
+"""Blocks of the `.bin` that a fingerprint reads. This covers sets of up to 16 MiB completely."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A prepared set as a run has found it, in values that JSON has. path: its prefix.
+    """The fingerprint of a prepared set, in JSON types. path: its prefix.
 
-    index, sample, blocks: XXH3-64 digests in hexadecimal, of the `.idx`, of SAMPLED blocks of the `.bin` spread evenly,
-    and, from its checksums if it has any, of every block.
+    index, sample, blocks: XXH3-64 digests in hexadecimal: of the `.idx`, of SAMPLED evenly spread blocks of the `.bin`,
+    and of its checksums file, None if there is none.
     """
 
     path: str
@@ -28,14 +28,14 @@ class Fingerprint:
     blocks: str | None = None
 
     def same_data(self, other: "Fingerprint") -> bool:
-        """Return whether both are of the same tokens, wherever they lie. Where one has no checksums, a change of
-        part of the `.bin` that keeps its size is seen only where it touches a sampled block."""
-        alike = replace(self, path=other.path, blocks=other.blocks) == other
-        return alike and (self.blocks == other.blocks or None in (self.blocks, other.blocks))
+        """Return whether both sets have the same tokens; paths may differ. If one has no checksums, this misses changes
+        that keep the size of the `.bin` and touch no sampled block."""
+        same = replace(self, path=other.path, blocks=other.blocks) == other
+        return same and (self.blocks == other.blocks or None in (self.blocks, other.blocks))
 
 
 def fingerprint(data: IndexedData) -> Fingerprint:
-    """Return the fingerprint of a set. Raises DataError where a block that is read does not match its checksum."""
+    """Return the fingerprint of a set. Raises DataError if a sampled block does not match its checksum."""
     size = data.token_count * data.dtype.itemsize
     count, per_block = block_count(size), BLOCK // data.dtype.itemsize
     sample = xxhash.xxh3_64()
@@ -52,7 +52,7 @@ def fingerprint(data: IndexedData) -> Fingerprint:
 
 
 def difference(before: list[Fingerprint], now: list[Fingerprint]) -> str:
-    """Return what `now` has otherwise than `before`, as the subject of a sentence names the set; empty for nothing."""
+    """Return how the sets `now` differ from `before`, as one clause; empty if they do not differ."""
     if len(before) != len(now):
         return f"data.path names {len(now)} sets, and the run was trained on {len(before)}"
     for was, one in zip(before, now, strict=True):

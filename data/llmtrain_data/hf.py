@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face `datasets` library, streamed: nothing is copied to its cache first."""
+"""Datasets of the Hugging Face `datasets` library, streamed without a copy in its cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from llmtrain_data.readers import ColumnChunk, column_chunks, few
 from llmtrain_data.untrusted import reason
 
 ROWS = 1000
-"""Rows read at once."""
+"""Rows per read."""
 
 
 def rows(name: str, split: str) -> int | None:
-    """Return the number of rows, None where the dataset does not say."""
+    """Return the number of rows, None if the dataset does not say."""
     dataset = _open(name, split)
     if hasattr(dataset, "__len__"):
         return len(dataset)
@@ -30,20 +30,20 @@ def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
         _expect_column(name, key, dataset.column_names)
         dataset = dataset.select_columns([key])
     for table in _tables(dataset, name, split):
-        # Files without a schema, such as CSV, tell their columns only now.
+        # The columns of files without a schema, such as CSV, are known only now.
         _expect_column(name, key, table.column_names)
         yield from column_chunks(table.column(key).combine_chunks(), f"dataset {name}: column {key!r}", 1)
 
 
 def _expect_column(name: str, key: str, columns: list[str]) -> None:
     if key not in columns:
-        raise DataError(f"dataset {name} has no column {key!r}, only {few(columns)}; name one with --text-key")
+        raise DataError(f"dataset {name} has no column {key!r}, only {few(columns)}; choose one with --text-key")
 
 
 def _tables(dataset: Any, name: str, split: str) -> Iterator[Any]:
     tables = iter(dataset.with_format("arrow").iter(batch_size=ROWS))
     while True:
-        with _telling(name, split, "read"):
+        with _data_errors(name, split, "read"):
             table = next(tables, None)
         if table is None:
             return
@@ -55,7 +55,7 @@ def _open(name: str, split: str) -> Any:
 
     datasets.disable_progress_bars()
     path = Path(name)
-    with _telling(name, split, "opened"):
+    with _data_errors(name, split, "opened"):
         if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
@@ -68,8 +68,8 @@ def _open(name: str, split: str) -> Any:
 
 
 @contextmanager
-def _telling(name: str, split: str, what: str) -> Iterator[None]:
+def _data_errors(name: str, split: str, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # datasets lets through errors of every library it uses
+    except Exception as error:  # datasets passes on errors of every library that it uses
         raise DataError(f"dataset {name} (split {split}) cannot be {what}: {reason(error)}") from error

@@ -1,9 +1,8 @@
-"""Megatron's indexed format: `PREFIX.bin` holds the tokens, `PREFIX.idx` where each sequence and document is.
+"""Megatron's indexed format: `PREFIX.bin` holds the tokens, `PREFIX.idx` the positions of sequences and documents.
 
-Layout of the index, little-endian: the magic number, version (u64), dtype code (u8), number of sequences n
-(u64), length of the document index d (u64), then int32[n] sequence lengths in tokens, int64[n] byte offsets
-into the `.bin`, int64[d] first sequence of each document and at the end n, and, in multimodal sets, int8[n]
-modes.
+Layout of the index, little-endian: the magic number, version (u64), dtype code (u8), number of sequences n (u64),
+length of the document index d (u64), then int32[n] sequence lengths in tokens, int64[n] byte offsets into the `.bin`,
+int64[d] first sequence of each document followed by n, and, in multimodal sets, int8[n] modes.
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
@@ -40,51 +39,50 @@ DTYPES: dict[int, type[np.number[Any]]] = {
     8: np.uint16,
 }
 UINT16_VOCAB = 65500
-"""Vocabularies below this size are stored as uint16, larger ones as int32, as Megatron chooses."""
+"""Vocabularies below this size are stored as uint16, others as int32, as in Megatron."""
 
 CHECKED_AT_ONCE = 1 << 20
 
 FLUSHED_AT_ONCE = 32 << 20
-"""Bytes of tokens after which the disk is set to work, so that little is left to write at the end."""
+"""Bytes of tokens between two fsyncs in the background, so that the final fsync is short."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype Megatron stores the ids of a vocabulary of `vocab_size` in."""
+    """Return the dtype that Megatron uses for ids of a vocabulary of `vocab_size`."""
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB else np.int32)
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Return the path of the tokens of a prepared data set."""
+    """Return the path of a prepared set's tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Return the path of the index of a prepared data set."""
+    """Return the path of a prepared set's index."""
     return Path(f"{prefix}.idx")
 
 
 def check_present(prefix: str | Path) -> None:
-    """Raise DataError where a file of a prepared data set is missing."""
+    """Raise DataError if a file of a prepared set is missing."""
     missing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()]
     if missing:
         raise DataError(
-            f"{' and '.join(missing)} not found; expected the prefix of a prepared data set, "
-            "as written by `llmtrain data prepare`"
+            f"{' and '.join(missing)} not found; expected the prefix of a data set that `llmtrain data prepare` wrote"
         )
 
 
 class IndexedData:
-    """A prepared data set, read by memory map.
+    """A memory-mapped prepared set.
 
-    token_count: tokens of the set. index_bytes: size of the `.idx`. lengths: int32 tokens of each sequence. pointers:
-    int64 byte offset of each sequence. document_index: int64 first sequence of each document, and the number of
-    sequences at its end. checksums: of what was prepared, None where nobody wrote them.
+    token_count: number of tokens. index_bytes: size of the `.idx`. lengths: int32 `[sequences]`, tokens of each
+    sequence. pointers: int64 `[sequences]`, byte offset of each sequence. document_index: int64 `[documents + 1]`,
+    first sequence of each document, then the number of sequences. checksums: None if the set has none.
     """
 
     def __init__(self, prefix: str | Path, verified: bool = True) -> None:
-        """Open `PREFIX.bin` and `PREFIX.idx`, and `PREFIX.checksums` if it is there and the set is to be `verified`.
+        """Open `PREFIX.bin` and `PREFIX.idx`. verified: also open `PREFIX.checksums` if it exists, and verify reads.
 
-        Raises DataError when one is missing, cut short, of another format, or when they do not fit together.
+        Raises DataError if a file is missing, truncated or of another format, or if the files do not match.
         """
         self.prefix = str(prefix)
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
@@ -113,14 +111,14 @@ class IndexedData:
     def read(self, first: int, last: int) -> np.ndarray:
         """Return the tokens `[first, last)` as a view of the file, in its dtype.
 
-        Raises DataError where a block that they lie in does not match its checksum.
+        Raises DataError if a block that contains them does not match its checksum.
         """
         if self._verifier is not None:
             self._verifier.verify(first * self.dtype.itemsize, last * self.dtype.itemsize)
         return self._tokens[first:last]
 
     def notice_changes(self) -> None:
-        """Have blocks be verified again if the file was changed meanwhile. Raises DataError where it was cut short."""
+        """Verify blocks again if the file has changed. Raises DataError if it was truncated."""
         if self._verifier is not None:
             self._verifier.notice_changes()
         else:
@@ -131,14 +129,14 @@ class IndexedData:
         return self.read(self.token_offset(number), self.token_offset(number + 1))
 
     def token_offset(self, document: int) -> int:
-        """Return how many tokens come before `document`; all of them for the one past the end."""
+        """Return the position of the first token of `document`; `token_count` for `document == documents`."""
         sequence = int(self.document_index[document])
         if sequence == len(self.pointers):
             return self.token_count
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def document_of(self, token: int) -> int:
-        """Return which document holds token `token`."""
+        """Return the number of the document that holds the token at position `token`."""
         sequence = np.searchsorted(self.pointers, token * self.dtype.itemsize, "right") - 1
         return int(np.searchsorted(self.document_index, sequence, "right")) - 1
 
@@ -150,8 +148,8 @@ class IndexedData:
         known = self.checksums
         if known and (self.index_bytes, self.index_digest()) != (known.idx_bytes, known.idx):
             raise DataError(
-                f"{self._idx} does not match {known.path}; it was damaged or changed after it was prepared, so prepare "
-                f"the data again, or, if it is right, `llmtrain data checksum {self.prefix} --overwrite`"
+                f"{self._idx} does not match {known.path}; it was damaged or changed after preparation, so prepare the "
+                f"data again, or, if it is correct, run `llmtrain data checksum {self.prefix} --overwrite`"
             )
 
     def _read_header(self, index: memoryview) -> tuple[np.dtype[Any], int, int]:
@@ -164,15 +162,15 @@ class IndexedData:
         if len(index) not in (expected, expected + sequences):
             raise DataError(
                 f"{self._idx} has {len(index)} bytes, but its {sequences} sequences and document index take "
-                f"{expected}; it is damaged or cut short, so prepare the data set again"
+                f"{expected}; it is damaged or truncated, so prepare the data set again"
             )
         return np.dtype(DTYPES[code]), sequences, documents
 
     def _check_index(self) -> None:
-        """Sequences must follow each other without a gap, so that a run of documents is one slice."""
+        """Raise DataError unless sequences are contiguous: consecutive documents must be one slice of the `.bin`."""
         n, last = len(self.lengths), len(self.document_index) - 1
         good = last >= 0 and self.document_index[0] == 0 and self.document_index[last] == n
-        # Compared, as differences of such numbers may overflow.
+        # Compare instead of subtracting: differences of untrusted numbers may overflow.
         good = good and bool(np.all(self.document_index[:-1] <= self.document_index[1:]))
         good = good and (n == 0 or self.pointers[0] == 0)
         for start in range(0, n, CHECKED_AT_ONCE):
@@ -181,7 +179,7 @@ class IndexedData:
             good = good and bool(np.array_equal(np.diff(pointers), lengths * self.dtype.itemsize))
             good = good and (len(lengths) == 0 or int(lengths.min()) >= 0)
         if not good or (n and self.lengths[-1] < 0):
-            raise DataError(f"{self._idx} contradicts itself; it is damaged, so prepare the data set again")
+            raise DataError(f"{self._idx} is inconsistent; it is damaged, so prepare the data set again")
 
     def _check_content(self) -> None:
         expected, size = 0, len(self._file.content)
@@ -189,34 +187,34 @@ class IndexedData:
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         if size != expected:
             raise DataError(
-                f"{self._bin} has {size} bytes, but {self._idx} describes {expected}; one of them is "
-                "damaged, cut short or of another set, so prepare the data set again"
+                f"{self._bin} has {size} bytes, but {self._idx} describes {expected}; one of them is damaged, "
+                "truncated or from another set, so prepare the data set again"
             )
         if self.checksums and size != self.checksums.bin_bytes:
             raise DataError(
-                f"{self.checksums.path} is of a .bin of {self.checksums.bin_bytes} bytes, but {self._bin} has {size}; "
-                f"write it anew with `llmtrain data checksum {self.prefix} --overwrite`, or prepare the data again"
+                f"{self.checksums.path} describes a .bin of {self.checksums.bin_bytes} bytes, but {self._bin} has "
+                f"{size}; rewrite it with `llmtrain data checksum {self.prefix} --overwrite`, or prepare the data again"
             )
 
 
 class IndexedWriter:
-    """Writes a prepared data set one batch of documents at a time, in memory that does not grow with it.
+    """Writes a prepared set one batch of documents at a time, in constant memory.
 
-    Everything goes to `.partial` files first. `commit` makes them durable and gives them their names, the
-    index last, so that a set whose index exists is whole.
+    It writes to `.partial` files first. `commit` fsyncs and renames them, the index last. So a set with an index is
+    complete.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
-        """Begin the set; its folder must exist. Takes over what a killed writer left.
+        """Begin the set. Its folder must exist. Overwrites the partial files of a killed writer.
 
-        Raises DataError while another writer is at work on the same prefix.
+        Raises DataError while another process writes the same prefix.
         """
         self.dtype = np.dtype(dtype)
         self._code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
-        # The index last.
+        # In the order of renaming.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)
-        # First, as it locks the others. It gets no other name, so that nobody else begins while they get theirs.
+        # Open this file first: it is the lock for the others. It is never renamed, so the lock also covers the renames.
         self._lengths = io.BufferedRandom(open_locked(self._partial[3]))
         self._tokens = io.FileIO(self._partial[0], "w")
         self._checksums = ChecksumsWriter(self._partial[1])
@@ -227,7 +225,7 @@ class IndexedWriter:
         self.token_count = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their tokens one after another, and how many tokens each has."""
+        """Append documents. tokens: their concatenated tokens. lengths: number of tokens of each."""
         view = np.ascontiguousarray(tokens, self.dtype).data.cast("B")
         self._checksums.add(view)
         while len(view):
@@ -241,14 +239,14 @@ class IndexedWriter:
             self._flush, self._unflushed = self._flusher.submit(os.fsync, self._tokens.fileno()), 0
 
     def commit(self) -> None:
-        """Finish the set: fsync, then the tokens get their name, then the checksums, then the index."""
+        """Finish the set: fsync all files, then rename the tokens, the checksums and the index, in this order."""
         self._write_index()
         self._checksums.finish(self._partial[2])
         self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
         with _uninterrupted():
-            # An old index must not be seen beside new tokens.
+            # An old index must never appear with new tokens.
             self._final[2].unlink(missing_ok=True)
             for partial, final in zip(self._partial, self._final, strict=False):
                 os.replace(partial, final)
@@ -256,24 +254,24 @@ class IndexedWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what is not finished."""
+        """Remove the partial files."""
         self._flusher.shutdown()
-        # Before the lock ends: files that have these names afterwards are another writer's.
+        # Remove them before releasing the lock: afterwards, files with these names belong to another writer.
         for path in self._partial:
             path.unlink(missing_ok=True)
         self._partial = []
         for file in (self._tokens, self._checksums, self._lengths):
-            # Closing writes what is left, which a full disk refuses.
+            # close() flushes, which fails on a full disk.
             with suppress(OSError):
                 file.close()
 
     def _flushed(self) -> None:
-        """Wait for the disk. Raises OSError as it did: a write that failed is told once, to the first who syncs."""
+        """Wait for the background fsync. Raises its OSError: the kernel reports a failed write to one fsync only."""
         if self._flush is not None:
             self._flush.result()
 
     def _write_index(self) -> None:
-        """Write the index from the lengths kept on disk, in blocks."""
+        """Write the index in blocks, from the lengths on disk."""
         n, block = self.documents, CHECKED_AT_ONCE
         with open(self._partial[2], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, n, n + 1))
@@ -296,16 +294,16 @@ class IndexedWriter:
 
 
 def partial_paths(prefix: str | Path) -> list[Path]:
-    """Return the files an unfinished preparation of `prefix` works in: tokens, checksums, index, lengths.
+    """Return the partial files of a preparation of `prefix`: tokens, checksums, index, lengths.
 
-    Who writes any of them holds the last by `open_locked`.
+    A process that writes any of them must hold the last one by `open_locked`.
     """
     return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".checksums", ".idx", ".lengths")]
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM: between the renames there is neither the old set nor the new one."""
+    """Ignore SIGINT and SIGTERM: between the renames, neither the old nor the new set is complete."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -318,14 +316,14 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def open_locked(path: Path) -> io.FileIO:
-    """Open a file to be written from its beginning and read, under a lock that ends with the process.
+    """Open a file for reading and writing, truncate it, and lock it until it is closed.
 
-    Raises DataError while another holds it.
+    Raises DataError while another process holds the lock.
     """
     file = io.FileIO(path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Who held it may have removed it since it was opened here.
+        # The previous holder may have removed the file after it was opened here.
         free = os.fstat(file.fileno()).st_nlink > 0
     except BlockingIOError:
         free = False
@@ -333,7 +331,7 @@ def open_locked(path: Path) -> io.FileIO:
         free = True  # a file system without locks
     if not free:
         file.close()
-        raise DataError(f"{path} is being written by another process; wait for it, or give another --output")
+        raise DataError(f"another process is writing {path}; wait for it, or give another --output")
     file.truncate(0)
     return file
 

@@ -1,7 +1,7 @@
-"""The one place that prints: what a file says reaches the terminal as text, and never steers it.
+"""All printing goes through this module. It escapes text from files, so that it cannot control the terminal.
 
-Control characters, marks that change the direction of text, and other characters without a shape are shown as Python
-writes them (`\\x1b`, `\\u202e`). Line ends and tabs stay.
+It shows control characters, direction marks and other invisible characters as Python escapes (`\\x1b`, `\\u202e`). Line
+ends and tabs stay.
 """
 
 import json
@@ -17,32 +17,32 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-# The joiners have no shape, but Persian, Indic scripts and many emoji are written with them.
+# The two joiners are invisible, but Persian, Indic scripts and many emoji need them.
 _LAYOUT = frozenset("\n\t\u200c\u200d")
-# What stands at the right of its column: `-`, `1,234`, `4/10`, `1:05`, `98.0%`, `15.1 MiB`.
+# Right-aligned cells: `-`, `1,234`, `4/10`, `1:05`, `98.0%`, `15.1 MiB`.
 _QUANTITY = re.compile(r"-|[\d.,:/?]+( ?[A-Za-z%][A-Za-z/%]*)?")
-# Columns of what is no terminal: a file has no edge to cut or fold at.
+# Width of output that is no terminal, so that rich never folds lines.
 _NO_EDGE = 100_000
 
 
 def printable(value: object) -> str:
-    """Return a value as text in which nothing steers a terminal."""
+    """Return a value as text, with terminal control characters escaped."""
     text = str(value)
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
-    """Print a value as a line, with what would steer a terminal escaped. err: on stderr."""
+    """Print a value as a line, with terminal control characters escaped. err: print to stderr."""
     print(printable(value), end=end, file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def say_long(text: str) -> None:
-    """Print lines; through the user's pager, as git does, where a terminal has too few for all of them."""
+    """Print lines. Use the pager, as git does, if they do not fit on the terminal."""
     terminal = Terminal()
     if not terminal.is_terminal or text.count("\n") < terminal.height:
         say(text, end="")
         return
-    import pydoc  # 0.04 s that no other verb needs
+    import pydoc  # takes 0.04 s
 
     os.environ.setdefault("LESS", "FRX")
     pydoc.pager(printable(text))
@@ -54,7 +54,7 @@ def say_json(data: Any, indent: int | None = None) -> None:
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """Return data as JSON in ASCII. What is not finite becomes null, as JSON has no NaN and no infinity."""
+    """Return data as ASCII JSON. NaN and infinity become null, because JSON lacks them."""
     try:
         return json.dumps(data, indent=indent, allow_nan=False)
     except (ValueError, TypeError):
@@ -62,28 +62,28 @@ def json_text(data: Any, indent: int | None = None) -> str:
 
 
 class Terminal(Console):
-    """rich's console, for text from files: it knows no markup, and escapes what would steer the terminal. A file gets
-    lines as long as they are."""
+    """A rich console for text from files: without markup, and with terminal control characters escaped. It never folds
+    lines in a file."""
 
     def __init__(self, **options: Any) -> None:
-        """options: of rich's console."""
+        """options: options of rich's console."""
         super().__init__(highlight=False, markup=False, emoji=False, **options)
         if "width" not in options and not self.is_terminal:
             self.width = _NO_EDGE
 
     def render_str(self, text: str, **options: Any) -> Any:
-        """Return a string as rich's text, escaped before its width is measured."""
+        """Return a string as rich text, escaped before rich measures its width."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield what is printed; only rich itself may move the cursor."""
+        """Yield the segments to print. Only rich's own control segments stay unescaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table in the one style that all verbs print: no lines, a bold header, quantities at the right. columns:
-    their headings; none for a list of facts, without a heading."""
+    """Return a table in the common style of all verbs: no lines, a bold header, quantities right-aligned. columns: the
+    headings; empty for a table without a header."""
     cells = [[printable(cell) for cell in row] for row in rows]
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=bool(columns))
     for place, name in enumerate(columns):
@@ -95,14 +95,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def say_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout: folded where the terminal is too narrow, never cut."""
+    """Print a table to stdout. Cells fold if the terminal is too narrow; they are never truncated."""
     Terminal().print(table(columns, rows))
 
 
 def _shown(letter: str) -> str:
     category = unicodedata.category(letter)
-    steers = letter not in _LAYOUT and (category[0] == "C" or category in ("Zl", "Zp"))
-    return repr(letter)[1:-1] if steers else letter
+    escaped = letter not in _LAYOUT and (category[0] == "C" or category in ("Zl", "Zp"))
+    return repr(letter)[1:-1] if escaped else letter
 
 
 def _jsonable(value: Any) -> Any:

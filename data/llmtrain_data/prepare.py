@@ -1,4 +1,4 @@
-"""From a corpus to a `.bin/.idx` pair: read, encode and write side by side, in memory that stays flat."""
+"""Prepares a corpus as a `.bin/.idx` pair: reads, encodes and writes concurrently, in constant memory."""
 
 import gc
 import signal
@@ -25,10 +25,10 @@ from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_si
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare.
+    """Options of a preparation.
 
-    append_end: whether documents end with the end-of-text id. overwrite: replace an existing set.
-    encoder: one of ENCODERS. workers: cores to use (None: all).
+    append_end: end documents with the end-of-text id. overwrite: replace an existing set. encoder: one of ENCODERS.
+    workers: cores to use (None: all).
     """
 
     append_end: bool = True
@@ -43,7 +43,8 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written. text_bytes: UTF-8 bytes of text; left_out: documents without any token."""
+    """The result of a preparation. text_bytes: UTF-8 bytes of text. left_out: skipped documents without any token.
+    encoder, reason: as in `Encoder`."""
 
     documents: int
     tokens: int
@@ -55,7 +56,7 @@ class Prepared:
     seconds: float
 
     def lines(self, prefix: Path) -> list[str]:
-        """Return what the command line says about it."""
+        """Return the lines for the command line."""
         rate = units.rate(self.text_bytes / max(self.seconds, 1e-9))
         left_out = f", {self.left_out} empty ones left out" if self.left_out else ""
         return [
@@ -67,13 +68,13 @@ class Prepared:
 
 
 def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptions) -> Prepared:
-    """Encode `corpus` with the tokenizer folder into `prefix.bin` and `prefix.idx`.
+    """Encode `corpus` with the tokenizer in folder `tokenizer`; write `prefix.bin` and `prefix.idx`.
 
-    Until all is written and durable, nothing has these names. Raises DataError for a bad corpus, tokenizer or
-    output, and PreparationStoppedError on SIGINT or SIGTERM; both leave nothing behind.
+    The files get these names only when they are complete. Raises DataError for a bad corpus, tokenizer or output, and
+    PreparationStoppedError on SIGINT or SIGTERM; in both cases no files remain.
     """
     started = time.monotonic()
-    # Modules and tokenizers stay to the end: looking for garbage among them, lastly at exit, takes some 0.05 s.
+    # Modules and tokenizers live until exit. Without freeze, garbage collection over them takes some 0.05 s.
     gc.freeze()
     size = tokenizer_size(tokenizer)
     reference = load_tokenizer(tokenizer)
@@ -102,16 +103,16 @@ def check_output(prefix: Path, overwrite: bool) -> None:
     if prefix.is_dir() or str(prefix).endswith((".bin", ".idx")):
         raise DataError(f"--output {prefix} is not a prefix; expected a path without .bin, such as {prefix}/text")
     existing = [path for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
-    # A .bin without .idx but with unfinished files beside it is what a kill between the two renames leaves.
+    # A kill between the renames leaves a .bin without .idx, beside partial files.
     unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[2].exists()
     if existing and not overwrite and not unfinished:
         names = " and ".join(str(path) for path in existing)
-        raise DataError(f"{names} exists already; give another --output, or --overwrite to replace it")
+        raise DataError(f"{names} already exists; give another --output, or --overwrite to replace it")
 
 
 @contextmanager
 def _writing(prefix: Path, dtype: np.dtype[Any]) -> Iterator[IndexedWriter]:
-    """Hold a writer that leaves nothing behind if it was not committed."""
+    """Yield a writer; discard its files if it is not committed."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         writer = IndexedWriter(prefix, dtype)
@@ -125,7 +126,7 @@ def _writing(prefix: Path, dtype: np.dtype[Any]) -> Iterator[IndexedWriter]:
 
 @contextmanager
 def interruptible(prefix: Path) -> Iterator[None]:
-    """In the main thread, turn SIGINT and SIGTERM into an error that says how to go on."""
+    """In the main thread, turn SIGINT and SIGTERM into an error that says how to continue."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -138,8 +139,8 @@ def interruptible(prefix: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stopped:
         raise PreparationStoppedError(
-            f"stopped by {stopped}: nothing was written as {prefix}.bin and {prefix}.idx; "
-            "give the same command again to start over"
+            f"stopped by {stopped}: {prefix}.bin and {prefix}.idx were not written; "
+            "run the same command again to start over"
         ) from None
     finally:
         for number, handler in before.items():
@@ -147,7 +148,7 @@ def interruptible(prefix: Path) -> Iterator[None]:
 
 
 def _write(writer: IndexedWriter, stream: Iterator[Encoded], report: Report) -> tuple[int, int]:
-    """Write all chunks; return the bytes of text and the number of documents left out for having no token."""
+    """Write all chunks. Return the bytes of text and the number of skipped documents without any token."""
     text_bytes = left_out = 0
     for encoded in stream:
         writer.add(encoded.ids, encoded.lengths)

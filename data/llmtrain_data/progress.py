@@ -1,4 +1,4 @@
-"""Progress of long work over a corpus: a live bar in a terminal, a line now and then elsewhere."""
+"""Progress of long work over a corpus: a live bar in a terminal, otherwise a line every 10 seconds."""
 
 import sys
 import time
@@ -10,19 +10,19 @@ from llmtrain_data import units
 from llmtrain_data.output import Terminal, say
 
 LINE_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 class Report(Protocol):
-    """Takes how much more is done, in the unit of the corpus."""
+    """Reports progress, in the unit of the corpus."""
 
     def __call__(self, done: int) -> None:
-        """Add `done`."""
+        """Add `done` to the progress."""
 
 
 @contextmanager
 def progress(title: str, total: int | None, unit: Literal["bytes", "rows"]) -> Iterator[Report]:
-    """Show progress on stderr: share done, rate and time left."""
+    """Show progress on stderr: percentage, rate and remaining time. total: None if it is unknown."""
     if sys.stderr.isatty():
         with _bar(title, total, unit) as report:
             yield report

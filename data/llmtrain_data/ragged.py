@@ -1,4 +1,4 @@
-"""Gigatoken's batches as the two arrays they are, without awkward around them."""
+"""Gigatoken's batches as two numpy arrays instead of an `awkward` array."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Ragged(NamedTuple):
-    """Rows of unlike lengths, one after another: all ids (uint32), and how many each row has (int64)."""
+    """Rows of different lengths. ids: all rows' ids, concatenated (uint32). lengths: ids per row (int64)."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -18,10 +18,10 @@ class Ragged(NamedTuple):
 
 @contextmanager
 def ragged_batches() -> Iterator[None]:
-    """While open, gigatoken's `encode_batch` returns a `Ragged` in place of an awkward array.
+    """Within this context, gigatoken's `encode_batch` returns a `Ragged` instead of an awkward array.
 
-    Gigatoken gives its two arrays to `awkward.unflatten`, which it looks up anew for every batch. Importing awkward
-    takes 0.1 s, and its array around a batch 0.3 ms with Python's lock held, for which all threads wait.
+    Gigatoken passes its two arrays to `awkward.unflatten`, and imports awkward at every batch. The first import takes
+    0.1 s; each awkward array takes 0.3 ms under the GIL, while all other threads wait.
     """
     before = sys.modules.get("awkward")
     sys.modules["awkward"] = _stand_in()
@@ -35,7 +35,7 @@ def ragged_batches() -> Iterator[None]:
 
 
 def _stand_in() -> ModuleType:
-    """Return a module with what gigatoken asks awkward for: how to make an array, and the class of one given to it."""
+    """Return a module with the two names of awkward that gigatoken uses."""
     module = ModuleType("awkward")
     vars(module).update(unflatten=Ragged, Array=Ragged)
     return module

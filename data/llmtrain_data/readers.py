@@ -1,6 +1,6 @@
-"""Readers of text, JSONL and Parquet files: chunks of documents, some 1 MB at a time, which workers parse.
+"""Readers of text, JSONL and Parquet files. They yield chunks of about 1 MB, which workers parse.
 
-Chunks are small so that they stay in a core's cache from the parser to the ids.
+A chunk is small enough to stay in one core's cache from parsing to encoding.
 """
 
 import json
@@ -34,43 +34,39 @@ if TYPE_CHECKING:
     from llmtrain_data.corpus_options import CorpusOptions
 
 WHOLE_FILE = 16 << 20
-"""A text file of a folder up to this many bytes is one document."""
+"""In a folder, a text file of up to this many bytes is one document."""
 
 PIECE = 64
-"""Bytes that a piece of text takes beside its content; without them, empty documents would gather without end."""
+"""Memory overhead of a text piece in bytes. Counting it bounds the number of empty documents in a chunk."""
 
 ROWS = 64
-"""Rows of a Parquet file that are read at once, at most: a small file may repeat a long value in each of them."""
+"""Most rows per read of a Parquet file: a small file may repeat a long value in each row."""
 
 NAMED = 10
-"""Fields or columns that an error names."""
+"""Most fields or columns that an error lists."""
 
 
 class Chunk(Protocol):
-    """Some documents, or parts of them, in the order of the corpus; can be pickled.
-
-    done: how much of the corpus this chunk takes, in its unit. ends: bool for each text, whether a document ends
-    with it; None if each does.
-    """
+    """Consecutive documents of a corpus, or parts of documents. Chunks can be pickled."""
 
     @property
     def done(self) -> int:
-        """How much of the corpus this is."""
+        """Size of this chunk, in the unit of the corpus."""
 
     @property
     def ends(self) -> np.ndarray | None:
-        """Whether a document ends with each text."""
+        """For each text, whether it ends a document; bool `[texts]`. None if all do."""
 
     def texts(self) -> list[str]:
-        """Parse; records without text give an empty one. Raises DataError."""
+        """Parse. A record without text gives an empty string. Raises DataError."""
 
     def encodable(self) -> list[str] | list[bytes]:
-        """Parse to what costs an encoder least: the texts, or their UTF-8 where it is at hand. Raises DataError."""
+        """Parse to the form that is faster to encode: strings, or UTF-8 if it is available. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Texts as bytes. What is not UTF-8 in them becomes U+FFFD."""
+    """Texts as bytes. Invalid UTF-8 becomes U+FFFD."""
 
     pieces: list[bytes]
     ends: np.ndarray | None
@@ -87,7 +83,7 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class LinesChunk:
-    """Lines of JSON objects with the text in field `key`. start: bytes of the file, decompressed, that come before."""
+    """Lines of JSON objects with the text in field `key`. start: offset of the block in the decompressed file."""
 
     block: bytes
     key: str
@@ -97,13 +93,13 @@ class LinesChunk:
     ends: None = None
 
     def texts(self) -> list[str]:
-        """Return the texts. Raises DataError naming the line that is wrong."""
+        """Return the texts. Raises DataError that names the invalid line."""
         texts = _parse_lines(self.block, self.key)
         if texts is None:
             texts = _parse_slowly(self.block, self.key, self.path, self.start)
         if self.start == 0 and texts and not any(text is not None for text in texts):
             raise DataError(
-                f"{self.path} has no text in field {self.key!r}{_fields(self.block)}; name the field with --text-key"
+                f"{self.path} has no text in field {self.key!r}{_fields(self.block)}; choose a field with --text-key"
             )
         return [text or "" for text in texts]
 
@@ -112,7 +108,7 @@ class LinesChunk:
 
 @dataclass(frozen=True)
 class ColumnChunk:
-    """Rows of an Arrow column, as bytes. What is not UTF-8 in them becomes U+FFFD."""
+    """Rows of an Arrow column, as bytes. Invalid UTF-8 becomes U+FFFD."""
 
     column: Any
     done: int
@@ -128,8 +124,8 @@ class ColumnChunk:
 def read_files(
     files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool, left_out: LeftOut
 ) -> Iterator[Chunk]:
-    """Read files one after another. whole_files: a small text file is one document. left_out: told of files that are
-    not read."""
+    """Read the files in order. whole_files: a text file of up to WHOLE_FILE bytes is one document. left_out: collects
+    skipped files."""
     texts = _TextChunks()
     for path in files:
         try:
@@ -141,7 +137,7 @@ def read_files(
                 reader = {"jsonl": read_jsonl, "parquet": read_parquet}[kind(path)]
                 yield from reader(path, options.text_key)
         except Exception as error:
-            # Arrow is imported by what needs it, so its errors are known by where they are from.
+            # Arrow may not be imported here, so recognize its errors by their module.
             damaged = isinstance(error, OSError | EOFError | UnicodeDecodeError)
             if not damaged and type(error).__module__ != "pyarrow.lib":
                 raise
@@ -152,10 +148,10 @@ def read_files(
 def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut) -> Iterator[TextPiece]:
     """Read a text file.
 
-    With a separator, documents are what lies between. Without, the file is one text: in a folder one
-    document (whole), alone cut at line ends into some thousand pieces of 4 to 64 KB, so that it can be
-    split into training and validation, of which only the last one ends a document. Binary files give
-    nothing in a folder; alone, they raise DataError.
+    With a separator, the file holds one document between each two separators. Without one, the file is one document.
+    whole: the file is from a folder: it is read as one piece, and a binary file is skipped. Otherwise the file is cut
+    at line ends into about a thousand pieces of 4 to 64 KB, so that it can be split into training and validation; only
+    the last piece ends the document. A binary file then raises DataError.
     """
     size = path.stat().st_size
     if (problem := not_text(path)) is not None:
@@ -163,7 +159,7 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
             left_out.add(path, "binary")
             return
         raise DataError(
-            f"{path} is no text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"
+            f"{path} is not text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"
         )
     if separator is not None:
         yield from separated(path, separator.encode())
@@ -179,7 +175,7 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
 
 
 def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
-    """Read a file of JSON objects, one a line; the text is the string in field `key`."""
+    """Read a file with one JSON object per line. The text is the string in field `key`."""
     start = 0
     for block, done, _ in blocks(path, CHUNK, whole_lines=True):
         yield LinesChunk(block, key, path, start, done)
@@ -195,29 +191,29 @@ def read_parquet(path: Path, key: str) -> Iterator[Chunk]:
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if key not in names:
-            raise DataError(f"{path} has no column {key!r}, only {few(names)}; name one with --text-key")
+            raise DataError(f"{path} has no column {key!r}, only {few(names)}; choose one with --text-key")
         kind = file.schema_arrow.field(key).type
         _expect_text(kind, where)
-        # The size of all columns together: asking a damaged file for that of one would abort the process.
+        # The size of all columns: in a damaged file, asking for the size of one column would abort the process.
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         content = sum(group.total_byte_size for group in groups)
         rows = max(file.metadata.num_rows, 1)
-        # What is read as a dictionary holds a repeated value once, but Arrow copies the dictionary for each batch.
-        most = 1 << 16 if (stays := pa.types.is_dictionary(kind)) else ROWS
-        step = min(max(int(CHUNK * rows / max(content, 1)), 1), most)
+        # A dictionary holds a repeated value once, but Arrow copies the dictionary for each batch: read large batches.
+        limit = 1 << 16 if (dictionary := pa.types.is_dictionary(kind)) else ROWS
+        step = min(max(int(CHUNK * rows / max(content, 1)), 1), limit)
         bytes_per_row = path.stat().st_size / rows
         for number, group in enumerate(groups):
             if group.total_byte_size > LONGEST * max(group.num_rows, 1):
                 raise too_long(f"{path}: a row of row group {number}")
-        # Threads would read columns side by side; for one column they only take time, 0.1 ms for a batch.
+        # Arrow's threads read columns in parallel. For one column they only cost time, 0.1 ms per batch.
         batches = file.iter_batches(batch_size=step, columns=[key], use_threads=False)
         columns = (batch.column(0) for batch in batches)
-        for column in columns if stays else _joined(columns):
+        for column in columns if dictionary else _joined(columns):
             yield from column_chunks(column, where, bytes_per_row)
 
 
 def _expect_text(kind: Any, where: str) -> None:
-    """Raise DataError unless an Arrow type holds text. where: what to call the column in an error."""
+    """Raise DataError unless an Arrow type holds text. where: name of the column in the error."""
     import pyarrow as pa
 
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -227,7 +223,7 @@ def _expect_text(kind: Any, where: str) -> None:
 
 
 def _joined(columns: Iterator[Any]) -> Iterator[Any]:
-    """Join Arrow columns to such of up to CHUNK bytes; larger ones stay as they are."""
+    """Concatenate Arrow columns to columns of up to CHUNK bytes. Larger ones stay unchanged."""
     import pyarrow as pa
 
     parts: list[Any] = []
@@ -243,25 +239,25 @@ def _joined(columns: Iterator[Any]) -> Iterator[Any]:
 
 
 def column_chunks(column: Any, where: str, done_per_row: float) -> Iterator[ColumnChunk]:
-    """Cut an Arrow column into chunks of some CHUNK bytes.
+    """Cut an Arrow column into chunks of about CHUNK bytes.
 
-    where: what to call it in an error. done_per_row: how much of the corpus a row is. Raises DataError for a column
-    that holds no text.
+    where: name of the column in errors. done_per_row: size of a row in the unit of the corpus. Raises DataError for a
+    column that does not hold text.
     """
     import pyarrow as pa
 
     _expect_text(column.type, where)
     try:
-        stays = pa.types.is_dictionary(column.type)
-        values = column.dictionary if stays else column
-        # As bytes, since text in a damaged file need not be UTF-8.
+        dictionary = pa.types.is_dictionary(column.type)
+        values = column.dictionary if dictionary else column
+        # View strings as bytes: in a damaged file they may be invalid UTF-8.
         kinds = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
         values = values.view(kinds.get(values.type, values.type))
         step = max(len(column) * CHUNK // max(column.nbytes, CHUNK), 1)
-        cuts = _dictionary_cuts(values, column.indices) if stays else range(step, len(column), step)
+        cuts = _dictionary_cuts(values, column.indices) if dictionary else range(step, len(column), step)
         for begin, end in pairwise([0, *cuts, len(column)]):
-            # Copied, as a slice would be sent to a process with all of its column.
-            part = values.take(column.indices[begin:end]) if stays else pa.concat_arrays([values[begin:end]])
+            # Copy: pickling a slice would pickle the whole column.
+            part = values.take(column.indices[begin:end]) if dictionary else pa.concat_arrays([values[begin:end]])
             if part.nbytes > LONGEST and any(len(value or b"") > LONGEST for value in part.to_pylist()):
                 raise too_long(f"{where}: a value")
             yield ColumnChunk(part, int((end - begin) * done_per_row))
@@ -270,9 +266,10 @@ def column_chunks(column: Any, where: str, done_per_row: float) -> Iterator[Colu
 
 
 def _dictionary_cuts(values: Any, rows: Any) -> list[int]:
-    """Return where to cut a column with a dictionary, so that each part but its first row has at most CHUNK bytes.
+    """Return where to cut a dictionary column, so that each part without its first row has at most CHUNK bytes.
 
-    Before the values are copied, as a small file may repeat a long one many times. rows: their numbers in `values`.
+    Uses only the lengths, and copies no values: a small file may repeat a long value many times. rows: indices into
+    `values`.
     """
     import pyarrow.compute
 
@@ -282,7 +279,7 @@ def _dictionary_cuts(values: Any, rows: Any) -> list[int]:
 
 
 class _TextChunks:
-    """Gathers pieces of text into chunks."""
+    """Collects text pieces into chunks."""
 
     def __init__(self) -> None:
         self._pieces: list[TextPiece] = []
@@ -304,7 +301,7 @@ class _TextChunks:
 
 
 def _is_utf8(text: bytes) -> bool:
-    """Return whether text is valid as it is."""
+    """Return whether bytes are valid UTF-8."""
     if text.isascii():
         return True
     try:
@@ -315,7 +312,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:
-    """Parse with msgspec, without keeping the other fields; None if it finds something wrong."""
+    """Parse with msgspec, and drop the other fields. Return None if a line is invalid."""
     try:
         return [line.text for line in _decoder(key).decode_lines(block)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -328,7 +325,7 @@ def _decoder(key: str) -> msgspec.json.Decoder[Any]:
 
 
 def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[str | None]:
-    """Parse line by line: takes what is not quite JSON (lone surrogates), and names the line that is wrong."""
+    """Parse line by line. Accepts lone surrogates, and names the invalid line in its error."""
     texts: list[str | None] = []
     for number, raw in enumerate(block.split(b"\n"), 1):
         if not raw.strip():
@@ -337,7 +334,7 @@ def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[st
             record = json.loads(raw.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
             where = f"{path} line {count_lines(path, start) + number}"
-            raise DataError(f"{where} is not JSON ({reason(error)}); expected one object a line") from error
+            raise DataError(f"{where} is not JSON ({reason(error)}); expected one object per line") from error
         text = record.get(key) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(text, str | None):
             raise DataError(
@@ -349,7 +346,7 @@ def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[st
 
 
 def _fields(block: bytes) -> str:
-    """Return what to add to an error about a missing field: the fields of the first record."""
+    """Return the fields of the first record, as the end of an error's clause about a missing field."""
     try:
         return f", only {few(list(json.loads(block.split(NEWLINE, 1)[0])))}"
     except (ValueError, TypeError, RecursionError):
@@ -357,12 +354,12 @@ def _fields(block: bytes) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first few names of fields or columns, cut short, as an error lists them."""
+    """Return the first names of fields or columns for an error, each shortened to 40 characters."""
     shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:NAMED])
     return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
 
 
 def _a(value: object) -> str:
-    """Return a JSON value as an error shows it: one that may be long by its type alone."""
+    """Return a JSON value for an error: for a list, a string or an object only its type, as it may be long."""
     kind = type(value).__name__
     return kind if isinstance(value, dict | list | str) else f"{kind} '{value}'"

@@ -1,4 +1,4 @@
-"""Streams of bytes: files, decompressed, in blocks, lines and documents of bounded length."""
+"""Decompressed byte streams of files: blocks, lines and documents of bounded length."""
 
 import io
 from collections.abc import Iterator
@@ -9,27 +9,27 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.untrusted import regular
 
 CHUNK = 1 << 20
-"""Bytes of text read at once."""
+"""Bytes per read."""
 
 LONGEST = 128 << 20
-"""Bytes of the longest line of JSON, text between separators or value of a column that is read.
+"""Most bytes of a JSON line, a text between separators or a column's value.
 
-Each is held several times over on its way to ids, and a small compressed file may hold one of any length. Text without
-separators is read in parts, so a file of it may be longer.
+Encoding holds several copies of a document, and a small compressed file may hold a very long one. Text without
+separators has no limit, because it is read in pieces.
 """
 
 PROBE = 8192
-"""Bytes of a file's beginning by which text is told from binary."""
+"""Bytes at the beginning of a file that decide whether it is text or binary."""
 
 BROKEN_SHARE = 0.1
-"""Share of the probed characters that are not UTF-8 from which on a file is not text. Less is taken for slips."""
+"""A file is binary if more than this share of the probed characters are invalid UTF-8."""
 
 NEWLINE = b"\n"
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A text as bytes, whether a document ends with it, and how many bytes of the file it takes."""
+    """A text as bytes. ends: whether it ends a document. done: bytes that it takes on disk."""
 
     content: bytes
     ends: bool
@@ -37,14 +37,14 @@ class TextPiece:
 
 
 def line_end(block: bytes, start: int, length: int) -> int:
-    """Return where a piece of up to `length` bytes ends: after a line, else between two characters."""
+    """Return the end of a piece of up to `length` bytes: after a line if there is one, else after a character."""
     end = start + length
     if end >= len(block):
         return len(block)
     line = block.rfind(b"\n", start, end)
     if line >= start:
         return line + 1
-    # A character has at most three bytes after its first one; a longer run of them is no text, and is cut anywhere.
+    # A character has at most three continuation bytes. A longer run is not text; cut it anywhere.
     for before in range(end, max(end - 4, start), -1):
         if not _continues(block[before]):
             return before
@@ -52,14 +52,14 @@ def line_end(block: bytes, start: int, length: int) -> int:
 
 
 def _continues(byte: int) -> bool:
-    """Return whether a byte is one of a UTF-8 character after its first."""
+    """Return whether a byte is a UTF-8 continuation byte."""
     return byte & 0xC0 == 0x80
 
 
 def blocks(path: Path, size: int, whole_lines: bool) -> Iterator[tuple[bytes, int, bool]]:
-    """Read blocks that end with a line: (block, bytes of the file it took, whether it is the last).
+    """Read blocks that end with a line. Yields (block, bytes that it takes on disk, whether it is the last).
 
-    whole_lines: whether a line of any length stays whole; else one that goes on for CHUNK bytes is cut between
+    whole_lines: never cut a line. Otherwise, a line that continues for CHUNK bytes after a block is cut between
     characters.
     """
     with open(path, "rb", opener=regular) as file:
@@ -73,7 +73,7 @@ def blocks(path: Path, size: int, whole_lines: bool) -> Iterator[tuple[bytes, in
 
 
 def _rest_of_line(stream: io.BufferedReader, path: Path, before: int, block: bytes) -> bytes:
-    """Read up to a line's end. before: bytes that come before `block`. Raises DataError for a line too long."""
+    """Read to the end of the line. before: bytes before `block`. Raises DataError for a line of more than LONGEST."""
     begun = len(block) - block.rfind(b"\n") - 1
     parts: list[bytes] = []
     while part := stream.readline(CHUNK):
@@ -87,7 +87,7 @@ def _rest_of_line(stream: io.BufferedReader, path: Path, before: int, block: byt
 
 
 def _rest_of_text(stream: io.BufferedReader) -> bytes:
-    """Read up to a line's end, or the end of a character."""
+    """Read to the end of the line, at most CHUNK bytes; then to the end of the character."""
     rest = stream.readline(CHUNK)
     for _ in range(3):
         if rest.endswith(b"\n") or not (following := stream.peek(1)) or not _continues(following[0]):
@@ -97,11 +97,11 @@ def _rest_of_text(stream: io.BufferedReader) -> bytes:
 
 
 def separated(path: Path, separator: bytes) -> Iterator[TextPiece]:
-    """Read the documents between separators. Raises DataError for one that is too long."""
+    """Read the documents between separators. Raises DataError for a document of more than LONGEST bytes."""
     with open(path, "rb", opener=regular) as file:
         stream, position, rest, lines = decompressed(file, path), 0, bytearray(), 0
         while block := stream.read(CHUNK):
-            # What was there before has no separator, but may end within one.
+            # `rest` contains no separator, but may end with a part of one.
             searched = max(len(rest) - len(separator) + 1, 0)
             rest += block
             found, begin, now = rest.find(separator, searched), 0, file.tell()
@@ -117,17 +117,17 @@ def separated(path: Path, separator: bytes) -> Iterator[TextPiece]:
 
 
 def too_long(what: str) -> DataError:
-    """Return the error for a document of more than LONGEST bytes. what: the document, with its file."""
-    return DataError(f"{what} has more than {LONGEST >> 20} MiB; cut it into documents that are shorter")
+    """Return the error for a document of more than LONGEST bytes. what: names the document and its file."""
+    return DataError(f"{what} has more than {LONGEST >> 20} MiB; split it into shorter documents")
 
 
 def not_text(path: Path) -> str | None:
-    """Return why the beginning of a file, decompressed, is no UTF-8 text; None if it is."""
+    """Return why the beginning of a decompressed file is not UTF-8 text, None if it is."""
     with open(path, "rb", opener=regular) as file:
         beginning = decompressed(file, path).read(PROBE)
     if (zero := beginning.find(b"\0")) >= 0:
         return f"byte {zero} is zero"
-    # The last character may be cut short.
+    # The probe may cut the last character, so one broken character is allowed.
     characters = beginning.decode("utf-8", "replace")
     broken = characters.count("\N{REPLACEMENT CHARACTER}")
     if broken > 1 and broken > BROKEN_SHARE * len(characters):
@@ -136,7 +136,7 @@ def not_text(path: Path) -> str | None:
 
 
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Return the stream of a file's content: decompressed if the name says that it is compressed, else the file."""
+    """Return the stream of a file's content, decompressed if the file's suffix is in COMPRESSION."""
     from llmtrain_data.corpus_options import COMPRESSION
 
     kind = COMPRESSION.get(path.suffix)
@@ -144,12 +144,12 @@ def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
         return file
     import pyarrow as pa
 
-    # Arrow's reader fails on a stream that was cut short, which zstandard's own takes for its end.
+    # Arrow's reader raises on a truncated stream. The reader of the zstandard package does not.
     return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK)
 
 
 def count_lines(path: Path, size: int) -> int:
-    """Return how many lines the first `size` bytes of a file hold; counted for an error alone, as it takes time."""
+    """Return how many lines the first `size` bytes of a file hold. It is slow; only errors need it."""
     with open(path, "rb", opener=regular) as file:
         stream, lines = decompressed(file, path), 0
         while block := stream.read(min(size, CHUNK)):

@@ -1,4 +1,4 @@
-"""Tokenizer folders in Hugging Face's layout: what data preparation needs of them, and training one."""
+"""Tokenizer folders in Hugging Face's layout: loading them for data preparation, and training a new one."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from llmtrain_data.bounds import MOST_IDS
+from llmtrain_data.bounds import MAX_IDS
 from llmtrain_data.errors import DataError
 from llmtrain_data.untrusted import UnreadableError, read_bytes, read_json, reason
 
@@ -22,20 +22,20 @@ SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 
 LARGEST_TOKENIZER = 128 << 20
-"""Bytes of the largest tokenizer.json; those of 256,000 ids have 35 MB."""
+"""Most bytes of a tokenizer.json. One with 256,000 ids has 35 MB."""
 
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-"""Small files of a tokenizer's folder."""
+"""Configuration files of a tokenizer folder."""
 
 
 class _Model(msgspec.Struct):
-    """vocab: token to id, or (Unigram) a list."""
+    """vocab: token to id, or a list for Unigram models."""
 
     vocab: dict[str, int] | list[Any]
 
 
 class AddedToken(msgspec.Struct):
-    """A token that a tokenizer has beside its model's vocabulary."""
+    """A token that a tokenizer adds to its model's vocabulary."""
 
     id: int
     content: str = ""
@@ -46,7 +46,7 @@ class _Additions(msgspec.Struct):
 
 
 class _Description(_Additions, kw_only=True):
-    """What the size takes of a `tokenizer.json`."""
+    """The part of a `tokenizer.json` that determines its size."""
 
     model: _Model
 
@@ -55,10 +55,10 @@ Part = TypeVar("Part", _Additions, _Description)
 
 
 def tokenizer_size(folder: str | Path) -> int:
-    """Return the number of ids of a tokenizer, added tokens included: one more than its largest id.
+    """Return the vocabulary size of a tokenizer, including added tokens: its largest id plus 1.
 
-    Reads `tokenizer.json`; a folder without one is opened with transformers. Raises DataError when that
-    fails, for an id that no model has, and for settings beside it that cannot be read.
+    Reads `tokenizer.json`; transformers opens a folder without one. Raises DataError if that fails, if an id is out of
+    range, or if one of the SETTINGS cannot be read.
     """
     vocab: dict[str, int] | list[Any]
     _check_settings(Path(folder))
@@ -70,33 +70,33 @@ def tokenizer_size(folder: str | Path) -> int:
     if not vocab:
         raise DataError(f"the tokenizer in {folder} has an empty vocabulary; expected a Hugging Face tokenizer")
     ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab))), *(token.id for token in added)]
-    # An encoder has a table of all ids, and a type of 4 bytes for what is stored.
-    if min(ids) < 0 or max(ids) >= MOST_IDS:
+    # Encoders allocate a table of all ids, and prepared sets store ids in at most 4 bytes.
+    if min(ids) < 0 or max(ids) >= MAX_IDS:
         raise DataError(
-            f"the tokenizer in {folder} has ids from {min(ids)} to {max(ids)}; expected 0 to {MOST_IDS - 1}; "
-            "take another tokenizer"
+            f"the tokenizer in {folder} has ids from {min(ids)} to {max(ids)}; expected 0 to {MAX_IDS - 1}; "
+            "use another tokenizer"
         )
     return max(ids) + 1
 
 
 def added_tokens(folder: Path) -> list[AddedToken]:
-    """Return the added tokens of the folder's `tokenizer.json`, none where it lacks that. Raises DataError."""
+    """Return the added tokens of the folder's `tokenizer.json`; empty without that file. Raises DataError."""
     return (_decoded(folder, _Additions).added_tokens or []) if (folder / "tokenizer.json").exists() else []
 
 
 def _decoded(folder: Path, part: type[Part]) -> Part:
     path = folder / "tokenizer.json"
     try:
-        # Typed, as building the list of merges would take ten times as long.
+        # The type skips the list of merges, which would take ten times as long to build.
         return msgspec.json.decode(read_bytes(path, LARGEST_TOKENIZER), type=part)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} has no vocabulary ({reason(error)}); expected a Hugging Face tokenizer") from error
 
 
 def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
-    """Return the folder's tokenizer, encoding whole texts: no truncation, no padding.
+    """Return the folder's tokenizer, with truncation and padding switched off.
 
-    Raises DataError for a folder that holds no tokenizer.
+    Raises DataError for a folder without a tokenizer.
     """
     import tokenizers
 
@@ -106,7 +106,7 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
             tokenizer = tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_TOKENIZER))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # tokenizers raises plain Exception, and its panics are not even that
+        except BaseException as error:  # tokenizers raises Exception, and its Rust panics are BaseException
             raise DataError(f"{path} is not a tokenizer: {reason(error)}") from error
     else:
         tokenizer = tokenizers.Tokenizer.from_str(hf_tokenizer(folder).backend_tokenizer.to_str())
@@ -116,53 +116,52 @@ def load_tokenizer(folder: str | Path) -> "tokenizers.Tokenizer":
 
 
 def hf_tokenizer(folder: str | Path) -> Any:
-    """Return the transformers tokenizer of a folder, which need not have a tokenizer.json: a SentencePiece model, say.
+    """Return the transformers tokenizer of a folder. It may lack a tokenizer.json, and have a SentencePiece model.
 
-    Raises DataError for a folder that holds no tokenizer.
+    Raises DataError for a folder without a tokenizer.
     """
     if not Path(folder).is_dir():
         raise DataError(
             f"no tokenizer folder {folder}; expected one with tokenizer.json, as `llmtrain data tokenizer` writes"
         )
-    # What transformers opens by itself: a named pipe would have it wait for ever.
+    # transformers would wait forever if it opened a named pipe.
     for path in Path(folder).iterdir():
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(f"{path} is no regular file; expected a folder of a Hugging Face tokenizer")
+            raise DataError(f"{path} is not a regular file; expected a folder of a Hugging Face tokenizer")
     _check_settings(Path(folder))
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer.backend_tokenizer  # noqa: B018
-    except Exception as error:  # what transformers raises here depends on the file that is wrong
-        raise DataError(f"{folder} holds no Hugging Face tokenizer that can be used: {reason(error)}") from error
+    except Exception as error:  # the type of transformers' exception depends on the invalid file
+        raise DataError(f"{folder} holds no usable Hugging Face tokenizer: {reason(error)}") from error
     return tokenizer
 
 
 def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int:
-    """Return the id that ends a document: the folder's eos token, else `<|endoftext|>` if it knows that.
+    """Return the id that ends a document: that of the configured eos token, else of `<|endoftext|>`.
 
-    Raises DataError when there is neither.
+    Raises DataError if the vocabulary lacks it.
     """
     token = _configured_eos(Path(folder)) or END_OF_TEXT
     try:
         number = tokenizer.token_to_id(token)
-    except UnicodeEncodeError:  # JSON may hold halves of characters, which no vocabulary has
+    except UnicodeEncodeError:  # JSON may hold lone surrogates, which no vocabulary has
         number = None
     if number is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); "
-            "name one as eos_token in its tokenizer_config.json, or leave documents without an end with --no-eod"
+            "set eos_token in its tokenizer_config.json, or prepare documents without an end token with --no-eod"
         )
     return int(number)
 
 
 def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False) -> int:
-    """Train a byte-level BPE, of the same kind as GPT-2's, and write its folder; return its size.
+    """Train a byte-level BPE tokenizer, as GPT-2 uses, and write its folder. Return its vocabulary size.
 
-    The folder holds `tokenizer.json` and `tokenizer_config.json`; beginning, end and padding are
-    `<|endoftext|>`. It is written aside and renamed. Raises DataError for a size below 257, and for an
-    output that exists.
+    The folder holds `tokenizer.json` and `tokenizer_config.json`; bos, eos, pad and unk are `<|endoftext|>`. It gets
+    its name only when it is complete. Raises DataError for a size below 257, and for an output that already exists.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -180,8 +179,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The library reads the texts and counts their words at once; when it has them all, it merges, and does not say how
-    # far it is.
+    # The library counts words while it reads the texts. Then it merges, without a report of its progress.
     merging = Waiting(lambda: f"merging words into {vocab_size} ids", Terminal(stderr=True))
 
     def texts_then_merging() -> Iterator[list[str]]:
@@ -206,7 +204,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
 
 
 def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
-    """Yield the texts of a corpus until `limit` characters, showing progress. Raises DataError if there is none."""
+    """Yield the texts of a corpus up to `limit` characters, and show progress. Raises DataError if there is no text."""
     from llmtrain_data.progress import progress
 
     total = corpus.total
@@ -224,24 +222,24 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
 
 
 def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
-    """Raise DataError if a tokenizer of this size cannot be made at `output`."""
+    """Raise DataError if a tokenizer of this size cannot be written to `output`."""
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
             f"--vocab-size is {vocab_size}; a byte-level BPE needs at least {SMALLEST_VOCAB}, "
             "the 256 bytes and the end of text"
         )
-    if vocab_size > MOST_IDS:
-        raise DataError(f"--vocab-size is {vocab_size}; expected at most {MOST_IDS:,}")
-    # The folder that one is in cannot be replaced under one's feet.
+    if vocab_size > MAX_IDS:
+        raise DataError(f"--vocab-size is {vocab_size}; expected at most {MAX_IDS:,}")
+    # The current directory cannot be replaced.
     here = output.exists() and output.samefile(Path.cwd())
     if output.is_dir() and not any(output.iterdir()) and not here:
         return
     if output.exists() and (here or not (overwrite and (output / "tokenizer.json").is_file())):
-        raise DataError(f"--output {output} exists; give another folder, or --overwrite to replace a tokenizer")
+        raise DataError(f"--output {output} already exists; give another folder, or --overwrite to replace a tokenizer")
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Return the eos token that the folder's configuration names."""
+    """Return the eos token of the folder's configuration, None if it has none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = tokenizer_settings(folder, name).get("eos_token")
         if isinstance(token, dict):
@@ -252,13 +250,13 @@ def _configured_eos(folder: Path) -> str | None:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raise DataError where one of the SETTINGS cannot be read, so that a run finds out before it trains."""
+    """Raise DataError if one of the SETTINGS cannot be read, so that a run fails before it trains."""
     for name in SETTINGS:
         tokenizer_settings(folder, name)
 
 
 def tokenizer_settings(folder: Path, name: str) -> dict[str, Any]:
-    """Return what one of the SETTINGS holds, nothing where the folder lacks it. Raises DataError."""
+    """Return the content of one of the SETTINGS; empty if the file does not exist. Raises DataError."""
     path = folder / name
     if not path.exists():
         return {}

@@ -1,8 +1,8 @@
-"""Quantities as people read them, in one style: three significant digits, a space, then the unit.
+"""Formats quantities in one style: three significant digits, a space, then the unit.
 
-Sizes of memory and files have binary prefixes (`15.1 MiB`), rates decimal ones (`569 MB/s`, `100 Gbit/s`), as their
-vendors state them. The suffix of a count belongs to the number (`6.45k tokens/s`, `124M parameters`).
-Descriptions of clusters are written like this too, and `llmtrain.cluster.quantity` reads them back.
+Sizes of memory and files have binary prefixes (`15.1 MiB`). Rates have decimal prefixes (`569 MB/s`, `100 Gbit/s`), as
+vendors state them. The suffix of a count belongs to the number (`6.45k tokens/s`, `124M parameters`). Cluster files use
+the same style; `llmtrain.cluster.quantity` parses it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _Prefixes = Sequence[tuple[float, str]]
 _DECIMAL: _Prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BINARY: _Prefixes = ((2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"), (1.0, ""))
 _SMALL: _Prefixes = ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
-# Seconds, 30,000 years: more comes of a damaged file.
+# Seconds, about 30,000 years. Only a damaged file has longer times.
 _LONGEST = 1e12
 _COUNTS: _Prefixes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -33,7 +33,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def bit_rate(bytes_per_s: float) -> str:
-    """Format bytes per second as network cards are rated, in bits: 12.5e6 is `100 Mbit/s`."""
+    """Format bytes per second in bits, as for network cards: 12.5e6 is `100 Mbit/s`."""
     return _scaled(bytes_per_s * 8, _DECIMAL, "bit/s")
 
 
@@ -48,7 +48,7 @@ def seconds(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a long time as `4.2 s`, `1:05` (minutes), `2:00:05` (hours) or `3d 04:00:00`; no time is as `1e+99 s`."""
+    """Format a long time: `4.2 s`, `1:05` (minutes), `2:00:05` (hours), `3d 04:00:00`; above _LONGEST `1e+99 s`."""
     if not seconds < _LONGEST:
         return f"{seconds:.0e} s"
     if seconds < 9.95:
@@ -64,7 +64,7 @@ def duration(seconds: float) -> str:
 def _scaled(value: float, prefixes: _Prefixes, unit: str = "") -> str:
     if not value or not isfinite(value):
         return f"{value:.0f} {unit}".strip()
-    # Compared after rounding to three digits, so that 999,999 is 1.00M and not 1000k.
+    # Compare after rounding to three digits: 999,999 is 1.00M, not 1000k.
     scale, prefix = next((entry for entry in prefixes if abs(value) >= 0.9995 * entry[0]), prefixes[-1])
     shown = f"{value:.0f}" if scale == 1 and value % 1 == 0 else _three_digits(value / scale)
     return f"{shown} {prefix}{unit}" if unit else f"{shown}{prefix}"

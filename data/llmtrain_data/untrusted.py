@@ -1,4 +1,4 @@
-"""Reading files that may come from a stranger: regular files alone are opened, and no more is read than expected."""
+"""Reads files that may be untrusted: it opens only regular files, and limits how much it reads."""
 
 import json
 import os
@@ -7,30 +7,30 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 8 << 20
-"""Bytes of the largest JSON file that is read whole, as a model's configuration or an index of its weights."""
+"""Most bytes of a JSON file, such as a model's configuration or the index of its weights."""
 
 LONGEST_REASON = 200
-"""Characters of what a library says is wrong with a file; what follows may be the file's content."""
+"""Most characters of a library's error message. Longer messages may contain the file's content."""
 
 
 class UnreadableError(ValueError):
-    """A file that cannot be read. Says why, in the second half of a sentence, without the file's name."""
+    """A file cannot be read. The message is a clause that says why, without the file's name."""
 
 
 def regular(path: str, flags: int) -> int:
-    """Open a regular file; an `opener` for `open`. Raises OSError for a named pipe, a device or a folder."""
-    # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+    """Open a regular file; use it as the `opener` of `open`. Raises OSError for a named pipe, a device or a folder."""
+    # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(None, "it is no regular file", path)
+        raise OSError(None, "it is not a regular file", path)
     return descriptor
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return what a file holds. most: bytes. Raises UnreadableError for a longer one, and for what is no regular file.
+    """Return the content of a regular file. Raises UnreadableError if it has more than `most` bytes or is not regular.
 
-    Of a file whose size is not known beforehand, as of those in /proc, no more than that is read either.
+    The limit also holds for files that do not report their size, such as those in /proc.
     """
     try:
         with open(path, "rb", opener=regular) as file:
@@ -44,28 +44,28 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a UTF-8 file. most: bytes. Raises UnreadableError."""
+    """Return the text of a UTF-8 file of at most `most` bytes. Raises UnreadableError."""
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"it is no UTF-8 text, first at byte {error.start}") from error
+        raise UnreadableError(f"it is not UTF-8 text, first at byte {error.start}") from error
 
 
 def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
-    """Return what a JSON file holds. most: bytes. Raises UnreadableError."""
+    """Return the content of a JSON file of at most `most` bytes. Raises UnreadableError."""
     text = read_text(path, most)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UnreadableError(f"it is no JSON: {error}") from error
+        raise UnreadableError(f"it is not JSON: {error}") from error
     except ValueError as error:
-        raise UnreadableError("it is no JSON that can be read: a number in it has thousands of digits") from error
+        raise UnreadableError("it is not usable JSON: it contains a number with thousands of digits") from error
     except RecursionError as error:
         raise UnreadableError("its JSON is nested too deeply") from error
 
 
 def reason(error: BaseException) -> str:
-    """Return why the operating system or a library refuses a file, in one short line without the file's name."""
+    """Return the message of an error about a file, as one short line without the file's name."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__

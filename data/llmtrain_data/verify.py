@@ -1,4 +1,4 @@
-"""All of a prepared set against its checksums, and checksums for a set that has none."""
+"""Verifies all of a prepared set against its checksums, and writes checksums for a set without them."""
 
 import os
 from contextlib import closing
@@ -23,15 +23,15 @@ from llmtrain_data.output import json_text
 from llmtrain_data.progress import progress
 
 SHOWN, LISTED = 20, 1000
-"""Damaged places that are shown, and that the JSON lists, at most."""
+"""Most damaged ranges that the table shows, and that the JSON lists."""
 
 READ_AT_ONCE = 256 * BLOCK
-"""Bytes between two reports of progress."""
+"""Bytes per read and progress report."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes `[first, last)` of a file that are not what was prepared."""
+    """Bytes `[first, last)` of a file do not match their checksums."""
 
     file: str
     first: int
@@ -40,8 +40,8 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """A set that was read against its checksums. damaged: the first LISTED places, neighbouring blocks as one.
-    damaged_bytes: of all of them."""
+    """The result of verifying a set. blocks: number of checksums; block_bytes: bytes that one covers. damaged: the
+    first LISTED ranges, adjacent blocks merged. damaged_bytes: size of all damaged ranges."""
 
     prefix: str
     blocks: int
@@ -54,17 +54,17 @@ class Verification:
         return json_text(asdict(self))
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the verification as names and what there is to say of them."""
+        """Return the verification as (name, value) rows."""
         found = [("blocks", f"{self.blocks:,} of {units.size(self.block_bytes)}")]
         found += [("damaged", f"{one.file}, bytes {one.first} to {one.last}") for one in self.damaged[:SHOWN]]
         if len(self.damaged) > SHOWN:
-            found.append(("damaged", f"{len(self.damaged) - SHOWN} places or more besides"))
-        verdict = f"{units.size(self.damaged_bytes)} of damaged blocks" if self.damaged else "all as it was prepared"
+            found.append(("damaged", f"{len(self.damaged) - SHOWN} or more further ranges"))
+        verdict = f"{units.size(self.damaged_bytes)} of damaged blocks" if self.damaged else "no damage found"
         return [*found, ("verified", verdict)]
 
 
 class _Found:
-    """Collects damaged places, of which there may be many."""
+    """Collects damaged ranges, merges adjacent ones, and keeps at most LISTED."""
 
     def __init__(self) -> None:
         self.places, self.bytes = list[Damage](), 0
@@ -79,13 +79,13 @@ class _Found:
 
 
 def verify(prefix: Path) -> Verification:
-    """Read all of a prepared set and compare it to its checksums. Raises DataError where there are none."""
+    """Read all of a prepared set and compare it to its checksums. Raises DataError if it has none."""
     check_present(prefix)
     checksums = read_checksums(prefix)
     if checksums is None:
         raise DataError(
-            f"{prefix} has no checksums to verify it against; `llmtrain data checksum {prefix}` writes those of what "
-            "is there now"
+            f"{prefix} has no checksums to verify it against; `llmtrain data checksum {prefix}` writes those of its "
+            "present content"
         )
     found = _Found()
     index, content = File(idx_path(prefix)), File(bin_path(prefix))
@@ -103,17 +103,17 @@ def verify(prefix: Path) -> Verification:
 
 
 def write_checksums(prefix: Path, overwrite: bool) -> int:
-    """Write the checksums of a prepared set as it is now, for sets that were prepared elsewhere; return its blocks.
+    """Write checksums of a set's present content, for sets that other tools prepared. Return the number of blocks.
 
-    Raises DataError when the set is damaged as far as can be told, is being prepared, or has checksums and is not to
-    `overwrite` them.
+    Raises DataError if the set's files do not match, if another process writes the set, or if it has checksums and
+    `overwrite` is False.
     """
     path = checksums_path(prefix)
     if os.path.lexists(path) and not overwrite:
-        raise DataError(f"{path} exists already; `llmtrain data inspect {prefix} --verify` reads the set against it")
+        raise DataError(f"{path} already exists; `llmtrain data inspect {prefix} --verify` verifies the set against it")
     check_present(prefix)
     _, partial, _, held = partial_paths(prefix)
-    # Before the set is opened: one that is prepared meanwhile would get the checksums of the one before.
+    # Lock before opening the set: a set that is replaced meanwhile would get the old set's checksums.
     with open_locked(held):
         try:
             blocks = _write_checksums(prefix, partial)
@@ -129,8 +129,8 @@ def _write_checksums(prefix: Path, target: Path) -> int:
     content = File(bin_path(prefix)).content
     with closing(ChecksumsWriter(target)) as writer, progress("checksum", len(content), "bytes") as report:
         for start in range(0, len(content), READ_AT_ONCE):
-            piece = content[start : start + READ_AT_ONCE]
-            writer.add(piece)
-            report(len(piece))
+            chunk = content[start : start + READ_AT_ONCE]
+            writer.add(chunk)
+            report(len(chunk))
         writer.finish(idx_path(prefix))
     return block_count(len(content))

@@ -1,4 +1,4 @@
-"""What a start waits for, until the run says more itself: no pause of more than some seconds without a word."""
+"""Shows what a program is waiting for, so that it is never silent for more than some seconds."""
 
 import threading
 import time
@@ -13,20 +13,20 @@ from rich.table import Table
 from llmtrain_data import units
 from llmtrain_data.output import Terminal
 
-# Seconds that one thing takes before a line says so, where there is no terminal.
+# Without a terminal, seconds of one activity before the first line about it.
 PATIENCE = 5.0
 
 
 class Waiting:
-    """Shows what `doing` returns, and for how long it has been doing it: a live line on a terminal; elsewhere a line
-    once it has taken 5 seconds, and again when it has taken 3 times as long as when the last line was printed.
+    """Shows the current activity and its duration. On a terminal it updates a live line. Elsewhere it prints a line
+    after 5 seconds, and another whenever the duration is 3 times that of the last line.
 
-    doing: called by a thread of its own. What comes before its first colon names what is done, and the rest how far it
-    is; empty for nothing that is worth a word.
+    doing: returns the activity; another thread calls it. The text before the first colon names the activity, the rest
+    its progress. An empty string shows nothing.
     """
 
     def __init__(self, doing: Callable[[], str], console: Terminal | None = None, enabled: bool = True) -> None:
-        """enabled: whether anything is shown at all."""
+        """enabled: if False, show nothing."""
         self.doing = doing
         self._console, self._enabled = console or Terminal(), enabled
         self._what, self._since, self._next = "", time.monotonic(), PATIENCE
@@ -35,7 +35,7 @@ class Waiting:
         self._spinner = Spinner("dots")
 
     def start(self) -> Self:
-        """Begin to show."""
+        """Start showing."""
         if not self._enabled:
             return self
         if is_live(self._console):
@@ -46,7 +46,7 @@ class Waiting:
         return self
 
     def stop(self) -> None:
-        """Show nothing from now on; stopping twice is harmless."""
+        """Stop showing. A second call has no effect."""
         self._stopped.set()
         if self._live is not None:
             self._live.stop()
@@ -75,7 +75,7 @@ class Waiting:
                 self._console.print(f"{text}  ({units.duration(seconds)} so far)", soft_wrap=True)
 
     def _look(self) -> tuple[str, float]:
-        """Return what is done and for how many seconds."""
+        """Return the activity and its duration in seconds."""
         text = self.doing()
         if (what := text.partition(":")[0]) != self._what:
             self._what, self._since, self._next = what, time.monotonic(), PATIENCE
@@ -83,11 +83,11 @@ class Waiting:
 
 
 def loading(what: str, enabled: bool = True) -> Waiting:
-    """Return what says on a terminal that something is being loaded; a log has no use for that."""
+    """Return a `Waiting` that shows on a terminal that `what` is loading. It shows nothing in a log."""
     console = Terminal(stderr=True)
     return Waiting(lambda: f"loading {what}", console, enabled and is_live(console))
 
 
 def is_live(console: Terminal) -> bool:
-    """Whether lines can be drawn anew on a console."""
+    """Whether a console can redraw lines."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -68,7 +68,7 @@ def test_verify_and_checksum(work: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert call("inspect", tmp_path / "a", "--verify", "--tokenizer", work / "bpe") == 2
     assert "--verify shows no documents; leave out --tokenizer and --documents" in capsys.readouterr().err
     assert call("inspect", tmp_path / "a", "--verify") == 0
-    assert re.search(r"verified +all as it was prepared\n", capsys.readouterr().out)
+    assert re.search(r"verified +no damage found\n", capsys.readouterr().out)
     content = bytearray((tmp_path / "a.bin").read_bytes())
     content[-1] ^= 1
     (tmp_path / "a.bin").write_bytes(content)
@@ -106,7 +106,7 @@ def test_blend_without_weights_takes_each_source_once(work: Path, capsys: pytest
 def test_tokenizer_refuses_to_replace(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (work / "bpe" / "tokenizer.json").read_bytes()
     assert call("tokenizer", work / "a.txt", "--vocab-size", 280, "--output", work / "bpe") == 2
-    assert "bpe exists" in capsys.readouterr().err
+    assert "bpe already exists" in capsys.readouterr().err
     assert (work / "bpe" / "tokenizer.json").read_bytes() == before
 
 
@@ -131,10 +131,10 @@ def test_tokenizer_refuses_to_replace(work: Path, capsys: pytest.CaptureFixture[
         (["tokenizer", "a.txt", "--vocab-size", "many", "--output", "new"], "--vocab-size"),
         (["inspect", "none"], "none.bin and none.idx not found"),
         (["inspect", "a", "--tokenizer", "none"], "no tokenizer folder none"),
-        (["blend", "0.5"], "blend is written"),
+        (["blend", "0.5"], "expected a blend"),
         (["blend", "-1", "a"], "-1"),
         (["blend", "a", "--tokens", "-3"], "--tokens"),
-        (["blend", "a", "--split", "0,1,1"], "split is [0.0, 1.0, 1.0]; shares must not be negative"),
+        (["blend", "a", "--split", "0,1,1"], "split is [0.0, 1.0, 1.0]; expected shares from 0"),
         (["blend", "a", "--split", "1,2"], "--split is '1,2'"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_tokenizer_does_not_replace_the_folder_one_is_in(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("tokenizer", work / "a.txt", "--vocab-size", 300, "--output", ".") == 2
-    assert "--output . exists; give another folder" in capsys.readouterr().err
+    assert "--output . already exists; give another folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

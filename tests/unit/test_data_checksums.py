@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmtrain_data import dataset, ids
-from llmtrain_data.bounds import MOST_IDS
+from llmtrain_data.bounds import MAX_IDS
 from llmtrain_data.checksums import BLOCK, HEADER, ChecksumsWriter, checksums_path, read_checksums
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import Samples, open_split
@@ -139,7 +139,7 @@ def test_a_file_that_is_cut_under_its_reader_does_not_kill_the_process(prefix: P
             checksums_path(prefix).unlink()
         samples, size = opened(prefix), os.path.getsize(f"{prefix}.bin")
         os.truncate(f"{prefix}.bin", 1000)
-        with pytest.raises(DataError, match=rf"set\.bin was cut from {size} to 1000 bytes"):
+        with pytest.raises(DataError, match=rf"set\.bin was truncated from {size} to 1000 bytes"):
             samples.batch(0, 0, 1)
         os.truncate(f"{prefix}.bin", size)
 
@@ -153,7 +153,7 @@ def test_checksums_do_not_depend_on_how_a_set_was_written(tmp_path: Path) -> Non
     checksums_path(tmp_path / "c").unlink()
     assert write_checksums(tmp_path / "c", overwrite=False) == 6
     assert checksums_path(tmp_path / "c").read_bytes() == wanted
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         write_checksums(tmp_path / "c", overwrite=False)
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_plain_file_is_refused_at_once(prefix: Path) -> None:
         path = Path(f"{prefix}{suffix}")
         path.rename(f"{path}.kept")
         os.mkfifo(path)
-        with pytest.raises(DataError, match="it is no regular file"):
+        with pytest.raises(DataError, match="it is not a regular file"):
             opened(prefix)
         path.unlink()
         Path(f"{path}.kept").rename(path)
@@ -265,7 +265,7 @@ def test_ids_that_are_not_of_the_vocabulary_are_refused_wherever_they_are_met(
         with pytest.raises(DataError, match=sentence):
             samples.check_ids()
     else:
-        monkeypatch.setattr(dataset, "LOOKED_AT", 1000)
+        monkeypatch.setattr(dataset, "MAX_SCANNED", 1000)
         monkeypatch.setattr(dataset, "READ_AT_ONCE", 100)
         samples.check_ids()
     readers = [samples.unigram_entropy] if seen_at_start else []
@@ -275,7 +275,7 @@ def test_ids_that_are_not_of_the_vocabulary_are_refused_wherever_they_are_met(
     with pytest.raises(DataError, match=sentence):
         samples.sources[1].beginning(123, 100)
     monkeypatch.setattr(ids, "READ_AT_ONCE", 777)
-    if not 0 <= bad < MOST_IDS:
+    if not 0 <= bad < MAX_IDS:
         with pytest.raises(DataError, match=rf"a\.bin holds id {bad} at token 45 of document 123"):
             describe(prefix, None, 1)
 
@@ -285,7 +285,7 @@ def test_checksums_are_not_written_while_the_set_is_prepared(tmp_path: Path) -> 
         writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
         writer.add(np.arange(4), np.array([4]))
         if overwrite:
-            with pytest.raises(DataError, match="is being written by another process"):
+            with pytest.raises(DataError, match="another process is writing"):
                 write_checksums(tmp_path / "set", overwrite=True)
         writer.commit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
@@ -298,7 +298,7 @@ def test_a_set_is_not_prepared_while_its_checksums_are_written(tmp_path: Path, m
     writer.commit()
 
     def opened(prefix: Path, verified: bool) -> IndexedData:
-        with pytest.raises(DataError, match="is being written by another process"):
+        with pytest.raises(DataError, match="another process is writing"):
             IndexedWriter(prefix, np.dtype("uint16"))
         return IndexedData(prefix, verified)
 

@@ -61,7 +61,7 @@ def test_jsonl_takes_blank_lines_missing_text_and_lone_surrogates(tmp_path: Path
         ('{"text":"a"}\n{"text":\n', r"a\.jsonl line 2 is not JSON"),
         ('{"text":"a"}\n\n{"text":5}\n', r"a\.jsonl line 3 has int '5'"),
         ('["text"]\n', r"a\.jsonl line 1 has list"),
-        ('{"body":"a","x":1}\n', r"no text in field 'text', only body, x; name the field with --text-key"),
+        ('{"body":"a","x":1}\n', r"no text in field 'text', only body, x; choose a field with --text-key"),
     ],
 )
 def test_broken_jsonl_is_named(tmp_path: Path, content: str, message: str) -> None:

@@ -137,7 +137,7 @@ def test_a_split_too_small_for_a_sample_is_refused(corpus: Path) -> None:
 
 @pytest.mark.parametrize("path", [[0.5], [0.5, "a", "b"], [0, "a"], ["a", 0.5], [], [1.0, 2.0]])
 def test_malformed_blends_are_refused(path: list[str | float]) -> None:
-    with pytest.raises(ValueError, match="blend is written"):
+    with pytest.raises(ValueError, match="expected a blend"):
         DataConfig(path=path)
 
 

@@ -76,7 +76,7 @@ def test_entropy_of_a_large_split_reads_a_part_of_it_and_always_the_same(
     whole = open_split(config, "train").unigram_entropy()
     monkeypatch.setattr(dataset, "READ_AT_ONCE", 500)
     assert open_split(config, "train").unigram_entropy() == whole
-    monkeypatch.setattr(dataset, "LOOKED_AT", 50_000)
+    monkeypatch.setattr(dataset, "MAX_SCANNED", 50_000)
     samples, read = open_split(config, "train"), 0
     original = samples.sources[0].data.read
 

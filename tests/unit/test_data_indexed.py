@@ -188,7 +188,7 @@ def test_one_writer_at_a_time_until_all_names_are_given(tmp_path: Path, monkeypa
 
     def renamed(source: Path, target: Path) -> None:
         replace(source, target)
-        with pytest.raises(DataError, match="is being written by another process") as error:
+        with pytest.raises(DataError, match="another process is writing") as error:
             IndexedWriter(tmp_path / "set", np.dtype("uint16"))
         refused.append(error)
 
@@ -207,5 +207,5 @@ def test_a_lock_that_was_removed_before_it_was_taken_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed.fcntl, "flock", lambda file, _: os.unlink(file.name))
-    with pytest.raises(DataError, match="is being written by another process"):
+    with pytest.raises(DataError, match="another process is writing"):
         IndexedWriter(tmp_path / "set", np.dtype("uint16"))

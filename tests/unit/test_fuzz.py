@@ -53,7 +53,7 @@ def test_documents_that_go_beyond_the_end_and_back(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "set.idx").read_bytes())
     content[-16:-8] = (2**62 + 2**61).to_bytes(8, "little")
     (tmp_path / "set.idx").write_bytes(content)
-    with pytest.raises(DataError, match="contradicts itself"):
+    with pytest.raises(DataError, match="is inconsistent"):
         IndexedData(tmp_path / "set", verified=False)
 
 

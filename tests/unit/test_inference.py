@@ -86,4 +86,4 @@ def test_tokenizers_that_do_not_go_with_the_model(
     assert "makes token 89 of the prompt, but the" in refused(capsys, *generate, larger, "--prompt", "1 89")
     (tmp_path / "empty").mkdir()
     said = refused(capsys, *generate, str(tmp_path / "empty"), "--prompt", "x")
-    assert f"{tmp_path / 'empty'} holds no Hugging Face tokenizer that can be used" in said
+    assert f"{tmp_path / 'empty'} holds no usable Hugging Face tokenizer" in said

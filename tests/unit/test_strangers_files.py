@@ -199,7 +199,7 @@ def test_what_is_no_text_is_refused(content: bytes, separator: str | None, tmp_p
     (tmp_path / "a").write_bytes(content)
     found = open_corpus(str(tmp_path / "a"), CorpusOptions(separator=separator))
     for read in (lambda: list(found.chunks()), lambda: list(sampled_texts(found, 10**6))):
-        with pytest.raises(DataError, match="is no text"):
+        with pytest.raises(DataError, match="is not text"):
             read()
     # In a folder it is passed over, and a folder of nothing else has no text.
     with pytest.raises(DataError, match="no text"):

@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_opened_at_a_rewind_is_why_the_run_ends(tmp_path: 
             (tmp_path / "metrics.jsonl").mkdir()
             log.rewind(0)
 
-    with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(it is no regular file\)"):
+    with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(it is not a regular file\)"):
         run()
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 
-from llmtrain_data.bounds import MOST_RANKS
+from llmtrain_data.bounds import MAX_RANKS
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
@@ -44,8 +44,8 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
 
 def check_world(world: int) -> None:
     """Raise BadInputError for more ranks than a run is laid out for, before anything is made for each of them."""
-    if world > MOST_RANKS:
-        raise BadInputError(f"the run has {shown(world)} ranks; expected at most {MOST_RANKS:,}")
+    if world > MAX_RANKS:
+        raise BadInputError(f"the run has {shown(world)} ranks; expected at most {MAX_RANKS:,}")
 
 
 def node_of(cluster: Cluster, rank: int) -> int:
