@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from allocations import Allocations
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.model.hf_config import read_hf_config
-from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
@@ -132,7 +133,7 @@ def wait(pids: list[int], limit: float) -> list[int]:
 def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
     """Return `arrived` as on a network of many machines: messages come in an order that differs from rank to rank."""
 
-    def late(transport: TorchTransport, channel: Channel) -> bool:
+    def late(transport: Transport, channel: Channel) -> bool:
         return random.random() < 0.5 and arrived(transport, channel)
 
     return late
@@ -150,7 +151,7 @@ def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
 def main() -> None:
     """Serve jobs until stdin ends."""
     ThreadStream.submit = late_now_and_then(ThreadStream.submit)  # type: ignore[method-assign]
-    TorchTransport.arrived = sometimes_late(TorchTransport.arrived)  # type: ignore[method-assign]
+    Transport.arrived = sometimes_late(Transport.arrived)  # type: ignore[method-assign]
     # 0.15 s a case that measures nothing here.
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
     os.environ["MASTER_ADDR"] = "localhost"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llmtrain.parallel.pipeline.transport import Channel
+from llmtrain.comm.messages import Channel
 
 from tools.bench import processor as module
 from tools.bench.processor import Processor

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import FixedOrder, MessageDrivenOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.schedules import make_schedule

@@ -7,13 +7,13 @@ import pytest
 import torch
 from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.messages import Channel
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.parallel.pipeline.action_order import FixedOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.messages import Channel, Posting
+from llmtrain.comm.messages_gloo import GlooMessages
+from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.ranks import Ranks
-from llmtrain.parallel.pipeline.transport import Channel, TorchTransport
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import parse_recipe
@@ -54,14 +57,11 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Message]]:
         message.there.set()
 
 
-def expecting(count: int, ahead: int) -> TorchTransport:
+def expecting(count: int, ahead: int, posting: Posting | None = None) -> Transport:
     """Return a transport that expects messages of 1, 2 and so on numbers."""
-    transport = TorchTransport(
-        {CHANNEL: (None, 0)},  # type: ignore[dict-item]
-        torch.device("cpu"),
-        torch.float32,
-        ahead,
-    )
+    messages = GlooMessages({CHANNEL: (None, 0)}, ahead)  # type: ignore[dict-item]
+    messages.posting = posting or messages.posting
+    transport = Transport(messages, torch.float32, torch.device("cpu"))
     transport.expect(CHANNEL, [torch.Size((number,)) for number in range(1, count + 1)])
     return transport
 
@@ -74,6 +74,59 @@ def test_as_many_receives_are_posted_as_messages_are_under_way(posted: list[Mess
         posted[number].there.set()
         assert transport.receive(CHANNEL).numel() == number + 1
         assert [message.numbers for message in posted] == [1, 2, 3, 4, 5][: number + 4]
+
+
+def test_nccl_posts_the_first_receive_when_it_is_needed_and_then_one_ahead(posted: list[Message]) -> None:
+    """On a GPU, a posted receive occupies multiprocessors until its message arrives."""
+    transport = expecting(3, 0, NcclMessages.posting)
+    assert not posted
+    assert not transport.arrived(CHANNEL)
+    assert len(posted) == 1
+    for number in range(3):
+        for message in posted:
+            message.there.set()
+        assert transport.receive(CHANNEL).numel() == number + 1
+        assert len(posted) == min(number + 2, 3)
+
+
+class Sent:
+    """A send that completes when somebody waits for it, as gloo's do."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+
+
+def test_a_gradient_releases_the_activation_that_it_answers(
+    posted: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends: list[Sent] = []
+    monkeypatch.setattr(dist, "isend", lambda values, peer, group: sends.append(Sent()) or sends[-1])
+    back = Channel(1, 0)
+    messages = GlooMessages({CHANNEL: (None, 0), back: (None, 0)}, 2)  # type: ignore[dict-item]
+    transport = Transport(messages, torch.float32, torch.device("cpu"))
+    for _ in range(2):
+        transport.expect(back, [torch.Size((1,))] * 3)
+        for _ in range(3):
+            transport.send(CHANNEL, torch.ones(1))
+        # One is over before its answer comes.
+        sends[0].over = True
+        transport.progress()
+        for answers in (1, 2):
+            posted[answers - 1].there.set()
+            transport.receive(back)
+            assert [send.over for send in sends] == [place < answers for place in range(3)]
+        posted[2].there.set()
+        transport.receive(back)
+        transport.flush()
+        assert all(send.over for send in sends)
+        sends.clear()
+        posted.clear()
 
 
 def test_a_message_that_comes_during_a_computation_is_there_after_it(posted: list[Message]) -> None:
@@ -124,10 +177,10 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
-    monkeypatch.setattr(build_pipeline, "TorchTransport", lambda peers, device, dtype, ahead: given.append(ahead))
+    monkeypatch.setattr(build_pipeline, "torch_messages", lambda peers, device, ahead: given.append(ahead))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
     plan = make_plan(resolve(parse_recipe({**RECIPE, "pipeline": keys}), facts), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
-    build_pipeline._transport(plan, ranks)
+    build_pipeline._messages(plan, ranks)
     assert given == [ahead]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from llmtrain.parallel.pipeline.transport import Channel, Transport
+from llmtrain.comm.messages import Channel
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.training.run import Run
 from torch import Tensor
@@ -111,8 +112,7 @@ def watch_run(run: Run, watch: Watch) -> None:
     """Note what a run's pipeline does."""
     executor, links, engine = run.executor, run.executor._links, run.engine
     schedule, act, inner = executor._schedule, executor._act, engine.backward_weights
-    assert links._transport is not None
-    links._transport = WatchedTransport(links._transport, watch)
+    links._transport = WatchedTransport(links._transport, watch)  # type: ignore[assignment]
 
     def watched(action: Action, step: Any) -> None:
         stage = schedule.stage(links._rank, action.chunk)

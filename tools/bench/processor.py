@@ -5,8 +5,8 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
+from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.stage_links import channels
-from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.training.run import Run
 from torch import Tensor
 
@@ -71,7 +71,6 @@ def emulate(run: Run, seconds: float) -> None:
         executor.train,
         engine.backward_weights,
     )
-    assert transport is not None
     own = {chunk.layout.stage for chunk in executor._stages}
     ours = [channel for channel in channels(executor._schedule) if channel.target in own]
     processor, receive = (

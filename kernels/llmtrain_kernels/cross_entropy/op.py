@@ -25,13 +25,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x: `[tokens, hidden]`; weight: `[vocab, hidden]`, same dtype; targets: int64 `[tokens]`.
     """
-    rows = chunk_rows(x.device.type, weight.shape[0])
+    rows = chunk_rows(x.device, weight.shape[0])
     return _LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
 
 
-def chunk_rows(device: str, vocab: int) -> int:
+def chunk_rows(device: torch.device, vocab: int) -> int:
     """Return how many rows of logits one chunk has on a device type."""
-    return max(MIN_ROWS, CHUNK_ELEMENTS.get(device, 1 << 24) // vocab)
+    return max(MIN_ROWS, CHUNK_ELEMENTS.get(device.type, 1 << 24) // vocab)
 
 
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

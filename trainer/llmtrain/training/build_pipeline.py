@@ -6,6 +6,9 @@ import torch
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
+from llmtrain.comm.message_backend import torch_messages
+from llmtrain.comm.messages import Channel, Messages
+from llmtrain.comm.messages_mpi import MpiMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
@@ -18,10 +21,9 @@ from llmtrain.parallel.pipeline.action_order import (
     OwnDecision,
 )
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.parallel.pipeline.mpi import MpiTransport
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks, channels
-from llmtrain.parallel.pipeline.transport import Channel, TorchTransport, Transport
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.plan import Plan
@@ -54,7 +56,8 @@ def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
         count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
 
     place = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
-    return StageLinks(schedule, place, _transport(plan, ranks), shape_of, count_sent, ranks.activity)
+    transport = Transport(_messages(plan, ranks), DTYPES[plan.compute], ranks.device)
+    return StageLinks(schedule, place, transport, shape_of, count_sent, ranks.activity)
 
 
 def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
@@ -69,12 +72,9 @@ def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
     return MessageDrivenOrder(stage_layout, schedule.microbatches, plan.pipeline.limit, links, decide)
 
 
-def _transport(plan: Plan, ranks: Ranks) -> Transport | None:
-    """Make the channels between this rank and other stages' ranks. Collective."""
-    schedule = plan.pipeline.schedule
-    if schedule.ranks == 1:
-        return None
-    lines, dtype = ranks.layout.groups(Axis.PIPELINE), DTYPES[plan.compute]
+def _messages(plan: Plan, ranks: Ranks) -> Messages:
+    """Connect this rank to the ranks of the stages before and after its own. Collective."""
+    schedule, lines = plan.pipeline.schedule, ranks.layout.groups(Axis.PIPELINE)
     own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
     peers, groups = {}, {}
     for channel in channels(schedule):
@@ -84,13 +84,9 @@ def _transport(plan: Plan, ranks: Ranks) -> Transport | None:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # As many are under way on a channel; and two where they come one at a time.
+    # A channel's messages in flight; at least two, so that one can arrive while the one before is computed with.
     ahead = max(2, ceil(max(peak_live(schedule)) / schedule.chunks) if schedule.actions else plan.pipeline.limit)
-    if over_mpi:
-        return MpiTransport(peers, schedule.stages, ranks.layout.world, ranks.device, dtype, ahead)
-    return TorchTransport(
-        {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None},
-        ranks.device,
-        dtype,
-        ahead,
-    )
+    if over_mpi and schedule.ranks > 1:
+        return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
+    joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
+    return torch_messages(joined, ranks.device, ahead)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.transport import Channel
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, peak_live
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.device import synchronize
 from llmtrain.comm.ranks import Ranks
 
 # Several windows: what else runs on a machine comes and goes, how fast it is stays.
@@ -75,8 +76,7 @@ def _rate(work: Work, device: torch.device) -> Rate:
             outputs = inputs @ weights
             outputs @ weights.T
             inputs.T @ outputs
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             count, taken = count + 1, time.perf_counter() - begin
         rates.append(count / taken)
     return Rate(max(rates), median(rates))

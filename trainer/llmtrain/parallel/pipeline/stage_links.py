@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.activity import Activity
-from llmtrain.parallel.pipeline.transport import Channel, Transport
+from llmtrain.comm.messages import Channel
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.pipeline.actions import Schedule
 
 ShapeOf = Callable[[int, int], torch.Size]
@@ -25,7 +26,7 @@ class StageLinks:
         self,
         schedule: Schedule,
         rank: int,
-        transport: Transport | None,
+        transport: Transport,
         shape_of: ShapeOf,
         count: CountSent,
         activity: Activity,
@@ -45,14 +46,13 @@ class StageLinks:
         shapes = [self._shape_of(len(one), one.shape[1] - 1) for one in rows]
         before, after = stage > 0, backward and stage < self._schedule.stages - 1
         for source in ([stage - 1] if before else []) + ([stage + 1] if after else []):
-            if self._transport is not None and not self.is_local(source):
+            if not self.is_local(source):
                 self._transport.expect(Channel(source, stage), shapes)
 
     def receive(self, channel: Channel) -> Tensor:
         """Wait for the next tensor of a channel and return it."""
         if self.is_local(channel.source):
             return self._local[channel].popleft()
-        assert self._transport is not None
         return self.activity.wait(partial(self._transport.receive, channel))
 
     def send(self, channel: Channel, values: Tensor) -> None:
@@ -60,34 +60,28 @@ class StageLinks:
         if self.is_local(channel.target):
             self._local.setdefault(channel, deque()).append(values)
         else:
-            assert self._transport is not None
             self._count(channel, values.nbytes)
             self._transport.send(channel, values)
 
     def arrived(self, channel: Channel) -> bool:
         """Return whether the next message of a channel has arrived."""
-        assert self._transport is not None
         return self._transport.arrived(channel)
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
         """Wait until the next message of any of `channels` has arrived."""
-        assert self._transport is not None
         self.activity.wait(partial(self._transport.wait_any, channels))
 
     def progress(self) -> None:
         """Let the transport work on pending sends. Call it between long computations."""
-        if self._transport is not None:
-            self._transport.progress()
+        self._transport.progress()
 
     def flush(self) -> None:
         """Wait until every sent tensor may be reused."""
-        if self._transport is not None:
-            self.activity.wait(self._transport.flush)
+        self.activity.wait(self._transport.flush)
 
     def close(self) -> None:
         """Stop the transport."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
 
 def channels(schedule: Schedule) -> Iterable[Channel]:

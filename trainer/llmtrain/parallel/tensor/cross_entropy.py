@@ -46,7 +46,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
     the same dtype; targets: int64 `[batch, sequence]`. Collective.
     """
     # All ranks take the same steps, whoever has a row more.
-    rows = chunk_rows(x.device.type, -(-vocab // mesh.degree))
+    rows = chunk_rows(x.device, -(-vocab // mesh.degree))
     start, _ = even_share(vocab, mesh.degree, mesh.place)
     return _ParallelCrossEntropy.apply(x, weight, targets, mesh, start, rows, torch.is_grad_enabled())
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from llmtrain.cluster.layout import even_share
+from llmtrain.comm.device import own_generators
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.layers import Attention, Embedding, empty_parameter
 from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
@@ -94,7 +95,7 @@ class ParallelAttention(Attention):
             return super().forward(x, rotary)
         # All ranks draw the same random numbers, as residual dropout must be the same on them; heads must not be.
         seed = int(torch.randint(1 << 62, ()))
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        with torch.random.fork_rng(own_generators(x.device)):
             torch.manual_seed(seed + self.mesh.place)
             return super().forward(x, rotary)
 

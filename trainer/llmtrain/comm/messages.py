@@ -1,0 +1,54 @@
+"""Point-to-point messages between pipeline stages: the interface that gloo, NCCL and MPI implement."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Messages from one pipeline stage to another. They arrive in the order in which they were sent."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Posting:
+    """How many receives of a channel are posted. at_start: when its messages are announced. ahead: as each message is
+    taken, beyond that one."""
+
+    at_start: int
+    ahead: int
+
+
+class Request(Protocol):
+    """A posted send or receive. Its tensor must live until it is complete."""
+
+    def is_completed(self) -> bool:
+        """Return whether the message has been sent or has arrived. Some backends never report this of a send."""
+
+    def wait(self) -> object:
+        """Have what is computed next come after the message. Call it once. Raises RuntimeError for a lost peer."""
+
+
+class Messages(Protocol):
+    """Posts sends and receives on channels."""
+
+    @property
+    def posting(self) -> Posting:
+        """How many receives to post on each channel."""
+
+    def receive(self, channel: Channel, values: Tensor) -> Request:
+        """Post a receive of a channel's next message into contiguous `values`."""
+
+    def send(self, channel: Channel, values: Tensor) -> Request:
+        """Post a send of contiguous `values`, which must not change before the request completes."""
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` holds. It may depend on `is_completed` of receives, and nothing else."""
+
+    def close(self) -> None:
+        """Stop background threads and leave the communicators."""
