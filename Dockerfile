@@ -1,9 +1,9 @@
-# llmtrain on NVIDIA's PyTorch image, which brings torch, NCCL, apex and flash-attn that were built for each other.
+# llmtrain on NVIDIA's PyTorch image, which contains matching builds of torch, NCCL, apex and flash-attn.
 #   docker build -t llmtrain . && docker run --gpus all --ipc=host -v "$PWD":/work llmtrain run recipe.yaml
 FROM nvcr.io/nvidia/pytorch:26.05-py3
 
-# The image's torch must stay: its version is a pre-release of NVIDIA's, which pip would replace by PyPI's, and apex
-# and flash-attn would no longer fit. So everything but torch is installed, with the image's torch as a constraint.
+# Keep the image's torch. It is a pre-release by NVIDIA; pip would replace it by PyPI's, which does not match the image's
+# apex and flash-attn. So install all dependencies except torch, with the image's torch as a constraint.
 WORKDIR /opt/llmtrain
 COPY pyproject.toml ./
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/torch.txt \

@@ -1,4 +1,4 @@
-# `make quickstart` trains a small GPT from nothing; `make test` runs the tests. Each installs into .venv first, once.
+# `make quickstart` trains a small GPT from scratch; `make test` runs the tests. Each target first installs into .venv, once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,15 +10,15 @@ CORPUS := runs/quickstart-data
 
 help:
 	@echo "make install     install into $(VENV)"
-	@echo "make quickstart  train a small GPT on the source of Python's standard library, and let it write"
+	@echo "make quickstart  train a small GPT on the source of Python's standard library, and generate text"
 	@echo "make test        run the tests"
 	@echo "make check       ruff, format, mypy"
-	@echo "make soak        run the long tests"
-	@echo "make bench       measure against peers and write docs/benchmarks.md (the last two need root)"
+	@echo "make soak        run the long tests (needs root)"
+	@echo "make bench       benchmark against peers and write docs/benchmarks.md (needs root)"
 
 install: $(INSTALLED)
 
-# The constraints hold in pip's build environments too: a newer torch would be some gigabytes more.
+# PIP_CONSTRAINT also applies to pip's build environments, which would otherwise download a newer torch of some gigabytes.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) > /dev/null || \
 	  { echo "llmtrain needs Python 3.11 or newer, and there is no $(PYTHON): make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
 	  -c constraints.txt -e '.[dev]'
 	touch $@
-	@echo "llmtrain is installed; \`. $(BIN)/activate\` puts it onto the PATH of this shell"
+	@echo "llmtrain is installed; \`. $(BIN)/activate\` adds it to the PATH of this shell"
 
 $(CORPUS)/tokenizer/tokenizer.json: | $(INSTALLED)
 	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 2048 --output $(CORPUS)/tokenizer
@@ -42,11 +42,11 @@ quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
 	$(BIN)/llmtrain run quickstart
 	$(BIN)/llmtrain generate runs/quickstart --prompt 'def '
 	@echo
-	@echo "The model is in runs/quickstart. What to do next:"
-	@echo "  . $(BIN)/activate                      puts llmtrain onto the PATH of this shell"
-	@echo "  llmtrain report runs/quickstart         draws its curves on a page"
-	@echo "  llmtrain eval runs/quickstart           measures it on its validation split"
-	@echo "  README.md, \"A first run of your own\"   trains a model of your own texts"
+	@echo "The model is in runs/quickstart. Next steps:"
+	@echo "  . $(BIN)/activate                      add llmtrain to the PATH of this shell"
+	@echo "  llmtrain report runs/quickstart         plot its curves on an HTML page"
+	@echo "  llmtrain eval runs/quickstart           compute its validation loss"
+	@echo "  README.md, \"A first run of your own\"   train a model on your own texts"
 
 test: $(INSTALLED)
 	$(BIN)/pytest
