@@ -9,6 +9,7 @@ import random
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,55 +22,103 @@ SLOT_BYTES, OPERATIONS = 4096, 150
 NARROW = torch.bfloat16
 
 
-def gather(slots: shared.SharedSlots, own: torch.Tensor) -> bool:
+Answer = Callable[[], bool]
+
+
+def gather(ours: shared.SharedMemoryCollectives, own: torch.Tensor) -> Answer:
     expected = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(expected, own)
-    parts = [torch.zeros_like(own) for _ in expected]
-    slots.gather(parts, own)
-    expected[dist.get_rank()].zero_()
-    return torch.equal(torch.stack(parts), torch.stack(expected))
+    whole = torch.zeros(len(expected), len(own), dtype=own.dtype)
+    whole[ours.place] = own
+    work = ours.all_gather(whole.view(-1))
+
+    def answer() -> bool:
+        work.wait()
+        return torch.equal(whole[list(ours.order)], torch.stack(expected))
+
+    return answer
 
 
-def exchange(slots: shared.SharedSlots, own: torch.Tensor) -> bool:
+def exchange(ours: shared.SharedMemoryCollectives, own: torch.Tensor) -> Answer:
     sent = torch.stack([own + member for member in range(dist.get_world_size())])
     expected, received = torch.empty_like(sent), torch.empty_like(sent)
     dist.all_to_all_single(expected, sent)
-    slots.exchange(received, sent)
-    return torch.equal(received, expected)
+    work = ours.all_to_all(received, sent)
+
+    def answer() -> bool:
+        work.wait()
+        return torch.equal(received, expected)
+
+    return answer
 
 
-def reduce(slots: shared.SharedSlots, own: torch.Tensor, wire: torch.dtype) -> bool:
+def total(ours: shared.SharedMemoryCollectives, own: torch.Tensor) -> Answer:
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, own)
+    expected = told[0].to(max(own.dtype, torch.float32, key=lambda dtype: dtype.itemsize), copy=True)
+    for other in told[1:]:
+        expected += other
+    work = ours.all_reduce(own)
+
+    def answer() -> bool:
+        work.wait()
+        return torch.equal(own, expected.to(own.dtype))
+
+    return answer
+
+
+def reduce(
+    ours: shared.SharedMemoryCollectives, own: torch.Tensor, wire: torch.dtype, into: torch.dtype = torch.float32
+) -> Answer:
     sent = torch.stack([own + member for member in range(dist.get_world_size())])
     told = [torch.empty_like(sent) for _ in range(len(sent))]
     dist.all_gather(told, sent)
     expected = told[0][dist.get_rank()].to(wire).float()
     for other in told[1:]:
         expected += other[dist.get_rank()].to(wire)
-    total = torch.empty(len(own))
-    slots.reduce(total, sent, wire)
-    return torch.equal(total, expected)
+    found = torch.empty(len(own), dtype=into)
+    work = ours.reduce_scatter(sent.view(-1), found, wire)
+
+    def answer() -> bool:
+        work.wait()
+        return torch.equal(found, expected.to(into))
+
+    return answer
 
 
-def operations(slots: shared.SharedSlots, late: random.Random) -> dict[str, bool]:
-    """Do many of each kind, of all sizes around a room's; ranks come to each at times of their own."""
-    kinds: dict[str, Callable[[torch.Tensor], bool]] = {
-        "gather": lambda own: gather(slots, own),
-        "gather 16 bit": lambda own: gather(slots, own.to(NARROW)),
-        "exchange": lambda own: exchange(slots, own),
-        "exchange bytes": lambda own: exchange(slots, own.mul(9).to(torch.uint8)),
-        "reduce": lambda own: reduce(slots, own, torch.float32),
-        "reduce in 16 bit": lambda own: reduce(slots, own, NARROW),
-        "reduce of 16 bit": lambda own: reduce(slots, own.to(NARROW), NARROW),
+def operations(ours: shared.SharedMemoryCollectives, under_way: int, late: random.Random) -> dict[str, bool]:
+    """Do many of each kind, of all sizes around a slot's; ranks come to each at times of their own.
+
+    under_way: collectives that are started before the first of them is waited for.
+    """
+    kinds: dict[str, Callable[[torch.Tensor], Answer]] = {
+        "gather": lambda own: gather(ours, own),
+        "gather 16 bit": lambda own: gather(ours, own.to(NARROW)),
+        "exchange": lambda own: exchange(ours, own.mul(9).to(torch.uint8)),
+        "reduce": lambda own: reduce(ours, own, torch.float32),
+        "reduce in 16 bit": lambda own: reduce(ours, own, NARROW),
+        "reduce of 16 bit": lambda own: reduce(ours, own.to(NARROW), NARROW),
+        "reduce to 16 bit": lambda own: reduce(ours, own.to(NARROW), NARROW, NARROW),
+        "sum": lambda own: total(ours, own),
+        "sum of 16 bit": lambda own: total(ours, own.to(NARROW)),
+        "sum of 64 bit": lambda own: total(ours, own.double()),
     }
     # Alike on all ranks, but for what they hold and when they come.
     alike, held = random.Random(0), torch.Generator().manual_seed(dist.get_rank())
     right = dict.fromkeys(kinds, True)
+    started: deque[tuple[str, Answer]] = deque()
     for _ in range(OPERATIONS):
         name, size = alike.choice(list(kinds)), alike.choice([1, 31, 1024, 1025, 3000, 9999])
         own = torch.rand(size, generator=held) * 10
         if late.random() < 0.2:
             time.sleep(late.random() * 0.005)
-        right[name] &= kinds[name](own)
+        started.append((name, kinds[name](own)))
+        # Mostly the oldest is waited for first, now and then the newest.
+        while len(started) == under_way:
+            name, answer = started.popleft() if alike.random() < 0.8 else started.pop()
+            right[name] &= answer()
+    for name, answer in started:
+        right[name] &= answer()
     return right
 
 
@@ -78,15 +127,21 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
-    slots = shared.share_slots(group)
-    assert slots is not None
-    found: dict[str, object] = {**operations(slots, random.Random(rank)), "bytes": slots.nbytes}
+    backwards = list(reversed(range(world)))
+    by_one, by_several = (
+        shared.SharedMemoryCollectives(group, shared.share_slots(group, slots), backwards) for slots in (2, 4)
+    )
+    found: dict[str, object] = {
+        "one by one": operations(by_one, 1, random.Random(rank)),
+        "several under way": operations(by_several, 4, random.Random(rank)),
+        "bytes": by_one.nbytes,
+    }
     os.environ["NCCL_SHM_DISABLE"] = "01"[rank == 1]
-    found["where one forbids it"] = shared.share_slots(group) is not None
+    found["where one forbids it"] = bool(shared.share_slots(group, 2))
     os.environ["NCCL_SHM_DISABLE"] = "0"
     if rank == 1:
         socket.gethostname = lambda: "another"
-    found["where one is on another machine"] = shared.share_slots(group) is not None
+    found["where one is on another machine"] = bool(shared.share_slots(group, 2))
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from forks import fork_ranks
 from llmtrain.cluster.levels import Degrees
+from llmtrain.comm.backend import collectives_of
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
@@ -216,8 +217,10 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
     def noted(name: str, work: Callable[[Figures], None]) -> None:
         work(found.setdefault(name, {}))
 
+    assert dist.group.WORLD is not None
+    collectives = collectives_of(dist.group.WORLD, CPU, node=world)
     for sequence in (False, True):
-        mesh = TensorMesh(rank, world, dist.group.WORLD, sequence)
+        mesh = TensorMesh(rank, world, collectives, sequence)
         kind = "sequence" if sequence else "tensor"
         for name in CASES[world]:
             noted(f"{name} {kind}", partial(parity, name, mesh))

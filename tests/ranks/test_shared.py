@@ -21,14 +21,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_it_carries_what_gloo_would(world: int, found: Found) -> None:
+@pytest.mark.parametrize("how", ["one by one", "several under way"])
+def test_it_carries_what_gloo_would(world: int, how: str, found: Found) -> None:
     for rank in found(world):
-        operations = {name: right for name, right in rank.items() if isinstance(right, bool) and "where" not in name}
-        assert len(operations) == 7
+        operations = rank[how]
+        assert isinstance(operations, dict)
+        assert len(operations) == 10
         assert all(operations.values()), operations
 
 
-def test_rooms_take_no_more_than_is_said(found: Found) -> None:
+def test_slots_take_no_more_than_is_said(found: Found) -> None:
     assert {rank["bytes"] for rank in found(2)} == {2 * 4096}
 
 

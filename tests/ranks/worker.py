@@ -23,12 +23,12 @@ from allocations import Allocations
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
+from llmtrain.comm.stream import Job, ThreadStream, Ticket
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import prepared
 from llmtrain.plan.resolve import Facts
-from llmtrain.sharding.stream import Job, ThreadStream, Ticket
 from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run

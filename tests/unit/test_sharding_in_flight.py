@@ -4,11 +4,11 @@ from typing import cast
 
 import pytest
 import torch
+from llmtrain.comm.stream import Stream, ThreadStream
+from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
-from llmtrain.sharding.stream import Stream, ThreadStream
-from llmtrain.sharding.workspace import Workspace
 
 
 class OnLane:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -13,10 +14,12 @@ from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.nic import card_of
 from llmtrain.cluster.tiers import Tier
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.backend import collectives_of
+from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.groups import gloo_over, group_options
-from llmtrain.comm.small_collectives import sum_over
 from llmtrain.comm.watchdog import Watchdog
+from llmtrain.comm.workspace import Workspace
 from llmtrain.errors import RunFailedError
 
 ALONE = (Tier("all", 1),)
@@ -54,13 +57,23 @@ class Ranks:
         """Return the name of the machine that a rank is on."""
         return socket.gethostname() if self.watchdog is None else self.watchdog.host_of(rank)
 
+    def collectives(
+        self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
+    ) -> Collectives:
+        """Return the collectives of a process group. order, workspace: see Collectives. Collective over the group."""
+        node = next((tier.ranks for tier in self.tiers if "node" in (tier.name, *tier.aliases)), 1)
+        return collectives_of(group, self.device, node, order, workspace)
+
     def sum_all(self, values: list[float]) -> list[float]:
         """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
         if self.layout.world == 1:
             return values
         self.activity.record("all_reduce over all ranks")
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.activity.wait(lambda: sum_over(summed))
+        assert dist.group.WORLD is not None
+        # As if every rank were on a node of its own: the nodes are not known yet when a run begins.
+        everyone = collectives_of(dist.group.WORLD, self.device, node=1)
+        self.activity.wait(lambda: everyone.all_reduce(summed).wait())
         return [float(value) for value in summed.tolist()]
 
     def gather_all(self, values: list[int]) -> list[list[int]]:

@@ -1,168 +1,179 @@
-"""Messages between processes of one machine through memory that they share, where gloo copies them through sockets."""
+"""Collectives between the CPUs of one machine through memory that the ranks share. gloo copies through sockets."""
 
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.comm.collectives import AllOf, Collectives, SharedParts, Work, add_in_order
+from llmtrain.comm.mapped_memory import shared_memory
+
 SLOT_BYTES = 8 << 20
-"""Bytes that one member of a group tells the others at once."""
+"""Bytes of a slot: what a rank passes to the others in one round."""
 
-_TOKEN = 16
+Slots = Sequence[Tensor]
 
 
-class SharedSlots:
-    """Two slots for each member of a group: what it writes into one of its own, the others read.
+@dataclass
+class _Round:
+    """One round of a collective: this rank has filled its slot. read: takes what the others put into theirs."""
 
-    Members hear from each other that slots are filled, through gloo, which also finds out who is gone. Slots are used
-    in turn: who has filled its next one has read all the ones before.
+    owner: "SharedMemoryCollectives"
+    filled: Work
+    read: Callable[[], object]
+    done: bool = False
+
+    def wait(self) -> None:
+        """Wait for this round and all before it."""
+        self.owner.finish(self)
+
+
+class SharedMemoryCollectives(Collectives):
+    """Every rank has some shared-memory slots; it writes to one of its own, and the others read.
+
+    The ranks tell each other through gloo that slots are filled; gloo also finds out that a rank is gone. Sums are in
+    the order of ranks.
+
+    Slots are reused in turn. A rank that starts a round has read all rounds but the last few, as many as half of its
+    slots. So when round r starts, with n slots, all ranks have started round r - n/2 and have read round r - n, whose
+    slot may be overwritten.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots: Sequence[Tensor]) -> None:
-        """slots: by member, uint8 `[2, ROOM]`."""
-        self._group, self._slots, self._me = group, slots, group.rank()
-        self._others = [member for member in range(len(slots)) if member != self._me]
-        self._turn = self._used = 0
-        self._told = torch.zeros(len(slots), dtype=torch.uint8)
-        self._heard = torch.zeros_like(self._told)
+    def __init__(self, group: dist.ProcessGroup, slots: Slots, order: Sequence[int] | None = None) -> None:
+        """slots: by rank, uint8 `[an even number, SLOT_BYTES]`. Half of the number may be under way at once."""
+        super().__init__(group, order)
+        self._slots, self._used, self._next = slots, 0, 0
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._open: deque[_Round] = deque()
+        self._sent = torch.zeros(self.size, dtype=torch.uint8)
+        self._received = torch.zeros_like(self._sent)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this member's slots; what was never written takes no memory."""
-        return 2 * self._used
+        """Bytes of this rank's slots that were ever written; the others take no memory."""
+        return len(self._slots[self.rank]) * self._used
 
-    def gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
-        """Fill `parts`, by member, with what each passes as `own`; this member's is not touched. One-dimensional."""
-        mine, theirs = own.view(torch.uint8), [part.view(torch.uint8) for part in parts]
-        for start in range(0, len(mine), SLOT_BYTES):
-            piece = mine[start : start + SLOT_BYTES]
-            self._slots[self._me][self._turn, : len(piece)].copy_(piece)
-            self.tell(len(piece))
-            for member in self._others:
-                theirs[member][start : start + SLOT_BYTES].copy_(self._slots[member][self._turn, : len(piece)])
-            self._turn = 1 - self._turn
+    def all_gather(self, whole: Tensor) -> Work:
+        """See Collectives."""
+        parts, work = [part.view(torch.uint8) for part in self._parts(whole)], _nothing()
+        for start in range(0, len(parts[0]), SLOT_BYTES):
+            work = self._gather([part[start : start + SLOT_BYTES] for part in parts])
+        return work
 
-    def exchange(self, received: Tensor, sent: Tensor) -> None:
-        """Give row k of `sent` to member k, and put what it gives into row k of `received`. Both `[members, *]`."""
-        outgoing, incoming = sent.view(torch.uint8), received.view(torch.uint8)
-        incoming[self._me].copy_(outgoing[self._me])
-        for start, found in self._rounds(outgoing, torch.uint8):
-            for member in self._others:
-                incoming[member, start : start + len(found[member])].copy_(found[member])
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+        """See Collectives."""
+        rows, work = values.view(self.size, -1), _nothing()
+        columns = SLOT_BYTES // self.size // wire.itemsize
+        for start in range(0, len(total), columns):
+            end = start + columns
+            work = self._reduce(rows[:, start:end], total[start:end], wire)
+        return work
 
-    def reduce(self, total: Tensor, values: Tensor, wire: torch.dtype) -> None:
-        """Sum row k of every member's `values`, `[members, n]`, into member k's `total`, `[n]`, in the members' order.
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """See Collectives."""
+        received[self.rank].copy_(sent[self.rank])
+        columns, work = SLOT_BYTES // self.size, _nothing()
+        for start in range(0, sent.shape[1], columns):
+            end = start + columns
+            work = self._exchange(received[:, start:end], sent[:, start:end])
+        return work
 
-        values travel as `wire`, and that is what is added.
-        """
-        for start, (first, second, *others) in self._rounds(values, wire):
-            piece = total[start : start + len(first)]
-            if wire == total.dtype:
-                torch.add(first, second, out=piece)
-            else:
-                piece.copy_(first).add_(second)
-            for other in others:
-                piece.add_(other)
+    def all_reduce(self, x: Tensor) -> Work:
+        """See Collectives. Every rank reads the whole tensors of all others."""
+        flat, work = x.view(-1), _nothing()
+        for start in range(0, len(flat), SLOT_BYTES // x.itemsize):
+            work = self._sum(flat[start : start + SLOT_BYTES // x.itemsize])
+        return work
 
-    def _rounds(self, sent: Tensor, wire: torch.dtype) -> Iterator[tuple[int, list[Tensor]]]:
-        """Send row k of `sent` to member k as `wire`, as many columns at a time as there is room for.
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """See Collectives."""
+        return nbytes * (self.size - 1)
 
-        Yields the first column, and by member what it sent of them to this one.
-        """
-        share = SLOT_BYTES // len(self._slots) // wire.itemsize
-        for start in range(0, sent.shape[1], share):
-            rows = sent[:, start : start + share]
-            size = rows.shape[1]
-            own = self._parts(self._me, wire, size)
-            for member in self._others if sent.dtype == wire else range(len(self._slots)):
-                own[member].copy_(rows[member])
-            self.tell(own.nbytes)
-            found = [self._parts(member, wire, size)[self._me] for member in range(len(self._slots))]
-            if sent.dtype == wire:
-                found[self._me] = rows[self._me]
-            yield start, found
-            self._turn = 1 - self._turn
+    def share(self, nbytes: int) -> SharedParts | None:
+        """See Collectives."""
+        memory = shared_memory(self.group, nbytes)
+        return SharedParts(memory, lambda: self._filled().wait()) if memory else None
 
-    def _parts(self, sender: int, wire: torch.dtype, size: int) -> Tensor:
-        """Return the sender's slot as `[members, size]`, a row for each receiver, as far in front as can be."""
-        members = len(self._slots)
-        slot = self._slots[sender][self._turn, : members * size * wire.itemsize]
-        return slot.view(wire).view(members, size)
+    def finish(self, last: _Round) -> None:
+        """Finish all rounds up to `last`, in order."""
+        while not last.done:
+            oldest = self._open.popleft()
+            oldest.filled.wait()
+            oldest.read()
+            oldest.done = True
 
-    def tell(self, used: int = 0) -> None:
-        """Say that this member has written, be it `used` bytes of its slot or elsewhere, and hear it of all others."""
-        self._used = max(self._used, used)
-        dist.all_to_all_single(self._heard, self._told, group=self._group)
+    def _gather(self, parts: Sequence[Tensor]) -> _Round:
+        def read(slots: Slots) -> None:
+            for rank in self._others:
+                parts[rank].copy_(slots[rank])
 
+        return self._start(parts[0].nbytes, lambda slot: slot.copy_(parts[self.rank]), read)
 
-def share_slots(group: dist.ProcessGroup) -> SharedSlots | None:
-    """Make slots for the members of `group`; None where they cannot share memory. Collective."""
-    memory = shared_memory(group, 2 * SLOT_BYTES)
-    return SharedSlots(group, [part.view(2, SLOT_BYTES) for part in memory]) if memory else None
+    def _exchange(self, received: Tensor, sent: Tensor) -> _Round:
+        def write(slot: Tensor) -> None:
+            rows = slot.view(sent.shape)
+            for rank in self._others:
+                rows[rank].copy_(sent[rank])
 
+        def read(slots: Slots) -> None:
+            for rank in self._others:
+                received[rank].copy_(slots[rank].view(sent.shape)[self.rank])
 
-def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
-    """Make memory, uint8 `[nbytes]`, for each member of `group`, which all see; returns it by member. Collective.
+        return self._start(sent.numel(), write, read)
 
-    Nothing unless all are on one machine and can share memory. NCCL_SHM_DISABLE=1 forbids it, as it does NCCL. Machines
-    with names of their own are told apart, also where they are played by one.
-    """
-    if group.size() == 1:
-        return []
-    descriptor = _memory(nbytes)
-    own = _mapped(os.getpid(), descriptor, nbytes)
-    token = os.urandom(_TOKEN)
-    if own is not None:
-        own[:_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-    where = (socket.gethostname(), os.getpid(), descriptor, token)
-    told = _all_told(group, where)
-    memory = [own if one == where else _opened(nbytes, where[0], *one) for one in told]
-    found = [part for part in memory if part is not None]
-    everywhere = all(_all_told(group, len(found) == len(memory)))
-    if descriptor is not None:
-        os.close(descriptor)
-    return found if everywhere else []
+    def _reduce(self, rows: Tensor, total: Tensor, wire: torch.dtype) -> _Round:
+        # This rank's own row is added from where it is, unless it has to be rounded as all others are.
+        exact = rows.dtype == wire
 
+        def write(slot: Tensor) -> None:
+            sent = slot.view(wire).view(rows.shape)
+            for rank in self._others if exact else range(self.size):
+                sent[rank].copy_(rows[rank])
 
-def _memory(nbytes: int) -> int | None:
-    """Return a file of memory, which takes as much as is written; None where there is none to be had."""
-    if os.environ.get("NCCL_SHM_DISABLE") == "1" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        descriptor = os.memfd_create("llmtrain")
-    except OSError:
-        return None
-    try:
-        os.ftruncate(descriptor, nbytes)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        def read(slots: Slots) -> None:
+            found = [slot.view(wire).view(rows.shape)[self.rank] for slot in slots]
+            if exact:
+                found[self.rank] = rows[self.rank]
+            add_in_order(found, total)
 
+        return self._start(rows.numel() * wire.itemsize, write, read)
 
-def _opened(nbytes: int, here: str, host: str, process: int, descriptor: int | None, token: bytes) -> Tensor | None:
-    """Return another member's memory, of which it told the last four; None where this process cannot see it."""
-    memory = _mapped(process, descriptor, nbytes) if host == here else None
-    # In a container of its own, another process may have that number.
-    return memory if memory is not None and bytes(memory[:_TOKEN].tolist()) == token else None
+    def _sum(self, x: Tensor) -> _Round:
+        # Its own part is added from the slot, as `x` takes the sum.
+        return self._start(
+            x.nbytes,
+            lambda slot: slot.view(x.dtype).copy_(x),
+            lambda slots: add_in_order([slot.view(x.dtype) for slot in slots], x),
+        )
+
+    def _start(self, nbytes: int, write: Callable[[Tensor], object], read: Callable[[Slots], object]) -> _Round:
+        """Start a round. write: takes the first `nbytes` of this rank's slot; read: of all ranks' slots, by rank."""
+        count = len(self._slots[self.rank])
+        if len(self._open) == count // 2:
+            self._open[0].wait()
+        self._used = max(self._used, nbytes)
+        slots = [own[self._next, :nbytes] for own in self._slots]
+        self._next = (self._next + 1) % count
+        write(slots[self.rank])
+        started = _Round(self, self._filled(), partial(read, slots))
+        self._open.append(started)
+        return started
+
+    def _filled(self) -> Work:
+        """Tell all other ranks that this one has written, and hear it from them."""
+        work = dist.all_to_all_single(self._received, self._sent, group=self.group, async_op=True)
+        assert work is not None
+        return work
 
 
-def _mapped(process: int, descriptor: int | None, nbytes: int) -> Tensor | None:
-    """Return a process's file of memory as uint8 `[nbytes]`; None where that cannot be had. Keeps no file open."""
-    path = f"/proc/{process}/fd/{descriptor}"
-    try:
-        if descriptor is None or os.stat(path).st_size != nbytes:
-            return None
-        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-    except (OSError, RuntimeError):
-        return None
+def _nothing() -> Work:
+    return AllOf()
 
 
-def _all_told(group: dist.ProcessGroup, own: object) -> list[Any]:
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, own, group=group)
-    return told
+def share_slots(group: dist.ProcessGroup, count: int) -> list[Tensor]:
+    """Allocate `count` slots for each rank of `group`; none where they cannot share memory. Collective."""
+    return [part.view(count, SLOT_BYTES) for part in shared_memory(group, count * SLOT_BYTES)]

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from llmtrain_kernels.quantize.format import packed_bytes
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from torch import Tensor
 
+from llmtrain.comm.stream import Job
+from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.hops import Hop
-from llmtrain.sharding.stream import Job
-from llmtrain.sharding.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
     The slowest hop goes first, with as little as possible; each lands where it belongs (MiCS, section 3.3, without
     the rearranging copy).
     """
-    regions = [own_part(whole, hops[:depth]) for depth in range(len(hops) + 1)]
-    return [_gather_over(hops[depth], regions[depth], regions[depth + 1]) for depth in reversed(range(len(hops)))]
+    return [_gather_over(hops[depth], own_part(whole, hops[:depth])) for depth in reversed(range(len(hops)))]
 
 
 def all_gather_packed(
@@ -103,55 +101,14 @@ def reduce_scatter(
     return steps, values
 
 
-def _gather_over(hop: Hop, region: Tensor, part: Tensor) -> HopStep:
-    parts, in_order = region.chunk(hop.radix), hop.order == tuple(range(hop.radix))
-
-    def by_collective() -> None:
-        if in_order:
-            dist.all_gather_into_tensor(region, part, group=hop.group)
-        else:
-            dist.all_gather([parts[place] for place in hop.order], part, group=hop.group)
-
-    def by_messages() -> None:
-        # gloo's own all-gather copies through a buffer that it makes each time.
-        others = [member for member in range(hop.radix) if member != hop.group.rank()]
-        messages = [dist.irecv(parts[hop.order[one]], group_src=one, group=hop.group) for one in others]
-        messages += [dist.isend(part, group_dst=one, group=hop.group) for one in others]
-        for message in messages:
-            assert message is not None
-            message.wait()
-
-    def by_memory() -> None:
-        assert hop.slots is not None
-        hop.slots.gather([parts[place] for place in hop.order], part)
-
-    if hop.slots is not None:
-        return HopStep(hop, by_memory)
-    # One hop over several nodes' ranks is a ring in gloo: each shard comes into a node once, not once for each rank.
-    return HopStep(hop, by_collective if region.is_cuda or not in_order else by_messages)
+def _gather_over(hop: Hop, region: Tensor) -> HopStep:
+    return HopStep(hop, lambda: hop.collectives.all_gather(region).wait())
 
 
 def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> HopStep:
-    def by_memory() -> None:
-        assert hop.slots is not None
-        hop.slots.reduce(total, values.view(hop.radix, -1), wire)
-
-    def plain() -> None:
-        sent = values if values.dtype == wire else hop.workspace.take("sent", values.numel(), wire).copy_(values)
-        received = hop.workspace.take("received", values.numel(), wire)
-        dist.all_to_all_single(received, sent, group=hop.group)
-        if total.is_cuda:
-            torch.sum(received.view(hop.radix, -1), 0, dtype=torch.float32, out=total)
-            return
-        # Row by row: on a CPU torch.sum over the few of them takes twice as long.
-        first, *rest = received.view(hop.radix, -1)
-        total.copy_(first)
-        for row in rest:
-            total.add_(row)
-
     if packing is not None:
         return HopStep(hop, lambda: _exchange_packed(values, hop, packing, total))
-    return HopStep(hop, plain if hop.slots is None else by_memory)
+    return HopStep(hop, lambda: hop.collectives.reduce_scatter(values, total, wire).wait())
 
 
 def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) -> None:
@@ -161,7 +118,7 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
     others = slice(hop.place), slice(hop.place + 1, None)
     for rows in others:
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
-    hop.exchange(received, sent)
+    hop.collectives.all_to_all(received, sent).wait()
     # What this rank adds itself does not travel, and need not be rounded.
     total.copy_(own_part(values, (hop,)))
     for rows in others:

@@ -12,21 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.cluster.levels import Degrees
-from llmtrain.comm.small_collectives import sum_over
+from llmtrain.comm.collectives import Collectives
+from llmtrain.comm.stream import Ticket
+from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.buffer_pool import BufferPool
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part, reduce_scatter
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.in_flight import InFlight
-from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import Count
-from llmtrain.sharding.workspace import Workspace
 
 # Whole gradients of one size on their way at once: one is filled while another is sent.
 BUFFERS = 2
@@ -47,9 +46,9 @@ class ReplicaGroups:
     """
 
     copies: int = 1
-    partial: dist.ProcessGroup | None = None
-    stage: dist.ProcessGroup | None = None
-    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    partial: Collectives | None = None
+    stage: Collectives | None = None
+    tied: Mapping[str, Collectives] = field(default_factory=dict)
     second: frozenset[str] = frozenset()
 
 
@@ -162,9 +161,9 @@ class GradientReducer:
         if self.replica_groups.stage is not None:
             self._level(self.replica_groups.stage)
         for name, group in self.replica_groups.tied.items():
-            sum_over(self._units[name].owned_gradient, group)
+            group.all_reduce(self._units[name].owned_gradient).wait()
 
-    def _level(self, stage: dist.ProcessGroup) -> None:
+    def _level(self, stage: Collectives) -> None:
         """Bring the replicated suffixes of all units to the mean of what the stage's ranks have of them."""
         units = self._units.values()
         sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
@@ -176,7 +175,7 @@ class GradientReducer:
             held.append((unit.owned_gradient[place : place + len(whole[start:end])], whole[start:end]))
         for own, part in held:
             part.copy_(own)
-        sum_over(every, stage)
+        stage.all_reduce(every).wait()
         every.mul_(self._degrees.optimizer / (self._degrees.ranks * self.replica_groups.copies))
         for own, part in held:
             own.copy_(part)
@@ -219,7 +218,7 @@ class GradientReducer:
             self._listen(name, False)
         for group in (self.replica_groups.partial, self.replica_groups.stage, *self.replica_groups.tied.values()):
             if group is not None:
-                dist.destroy_process_group(group)
+                group.close()
 
     def squared_norm(self) -> Tensor:
         """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.
@@ -320,7 +319,7 @@ class GradientReducer:
         """Add up what each tensor-parallel rank has of the gradients of what they all hold."""
         part = whole[unit.spec.replicated : unit.spec.numel]
         if self.replica_groups.partial is not None and len(part):
-            sum_over(part, self.replica_groups.partial)
+            self.replica_groups.partial.all_reduce(part).wait()
 
     def _first_steps(self, unit: ShardedUnit, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
         """Sum one microbatch's gradients over the ranks that its sum is cut over."""

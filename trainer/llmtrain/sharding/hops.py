@@ -3,52 +3,39 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-from torch import Tensor
-
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level, shard_range
+from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.ranks import Ranks
-from llmtrain.comm.shared_memory import SharedSlots, share_slots
+from llmtrain.comm.stream import Stream, new_stream
 from llmtrain.comm.subgroups import make_groups
-from llmtrain.sharding.stream import Stream, new_stream
-from llmtrain.sharding.workspace import Workspace
+from llmtrain.comm.workspace import Workspace
 
 
 @dataclass(frozen=True)
 class Hop:
     """One collective of a gather or a reduction.
 
-    span: ranks that it and all faster hops reach. order: for each member of the group the place of its part in what the
-    group holds together. tier: the slowest link it crosses. stream: where it runs, so that one unit's slow hop runs
-    beside another's fast one. workspace: buffers for what runs there. slots: memory that the group's processes share,
-    where they can.
+    span: ranks that this hop and all faster ones reach. tier: the slowest link that it crosses. collectives: of its
+    ranks. stream: where it runs, so that one unit's slow hop runs beside another unit's fast hop. workspace: buffers
+    for what runs there, one collective after another.
     """
 
     span: int
-    order: tuple[int, ...]
     tier: str
-    group: dist.ProcessGroup
+    collectives: Collectives
     stream: Stream
     workspace: Workspace
-    slots: SharedSlots | None = None
 
     @property
     def radix(self) -> int:
-        """Members of the group."""
-        return len(self.order)
+        """Number of ranks in the group."""
+        return self.collectives.size
 
     @property
     def place(self) -> int:
-        """Place of this rank's part."""
-        return self.order[self.group.rank()]
-
-    def exchange(self, received: Tensor, sent: Tensor) -> None:
-        """Give part k of `sent` to member k, and put what it gives into part k of `received`."""
-        if self.slots is not None:
-            self.slots.exchange(received, sent)
-        else:
-            dist.all_to_all_single(received, sent, group=self.group)
+        """Place of this rank's part in what the group holds together."""
+        return self.collectives.place
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,13 @@ class Hops:
         """Leave the process groups."""
         for hop in (*self.weights, *self.gradients, *self.flat):
             hop.stream.close()
-            dist.destroy_process_group(hop.group)
+            hop.collectives.close()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the hops' buffers."""
         hops = (*self.weights, *self.gradients, *self.flat)
-        return sum(hop.workspace.nbytes + (hop.slots.nbytes if hop.slots else 0) for hop in hops)
+        return sum(hop.workspace.nbytes + hop.collectives.nbytes for hop in hops)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
@@ -98,10 +85,10 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
     def hop(level: Level, order: Sequence[int], name: str) -> Hop:
         places = level.groups(ranks.layout.degrees[Axis.DATA])
         groups = [[axis[place] for place in group] for axis in axes for group in places]
-        group = make_groups(ranks, groups)
+        workspace = Workspace(ranks.device)
+        collectives = ranks.collectives(make_groups(ranks, groups), order, workspace)
         stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
-        slots = share_slots(group) if _in_a_node(ranks, group) else None
-        return Hop(level.span, tuple(order), level.tier, group, stream, Workspace(ranks.device), slots)
+        return Hop(level.span, level.tier, collectives, stream, workspace)
 
     # What is only reduced over a level is gathered back over it, too: every level is for both.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
@@ -112,10 +99,3 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
     one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
     order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
     return Hops(weights, gradients, (hop(one, order, "gather"),))
-
-
-def _in_a_node(ranks: Ranks, group: dist.ProcessGroup) -> bool:
-    """Return whether the group's ranks compute on the CPUs of one node."""
-    node = next((tier.ranks for tier in ranks.tiers if "node" in (tier.name, *tier.aliases)), 1)
-    nodes = {rank // node for rank in dist.get_process_group_ranks(group)}
-    return ranks.device.type == "cpu" and len(nodes) == 1

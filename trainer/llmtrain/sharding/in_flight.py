@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from llmtrain.comm.stream import Job, Ticket
+from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.collectives import HopStep
-from llmtrain.sharding.stream import Job, Ticket
-from llmtrain.sharding.workspace import Workspace
 
 
 @dataclass

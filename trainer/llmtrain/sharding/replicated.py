@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.comm.small_collectives import in_one_round, sum_over
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.traffic import Traffic
@@ -24,7 +23,7 @@ class ReplicatedParameters:
 
     def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
         """Return what brings it up to date with the masters, which are cut over `hops`, and the weights with it."""
-        found = [HopStep(hop, partial(sum_over, self._values, hop.group)) for hop in hops]
+        found = [HopStep(hop, partial(self._sum, hop)) for hop in hops]
         found[0] = found[0].first(self._take)
         found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.ranges.weights[0]))
         return found
@@ -32,7 +31,8 @@ class ReplicatedParameters:
     def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:
         """Return what `steps` put on the links."""
         size = self._values.nbytes
-        return [Traffic("update", "all_reduce", hop.tier, size, _sent(self._values, hop.radix), False) for hop in hops]
+        sent = [(hop.tier, hop.collectives.all_reduce_bytes(size)) for hop in hops]
+        return [Traffic("update", "all_reduce", tier, size, nbytes, False) for tier, nbytes in sent]
 
     def put(self, weights: Tensor, offset: int) -> None:
         """Write it where it belongs in `weights`, which begin at `offset` of the unit."""
@@ -49,7 +49,5 @@ class ReplicatedParameters:
         self._values.zero_()
         self._values[start - first : end - first].copy_(unit.master[start - offset : end - offset])
 
-
-def _sent(values: Tensor, ranks: int) -> int:
-    sent = values.nbytes * (ranks - 1)
-    return sent if in_one_round(values, ranks) else 2 * sent // ranks
+    def _sum(self, hop: Hop) -> None:
+        hop.collectives.all_reduce(self._values).wait()

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from llmtrain.cluster.levels import Degrees
-from llmtrain.comm.shared_memory import shared_memory
+from llmtrain.comm.collectives import SharedParts
+from llmtrain.comm.stream import Ticket
+from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.buffer_pool import BufferPool
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
 from llmtrain.sharding.hops import Hop, Hops
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.prefetch_order import PrefetchOrder
 from llmtrain.sharding.replicated import ReplicatedParameters
-from llmtrain.sharding.stream import Ticket
 from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.sharding.workspace import Workspace
 
 Count = Callable[[Iterable[Traffic]], None]
 
@@ -78,6 +78,7 @@ class WeightKeeper:
         apart = policy.tensor_parallel and degrees.optimizer > 1 and (policy.packing or policy.secondary) is not None
         shared = [name for name, unit in units.items() if apart and unit.spec.replicated < unit.spec.numel]
         self._replicated = {name: ReplicatedParameters(units[name]) for name in shared}
+        self._shared: SharedParts | None = None
         self._seen = self._show()
         self._written = set(self._seen)
 
@@ -259,27 +260,29 @@ class WeightKeeper:
         stepped when its gradients are summed, over the same ranks, each of which has computed with it before.
         """
         hops = self._hops.gather(1, self._degrees.weights)
-        if self._policy.packing is not None or len(hops) != 1 or hops[0].slots is None:
+        if self._policy.packing is not None or len(hops) != 1:
             return {}
-        memory = shared_memory(hops[0].group, sum(unit.weight.nbytes for unit in self._units.values()))
+        collectives = hops[0].collectives
+        self._shared = collectives.share(sum(unit.weight.nbytes for unit in self._units.values()))
         seen, start = {}, 0
-        for name, unit in self._units.items() if memory else ():
+        parts = self._shared.parts if self._shared else ()
+        for name, unit in self._units.items() if parts else ():
             end = start + unit.weight.nbytes
-            seen[name] = [part[start:end].view(unit.weight.dtype) for part in memory]
-            unit.move_weight(seen[name][hops[0].group.rank()])
+            seen[name] = [part[start:end].view(unit.weight.dtype) for part in parts]
+            unit.move_weight(seen[name][collectives.rank])
             start = end
         return seen
 
     def _look(self, unit: ShardedUnit, buffer: Tensor, hop: Hop) -> HopStep:
         """Fill `buffer` with the weights that the hop's ranks show."""
-        name, places, slots = unit.spec.name, buffer.chunk(hop.radix), hop.slots
+        name, places, shared = unit.spec.name, buffer.chunk(hop.radix), self._shared
         written = name in self._written
         self._written.discard(name)
 
         def read() -> None:
-            if written and slots is not None:
-                slots.tell()
-            for place, part in zip(hop.order, self._seen[name], strict=True):
+            if written and shared is not None:
+                shared.sync()
+            for place, part in zip(hop.collectives.order, self._seen[name], strict=True):
                 places[place].copy_(part)
 
         return HopStep(hop, read)

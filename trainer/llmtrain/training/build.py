@@ -70,10 +70,10 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
     degree = layout.degree(Axis.TENSOR)
     if degree == 1:
         return TensorMesh()
-    group = make_groups(ranks, layout.groups(Axis.TENSOR))
+    collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
-    return TensorMesh(place, degree, group, plan.sequence_parallel, tier, count, ranks.activity)
+    return TensorMesh(place, degree, collectives, plan.sequence_parallel, tier, count, ranks.activity)
 
 
 def _units(model: GPT, plan: Plan, ranks: Ranks, sharding: ShardingSpec) -> list[ShardedUnit]:
@@ -119,21 +119,21 @@ def _with_replica_groups(sharding: ShardingSpec, plan: Plan, ranks: Ranks) -> Sh
     partial = None
     if plan.sequence_parallel and copies > 1:
         # Groups of their own, as these sums are made beside the layers'.
-        partial = make_groups(ranks, layout.groups(Axis.TENSOR))
+        partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
     stage = None
     if sharding.gradients is not None and copies > 1:
         stages = range(layout.degree(Axis.PIPELINE))
         members = [
             [rank for rank in range(layout.world) if layout.coordinate(rank, Axis.PIPELINE) == one] for one in stages
         ]
-        stage = make_groups(ranks, members)
+        stage = ranks.collectives(make_groups(ranks, members))
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
     if stage_layouts[0].tied and ends[0] != ends[1]:
         pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
         group = join_group(ranks, pairs)
-        tied = {} if group is None else {"embedding": group}
+        tied = {} if group is None else {"embedding": ranks.collectives(group)}
         if any(stage_layout.closes for stage_layout in stage_layouts):
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
             second = frozenset({"embedding"})

@@ -4,25 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.comm.activity import Activity
-from llmtrain.comm.small_collectives import begin_gather, begin_sum, in_one_round
+from llmtrain.comm.collectives import Collectives, Work
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.weights import Count
-
-# Its name since torch 2.13, which warns of the old one.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way: `finish` makes the result once `work` is done. activity: told of waiting for it."""
+    """A collective that has started: `finish` returns the result once `work` is done. activity: records the waiting."""
 
     finish: Callable[[], Tensor]
-    work: dist.Work | None = None
+    work: Work | None = None
     activity: Activity | None = None
 
     def wait(self) -> Tensor:
@@ -36,7 +31,7 @@ class Pending:
 class TensorMesh:
     """The ranks that share every layer's matrices, as one of them sees them.
 
-    place: of this rank among `degree`. group: in order of their places; None where there is one rank alone. sequence:
+    place: of this rank among `degree`. collectives: in order of their places; None for one rank alone. sequence:
     whether they share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2): what a rank
     holds of `[batch, sequence, ...]` is then `[batch, sequence / degree, ...]`. tier: the slowest link between them.
     count: told of every collective. activity: told of waiting for them.
@@ -47,7 +42,7 @@ class TensorMesh:
 
     place: int = 0
     degree: int = 1
-    group: dist.ProcessGroup | None = None
+    collectives: Collectives | None = None
     sequence: bool = False
     tier: str = "all"
     count: Count = lambda calls: None
@@ -84,35 +79,33 @@ class TensorMesh:
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
+        if self.collectives is not None:
+            self.collectives.close()
 
     def all_reduce(self, x: Tensor) -> Pending:
-        """Begin to sum `x` over the ranks, in place."""
-        x = x.contiguous()
-        self._count("all_reduce", x.nbytes, self.degree if in_one_round(x, self.degree) else 2)
-        work, finish = begin_sum(x, self.group)
-        return Pending(finish, work, self.activity)
+        """Start to sum `x` over the ranks, in place."""
+        x, collectives = x.contiguous(), self._connected()
+        self._count("all_reduce", x.nbytes, collectives.all_reduce_bytes(x.nbytes))
+        return Pending(lambda: x, collectives.all_reduce(x), self.activity)
 
     def all_gather(self, x: Tensor) -> Pending:
-        """Begin to join every rank's `x` along dim 0."""
-        x = x.contiguous()
+        """Start to join every rank's `x` along dim 0."""
         parts = x.new_empty(self.degree, *x.shape)
-        self._count("all_gather", parts.nbytes, 1)
-        return Pending(lambda: parts.flatten(0, 1), begin_gather(parts, x, self.group), self.activity)
+        parts[self.place].copy_(x)
+        self._count("all_gather", parts.nbytes, x.nbytes * (self.degree - 1))
+        return Pending(lambda: parts.flatten(0, 1), self._connected().all_gather(parts.view(-1)), self.activity)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        """Begin to sum `x` over the ranks; each keeps its part along dim 0."""
+        """Start to sum `x` over the ranks; each rank keeps its part along dim 0."""
         x = x.contiguous()
-        self._count("reduce_scatter", x.nbytes, 1)
-        if x.is_cuda:
-            part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
-            return Pending(lambda: part, _reduce_scatter(part, x, group=self.group, async_op=True), self.activity)
-        # gloo's own reduce-scatter is an all-reduce, which sends twice as much.
-        parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return Pending(partial(torch.sum, parts.unflatten(0, (self.degree, -1)), 0), work, self.activity)
+        part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
+        self._count("reduce_scatter", x.nbytes, part.nbytes * (self.degree - 1))
+        work = self._connected().reduce_scatter(x.view(-1), part.view(-1), x.dtype)
+        return Pending(lambda: part, work, self.activity)
 
-    def _count(self, op: str, size: int, passes: int) -> None:
-        sent = passes * (size // self.degree) * (self.degree - 1)
+    def _connected(self) -> Collectives:
+        assert self.collectives is not None
+        return self.collectives
+
+    def _count(self, op: str, size: int, sent: int) -> None:
         self.count([Traffic("tensor", op, self.tier, size, sent, packed=False)])

@@ -1,0 +1,149 @@
+"""The interface of the collectives of one process group; NCCL, gloo and shared memory implement it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmtrain.comm.workspace import Workspace
+
+
+class Work(Protocol):
+    """A collective that has started."""
+
+    def wait(self) -> object:
+        """Wait for the result. On CUDA the current stream waits, and the host continues."""
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Several pieces of work as one; without any, work that is done."""
+
+    works: Sequence[Work] = ()
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True)
+class Then:
+    """Work with a last computation, which makes the result. work: None if it is done."""
+
+    work: Work | None
+    finish: Callable[[], object]
+
+    def wait(self) -> None:
+        """Wait for the work and compute the result."""
+        if self.work is not None:
+            self.work.wait()
+        self.finish()
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """Memory that all ranks of a group read: `parts[k]`, uint8 `[bytes]`, is written by rank k alone."""
+
+    parts: Sequence[Tensor]
+    sync: Callable[[], object]
+    """Waits until every rank has called it: what the ranks wrote before can be read after."""
+
+
+class Collectives(ABC):
+    """The collectives of one process group, from the view of one of its ranks.
+
+    All ranks of a group call the same methods in the same order. Every method starts a collective, which reads and
+    writes its contiguous tensors until `wait` of the returned work has returned.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
+    ) -> None:
+        """order: for each rank of the group the place of its part in gathered tensors; None for the order of ranks.
+        workspace: buffers for one collective at a time. None: several may be under way, each with buffers of its own.
+        """
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.order = tuple(range(self.size) if order is None else order)
+        self._workspace = workspace
+
+    @property
+    def place(self) -> int:
+        """Place of this rank's part in gathered tensors."""
+        return self.order[self.rank]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the places are in the order of ranks."""
+        return self.order == tuple(range(self.size))
+
+    @abstractmethod
+    def all_gather(self, whole: Tensor) -> Work:
+        """Fill `whole`, `[size * n]`, with the parts of all ranks. This rank's part is at its place already."""
+
+    @abstractmethod
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+        """Sum part k of all ranks' `values`, `[size * n]`, into rank k's `total`, `[n]`.
+
+        The parts are sent as `wire` and added in fp32. total: fp32, or of the dtype `wire`.
+        """
+
+    @abstractmethod
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Send row k of `sent` to rank k, and put what it sends into row k of `received`. Both `[size, n]`, uint8."""
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> Work:
+        """Sum `x` over the ranks in place. The result has the same bits on every rank."""
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """Return how many bytes this rank sends to others in an all-reduce of `nbytes`. Here: of a ring."""
+        return 2 * nbytes * (self.size - 1) // self.size
+
+    def share(self, nbytes: int) -> SharedParts | None:
+        """Allocate `nbytes` for each rank that all of them read; None where ranks share no memory. Collective."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's buffers, without the workspace."""
+        return 0
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group(self.group)
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        """Return views of the ranks' parts, by rank."""
+        parts = whole.chunk(self.size)
+        return [parts[place] for place in self.order]
+
+    def _buffer(self, name: str, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._workspace is None:
+            return like.new_empty(numel, dtype=dtype)
+        return self._workspace.take(name, numel, dtype)
+
+    def _as_wire(self, values: Tensor, wire: torch.dtype) -> Tensor:
+        """Return `values` in the dtype in which they are sent."""
+        return values if values.dtype == wire else self._buffer("sent", values, values.numel(), wire).copy_(values)
+
+
+def add_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Write the sum of two or more `parts`, equally long and added in fp32 one after another, to `total`."""
+    first, second, *others = parts
+    if others and total.itemsize < torch.float32.itemsize:
+        wide = torch.empty_like(total, dtype=torch.float32)
+        add_in_order(parts, wide)
+        total.copy_(wide)
+        return
+    # Row by row: on a CPU torch.sum over a few long rows takes twice the time.
+    if first.dtype == second.dtype == total.dtype:
+        torch.add(first, second, out=total)
+    else:
+        total.copy_(first).add_(second)
+    for other in others:
+        total.add_(other)

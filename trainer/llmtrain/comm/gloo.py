@@ -1,0 +1,62 @@
+"""Collectives over gloo, between CPUs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmtrain.comm.collectives import AllOf, Collectives, Then, Work, add_in_order
+
+ONE_ROUND = 2**20
+"""Up to this many bytes per rank, the ranks of an all-reduce send each other their whole tensors. gloo's ring sends less,
+but in many messages that wait for each other: small tensors take two to four times as long."""
+
+
+class GlooCollectives(Collectives):
+    """Messages between all ranks where gloo's own algorithms copy more or wait longer. Sums are in the order of ranks,
+    but for those of gloo's ring."""
+
+    def all_gather(self, whole: Tensor) -> Work:
+        """See Collectives."""
+        parts = self._parts(whole)
+        if not self.in_order:
+            # A gather over the ranks of several nodes. In gloo's ring each part enters a node once, not once per rank.
+            return _started(dist.all_gather(parts, parts[self.rank], group=self.group, async_op=True))
+        return self._send_to_all(parts)
+
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+        """See Collectives. gloo's own reduce-scatter is an all-reduce, which sends twice as much."""
+        received = self._buffer("received", values, values.numel(), wire)
+        work = dist.all_to_all_single(received, self._as_wire(values, wire), group=self.group, async_op=True)
+        return Then(work, lambda: add_in_order(received.chunk(self.size), total))
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """See Collectives."""
+        return _started(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """See Collectives."""
+        if not self._in_one_round(x.nbytes):
+            return _started(dist.all_reduce(x, group=self.group, async_op=True))
+        parts = self._buffer("parts", x, self.size * x.numel(), x.dtype).chunk(self.size)
+        parts[self.rank].copy_(x.view(-1))
+        return Then(self._send_to_all(parts), lambda: add_in_order(parts, x.view(-1)))
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """See Collectives."""
+        return nbytes * (self.size - 1) if self._in_one_round(nbytes) else super().all_reduce_bytes(nbytes)
+
+    def _in_one_round(self, nbytes: int) -> bool:
+        return nbytes * (self.size - 1) <= ONE_ROUND
+
+    def _send_to_all(self, parts: "list[Tensor] | tuple[Tensor, ...]") -> Work:
+        """Send this rank's part to all others and receive theirs; gloo's all-gather copies through a new buffer."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = [dist.irecv(parts[other], group_src=other, group=self.group) for other in others]
+        works += [dist.isend(parts[self.rank], group_dst=other, group=self.group) for other in others]
+        return AllOf([_started(work) for work in works])
+
+
+def _started(work: dist.Work | None) -> Work:
+    """Return `work`, which torch types as None for ranks outside the group."""
+    assert work is not None
+    return work

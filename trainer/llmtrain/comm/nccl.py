@@ -1,0 +1,76 @@
+"""Collectives over NCCL, between GPUs. Written after the documentation of NCCL and torch.distributed; not yet run on a
+GPU."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmtrain.comm.collectives import AllOf, Collectives, Then, Work
+from llmtrain.comm.workspace import Workspace
+
+# Their names since torch 2.13, which warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class NcclCollectives(Collectives):
+    """One launch for each collective; the host never waits.
+
+    A unit's parameters, or its packed values with their scales, are one flat buffer, so that a gather is one launch.
+    With a workspace a collective runs on the current stream; without one it runs on NCCL's stream, beside what the
+    current stream computes until `wait`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
+    ) -> None:
+        super().__init__(group, order, workspace)
+        self._asynchronous = workspace is None
+        # On the GPU from the first gather on: a copy to it would make the host wait.
+        self._rank_at: Tensor | None = None
+
+    def all_gather(self, whole: Tensor) -> Work:
+        """See Collectives."""
+        own = whole.chunk(self.size)[self.place]
+        if self.in_order:
+            return self._started(_all_gather(whole, own, group=self.group, async_op=self._asynchronous))
+        # NCCL gathers in the order of ranks. One kernel then puts all parts in place; dist.all_gather copies each one.
+        gathered = self._buffer("gathered", whole, whole.numel(), whole.dtype)
+        work = _all_gather(gathered, own, group=self.group, async_op=self._asynchronous)
+        return Then(work, lambda: self._put_in_place(gathered.view(self.size, -1), whole.view(self.size, -1)))
+
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+        """See Collectives.
+
+        NCCL's reduce-scatter rounds to the wire's dtype after every addition, so that it serves for fp32 alone; others
+        are an all-to-all, one launch as well, and a sum in fp32.
+        """
+        if values.dtype == wire == total.dtype == torch.float32:
+            return self._started(_reduce_scatter(total, values, group=self.group, async_op=self._asynchronous))
+        received = self._buffer("received", values, values.numel(), wire)
+        sent = self._as_wire(values, wire)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=self._asynchronous)
+        # torch.sum adds in fp32, whatever the dtypes are.
+        return Then(work, lambda: torch.sum(received.view(self.size, -1), 0, dtype=total.dtype, out=total))
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """See Collectives."""
+        return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=self._asynchronous))
+
+    def all_reduce(self, x: Tensor) -> Work:
+        """See Collectives."""
+        return self._started(dist.all_reduce(x, group=self.group, async_op=self._asynchronous))
+
+    def _put_in_place(self, gathered: Tensor, whole: Tensor) -> None:
+        """Copy row k of `gathered` to row `order[k]` of `whole`."""
+        if self._rank_at is None:
+            ranks = sorted(range(self.size), key=self.order.__getitem__)
+            self._rank_at = torch.tensor(ranks, device=whole.device)
+        torch.index_select(gathered, 0, self._rank_at, out=whole)
+
+    @staticmethod
+    def _started(work: dist.Work | None) -> Work:
+        # On the current stream there is nothing to wait for.
+        return AllOf() if work is None else work
