@@ -1,5 +1,5 @@
-"""Collectives over gloo and NCCL. The ranks are threads, each with a process group of its own; NCCL's implementation runs
-over gloo here."""
+"""Collectives over gloo and NCCL. The ranks are threads, each with a process group of its own; NCCL's implementation
+runs over gloo here."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

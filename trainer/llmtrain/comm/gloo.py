@@ -7,8 +7,8 @@ from torch import Tensor
 from llmtrain.comm.collectives import AllOf, Collectives, Then, Work, add_in_order
 
 ONE_ROUND = 2**20
-"""Up to this many bytes per rank, the ranks of an all-reduce send each other their whole tensors. gloo's ring sends less,
-but in many messages that wait for each other: small tensors take two to four times as long."""
+"""Up to this many bytes per rank, the ranks of an all-reduce send each other their whole tensors. gloo's ring sends
+less, but in many messages that wait for each other: small tensors take two to four times as long."""
 
 
 class GlooCollectives(Collectives):
