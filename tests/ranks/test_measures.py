@@ -6,8 +6,8 @@ import pytest
 from harness import BATCH, Case, Result
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
-from llmtrain.plan.degrees import degrees_of
-from llmtrain.plan.resolve import shape
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.unit import ALIGNMENT
@@ -15,15 +15,17 @@ from strategies import COVERING
 
 Trained = Callable[[Case], Result]
 BLOCK, UNITS = 256, 5
+FACTS = Facts(world=1, device="cpu")
 CASES = [case for case, _ in COVERING if "quantize.block=64" not in case.keys]
 
 
 def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
     """Return a run's resolved recipe, its degrees, and its units' padded elements."""
     recipe = load_recipe(str(result.folder / "recipe.resolved.yaml"))
-    degrees = degrees_of(recipe)
+    cut = recipe.zero.partition
+    degrees = Degrees(recipe.parallel.data, cut.weights, cut.gradients, cut.optimizer, recipe.zero.secondary)
     multiple = degrees.ranks * ALIGNMENT
-    padded = [-(-unit.numel // multiple) * multiple for unit in model_units(shape(recipe))]
+    padded = [-(-unit.numel // multiple) * multiple for unit in model_units(model_shape(recipe, FACTS))]
     return recipe, degrees, padded
 
 
@@ -55,7 +57,7 @@ def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
         expected += sum(packed(padded // degrees.secondary, widths(recipe)[1]) for padded in units)
     assert {held for rank in result.notes("state_bytes") for held in rank} == {expected}
     assert {row["memory_bytes"]["model_states"] for row in result.rows} == {expected}
-    numel = sum(unit.numel for unit in model_units(shape(recipe)))
+    numel = sum(unit.numel for unit in model_units(model_shape(recipe, FACTS)))
     padding = sum(units) - numel
     assert 0 <= padding < UNITS * degrees.ranks * ALIGNMENT
     if not own and widths(recipe)[1] == 32:

@@ -24,11 +24,10 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream, Ticket
-from llmtrain.model.hf_config import read_hf_config
 from llmtrain.parallel.pipeline.transport import Transport
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run
@@ -42,15 +41,14 @@ LIMIT = 120
 def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step; collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
-    recipe = prepared(case["recipe"], case["overrides"], facts, read_hf_config)
-    plan = make_plan(recipe, facts)
+    plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
     notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
     loop.train_step = noting(notes)  # type: ignore[assignment]
     if case["counted"]:
         notes |= {"on_lanes": [], "whole": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
     loop.train(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), [])
-    (Path(recipe.logging.dir) / recipe.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
+    (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 
 def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:

@@ -13,10 +13,9 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError
 from llmtrain.inference.trained import evaluate_on, open_model
-from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training import run_data
 from llmtrain.training.run_data import DATA, check_data, open_data
@@ -51,8 +50,8 @@ def train(folder: Path) -> Train:
 
     def run(*overrides: str) -> None:
         facts = Facts(world=1, device="cpu")
-        recipe = prepared(str(folder / "tiny.yaml"), overrides, facts, read_hf_config)
-        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
+        plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), facts)
+        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
 
     return run
 
@@ -154,7 +153,7 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
 def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the path of the data may, with which it begins."""
     facts = Facts(world=1, device="cpu")
-    plan = make_plan(prepared(str(folder / "tiny.yaml"), [], facts, read_hf_config), facts)
+    plan = check_and_plan(load_recipe(str(folder / "tiny.yaml")), facts)
     data, _ = open_data(plan)
     said: list[str] = []
     main = SimpleNamespace(local_rank=0, is_main=True, from_main=lambda name, text: said.append(text) or text)
@@ -172,7 +171,7 @@ def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.
 def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> None:
     """Nodes may each have a copy of their own."""
     facts = Facts(world=1, device="cpu")
-    plan = make_plan(prepared(str(folder / "tiny.yaml"), [], facts, read_hf_config), facts)
+    plan = check_and_plan(load_recipe(str(folder / "tiny.yaml")), facts)
     data, _ = open_data(plan)
     said: list[str] = []
     main = SimpleNamespace(

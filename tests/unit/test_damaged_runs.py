@@ -14,8 +14,8 @@ import torch
 from llmtrain.cli.main import main
 from llmtrain.launch.slurm.record import slurm_folder
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo
@@ -41,7 +41,7 @@ RECIPE = Recipe(
 def logger(folder: Path) -> RunLogger:
     device = torch.device("cpu")
     about, facts = RunInfo(device=device, model_state_bytes=77), Facts(world=1, device="cpu")
-    return RunLogger(folder, make_plan(resolve(RECIPE, facts), facts), about, True)
+    return RunLogger(folder, make_plan(RECIPE, facts), about, True)
 
 
 def record(step: int) -> StepRecord:

@@ -13,8 +13,8 @@ from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.training import build_pipeline
@@ -180,7 +180,7 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     monkeypatch.setattr(build_pipeline, "torch_messages", lambda peers, device, ahead: given.append(ahead))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
-    plan = make_plan(resolve(parse_recipe({**RECIPE, "pipeline": keys}), facts), facts)
+    plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
     build_pipeline._messages(plan, ranks)
     assert given == [ahead]

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from llmtrain.cluster.levels import Degrees
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import parameter_count
-from llmtrain.plan.degrees import STATES_SHARE, degrees_of
-from llmtrain.plan.prepare import check_and_resolve
-from llmtrain.plan.resolve import Facts, as_data, shape
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory import STATES_SHARE
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe, parse_recipe
-from llmtrain.recipe.schema import Recipe
 from llmtrain_data.indexed import IndexedWriter
 
 FRONTIER = "cluster={node: {ranks: 8, tiers: [{name: die, ranks: 2}]}}"
@@ -35,18 +34,13 @@ def _in_folder_with_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def no_hf(folder: Path) -> GPTConfig:
-    raise AssertionError(f"{folder} is not to be read")
-
-
-def settled(world: int, node: int, *overrides: str) -> Recipe:
-    return check_and_resolve(
-        load_recipe("tiny.yaml", overrides), Facts(world=world, device="cpu", ranks_per_node=node), no_hf
-    )
+def plan(world: int, node: int, *overrides: str) -> Plan:
+    facts = Facts(world=world, device="cpu", ranks_per_node=node)
+    return check_and_plan(load_recipe("tiny.yaml", overrides), facts)
 
 
 def degrees(world: int, node: int, *overrides: str) -> tuple[int, ...]:
-    found = degrees_of(settled(world, node, *overrides))
+    found = plan(world, node, *overrides).sharding.degrees
     assert found.ranks == world
     return found.weights, found.gradients, found.optimizer, found.secondary
 
@@ -109,23 +103,21 @@ def test_degrees(world: int, node: int, overrides: list[str], expected: tuple[in
     ],
 )
 def test_what_is_quantized(world: int, overrides: list[str], expected: tuple[str, ...]) -> None:
-    quantize = settled(world, 2 if world > 1 else 1, *overrides).quantize
-    assert (quantize.weights, quantize.secondary, quantize.gradients) == expected
+    quantize = plan(world, 2 if world > 1 else 1, *overrides).record["quantize"]
+    assert (quantize["weights"], quantize["secondary"], quantize["gradients"]) == expected
 
 
-def test_resolved_says_everything_and_stays() -> None:
+def test_the_record_says_everything_and_makes_the_same_plan() -> None:
     for overrides in ([], ["zero.preset=topo"], ["zero.preset=mics"], ["zero.stage=2", "quantize.gradients=int4"]):
-        resolved = settled(4, 2, *overrides)
-        assert None not in as_data(resolved)["quantize"].values()
-        again = check_and_resolve(
-            parse_recipe(as_data(resolved)), Facts(world=4, device="cpu", ranks_per_node=2), no_hf
-        )
-        assert (degrees_of(again), again.quantize) == (degrees_of(resolved), resolved.quantize)
+        made = plan(4, 2, *overrides)
+        assert None not in made.record["quantize"].values()
+        recipe = parse_recipe(dict(made.record))
+        assert check_and_plan(recipe, Facts(world=4, device="cpu", ranks_per_node=2)) == made
 
 
 @pytest.mark.parametrize(("per_parameter", "expected"), [(16.5, 1), (13, 2), (8.1, 2), (4.1, 4), (2.1, 8)])
 def test_auto_is_the_smallest_that_fits(per_parameter: float, expected: int) -> None:
-    parameters = parameter_count(shape(settled(8, 2)))
+    parameters = parameter_count(plan(8, 2).model)
     room = f"{per_parameter * parameters / STATES_SHARE:.0f}B"
     memory = f"cluster={{accelerator: {{memory: {room}}}, node: {{ranks: 2}}}}"
     assert degrees(8, 2, "zero.partition.weights=auto", memory)[:3] == (expected,) * 3
@@ -148,7 +140,7 @@ def test_auto_is_the_smallest_that_fits(per_parameter: float, expected: int) -> 
     ],
 )
 def test_auto_counts_what_the_run_will_hold(per_parameter: float, overrides: str, expected: tuple[int, ...]) -> None:
-    parameters = parameter_count(shape(settled(8, 2)))
+    parameters = parameter_count(plan(8, 2).model)
     room = f"{per_parameter * parameters / STATES_SHARE:.0f}B"
     memory = f"cluster={{accelerator: {{memory: {room}}}, node: {{ranks: 2}}}}"
     assert degrees(8, 2, *re.split(r" (?=[a-z]+\.)", overrides), memory) == expected
@@ -208,7 +200,7 @@ REFUSED = {
 def test_refused(overrides: str) -> None:
     keys = re.split(r" (?=[a-z]+\.)", overrides)
     with pytest.raises(BadInputError, match=REFUSED[overrides]) as caught:
-        settled(8, 4, *keys)
+        plan(8, 4, *keys)
     assert "\n" not in str(caught.value)
 
 

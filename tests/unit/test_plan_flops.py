@@ -9,9 +9,9 @@ from llmtrain.cluster.description import Accelerator, Cluster, Node
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.about import RunInfo, describe
@@ -125,7 +125,7 @@ def test_peak_that_the_cluster_states(
     )
     about = RunInfo(device=torch.device(device), model_state_bytes=0)
     facts = Facts(world=1, device="cpu", cluster=recipe.cluster)
-    assert describe(make_plan(resolve(recipe, facts), facts), about)["datasheet_peak"] == expected
+    assert describe(make_plan(recipe, facts), about)["datasheet_peak"] == expected
 
 
 def test_measuring_leaves_random_numbers_alone() -> None:

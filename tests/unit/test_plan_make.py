@@ -1,4 +1,4 @@
-"""A plan is complete: nothing is left to decide, and a resolved recipe makes the same one again."""
+"""A plan is complete: what each `auto` becomes, and that a plan's record makes the same plan again."""
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 from llmtrain.cluster.layout import Axis
 from llmtrain.errors import BadInputError
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import Facts, decided, resolve, to_yaml
-from llmtrain.recipe.load import load_recipe
+from llmtrain.plan.record import decisions
+from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.yaml.dump import to_yaml
 
 RECIPE = """
 model: {family: gpt2, layers: 12, hidden: 64, heads: 4, vocab: 100}
 data: {path: corpus, sequence_length: 32}
 train: {global_batch: 64}
 """
+CPU = Facts(world=2, device="cpu")
+GPU = Facts(world=2, device="cuda", apex=True)
 FACTS = Facts(world=8, device="cpu", ranks_per_node=4)
 
 
@@ -28,7 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*overrides: str, facts: Facts = FACTS) -> Plan:
-    return make_plan(resolve(load_recipe("tiny.yaml", overrides), facts), facts)
+    return make_plan(load_recipe("tiny.yaml", overrides), facts)
+
+
+def recipe(*overrides: str, model: str = "{preset: gpt2-124m}") -> Recipe:
+    Path("recipe.yaml").write_text(f"model: {model}\ndata: {{path: d, sequence_length: 64}}\n")
+    return load_recipe("recipe.yaml", overrides)
 
 
 def values(section: Any) -> Iterator[Any]:
@@ -100,7 +110,71 @@ def test_what_does_not_fit_the_ranks_is_refused() -> None:
         plan("parallel.tensor=8", "model.heads=4")
 
 
-@pytest.mark.parametrize("left", ["auto", "uniform"])
-def test_a_value_that_is_not_decided_is_told(left: str) -> None:
-    with pytest.raises(ValueError, match=f"{left} is left in a resolved recipe"):
-        decided(left)
+@pytest.mark.parametrize("facts", [CPU, GPU])
+@pytest.mark.parametrize("model", ["{preset: gpt2-124m}", "{preset: llama3.2-1b}", "{preset: pythia-70m}"])
+def test_the_record_of_a_preset_makes_the_same_plan(facts: Facts, model: str) -> None:
+    made = make_plan(recipe("activation_checkpointing=auto", model=model), facts)
+    Path("resolved.yaml").write_text(to_yaml(made.record))
+    assert make_plan(load_recipe("resolved.yaml"), facts) == made
+
+
+def test_what_auto_becomes() -> None:
+    on_cpu, on_gpu = (make_plan(recipe("activation_checkpointing=auto"), facts) for facts in (CPU, GPU))
+    assert (on_cpu.compute, on_gpu.compute) == ("fp32", "bf16")
+    assert (on_cpu.optimizer.backend, on_gpu.optimizer.backend) == ("torch", "apex")
+    assert on_cpu.grid.degree(Axis.DATA) == 2
+    assert on_cpu.batch.microbatch == 4
+    assert on_cpu.recompute == 3  # of 12 layers: 3 and 4 are as near, 3 comes first
+
+
+@pytest.mark.parametrize(("layers", "every"), [(1, 1), (7, 1), (16, 4), (24, 4), (36, 6), (44, 4), (48, 6)])
+def test_activation_checkpointing_takes_the_factor_nearest_the_root(layers: int, every: int) -> None:
+    made = make_plan(recipe("activation_checkpointing=auto", f"model.layers={layers}"), CPU)
+    assert made.recompute == every
+    assert made.record["activation_checkpointing"] == {"every": every}
+
+
+@pytest.mark.parametrize(("batch", "microbatch"), [(2, 1), (12, 6), (22, 1), (64, 8), (42, 7)])
+def test_microbatch_is_the_largest_divisor_up_to_8(batch: int, microbatch: int) -> None:
+    assert make_plan(recipe(f"train.global_batch={batch}"), CPU).batch.microbatch == microbatch
+
+
+@pytest.mark.parametrize(("batch", "microbatch"), [(64, 8), (32, 4), (8, 1), (4, 1), (36, 4), (7, 1)])
+def test_microbatch_leaves_each_stage_four(batch: int, microbatch: int) -> None:
+    made = make_plan(recipe(f"train.global_batch={batch}", "parallel.pipeline=2"), CPU)
+    assert made.batch.microbatch == microbatch
+
+
+def test_decisions_name_every_key_that_was_open() -> None:
+    before = recipe("activation_checkpointing=auto")
+    record = make_plan(before, CPU).record
+    lines = decisions(before, record)
+    assert lines[0].startswith("model: gpt2-124m -> family=gpt2 layers=12 hidden=768")
+    assert set(lines[1:]) == {
+        "train.microbatch: auto -> 4",
+        "precision.compute: auto -> fp32",
+        "parallel.data: auto -> 2",
+        "optimizer.backend: auto -> torch",
+        "activation_checkpointing: auto -> {every: 3}",
+    }
+    assert decisions(parse_recipe(dict(record)), record) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "batch", "refusal"),
+    [
+        (1, 100_000, None),
+        (1, 2**19, "has 524,288 microbatches; expected at most 262,144"),
+        (2, 2**16, "has 65,536 microbatches through 2 pieces of the model; expected a product of at most 65,536"),
+    ],
+)
+def test_microbatches_are_counted_before_lists_of_them_are_made(stages: int, batch: int, refusal: str | None) -> None:
+    given = recipe(
+        f"train.global_batch={batch}", "train.microbatch=1", f"parallel.pipeline={stages}", "train.steps=200"
+    )
+    facts = Facts(world=stages, device="cpu")
+    if refusal is None:
+        make_plan(given, facts)
+    else:
+        with pytest.raises(BadInputError, match=refusal):
+            make_plan(given, facts)

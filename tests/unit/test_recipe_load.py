@@ -7,12 +7,12 @@ from typing import ClassVar, Literal, get_args
 
 import pytest
 from llmtrain.errors import BadInputError
-from llmtrain.plan.resolve import as_data, to_yaml
 from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
-from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
 from llmtrain.recipe.schema import EveryK
+from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 from llmtrain.yaml.strict_file import StrictFile
 from llmtrain.yaml.yaml11 import WORDS

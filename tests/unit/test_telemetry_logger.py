@@ -16,8 +16,8 @@ import pytest
 import torch
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.sharding.traffic import Traffic
@@ -48,7 +48,7 @@ def recipe(steps: int = 10, **logging: Any) -> Recipe:
 def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
     device = torch.device("cpu")
     about, facts = RunInfo(device=device, model_state_bytes=77, unigram_entropy=4.0), Facts(world=world, device="cpu")
-    return RunLogger(folder, make_plan(resolve(of, facts), facts), about, enabled)
+    return RunLogger(folder, make_plan(of, facts), about, enabled)
 
 
 def record(step: int, **other: Any) -> StepRecord:

@@ -16,10 +16,9 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
-from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
 from llmtrain.training import evaluate
 from llmtrain.training import loop as loop
 from llmtrain.training import run as compose
@@ -53,9 +52,9 @@ def train(folder: Path) -> Train:
 
     def run(*overrides: str) -> list[float]:
         facts = Facts(world=1, device="cpu")
-        recipe = prepared(str(folder / "tiny.yaml"), overrides, facts, read_hf_config)
-        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
-        return losses(folder / "runs" / recipe.name)
+        plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), facts)
+        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+        return losses(folder / "runs" / plan.name)
 
     return run
 

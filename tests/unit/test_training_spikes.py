@@ -9,12 +9,11 @@ import pytest
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.model.hf_config import read_hf_config
 from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import prepared
-from llmtrain.plan.resolve import Facts
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run
 from tiny import write_corpus
@@ -41,11 +40,9 @@ def train(tmp_path: Path) -> Train:
 
     def run(*overrides: str) -> list[dict[str, Any]]:
         facts = Facts(world=1, device="cpu")
-        recipe = prepared(str(tmp_path / "tiny.yaml"), overrides, facts, read_hf_config)
-        loop.train(make_plan(recipe, facts), connect(Layout({Axis.DATA: 1})), [])
-        return [
-            json.loads(line) for line in (tmp_path / "runs" / recipe.name / "metrics.jsonl").read_text().splitlines()
-        ]
+        plan = check_and_plan(load_recipe(str(tmp_path / "tiny.yaml"), overrides), facts)
+        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+        return [json.loads(line) for line in (tmp_path / "runs" / plan.name / "metrics.jsonl").read_text().splitlines()]
 
     return run
 

@@ -19,8 +19,8 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, compose
@@ -144,7 +144,7 @@ def plain_copy(run: Run) -> GPT:
 def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
-    recipe = resolve(load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"]), facts)
+    recipe = load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"])
     plan = make_plan(recipe, facts)
     run = stack.enter_context(compose(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), StopRequest()))
     run.log.start(0, [])

@@ -23,8 +23,8 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.gradients import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
@@ -191,7 +191,7 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     recipe_file = folder / "tiny.yaml"
     recipe_file.write_text(RECIPE.format(folder=folder, steps=STEPS, batch=BATCH, microbatch=microbatch, seed=seed))
     facts = Facts(world=1, device="cpu")
-    plan = make_plan(resolve(load_recipe(str(recipe_file), []), facts), facts)
+    plan = make_plan(load_recipe(str(recipe_file), []), facts)
     found = []
     with compose(plan, ranks, StopRequest()) as run:
         units = run.engine.units

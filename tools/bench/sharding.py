@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.model.tensors import parameter_count
-from llmtrain.plan.resolve import Facts, resolve, shape
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 
 from tools.bench.labs import answer, write_set
@@ -85,8 +86,8 @@ def measure(setting: Setting) -> tuple[dict[str, dict[str, Any]], int]:
             "strategies": {key: STRATEGIES[key] for key in setting.strategies},
         }
         found = answer(lab, ["tools.bench.sharding_ranks", json.dumps(wanted)], {"DS_ACCELERATOR": "cpu"})
-        config = shape(resolve(load_recipe(str(recipe), []), Facts(world=lab.spec.world, device="cpu")))
-    return found, 4 * parameter_count(config)
+        model = model_shape(load_recipe(str(recipe), []), Facts(world=lab.spec.world, device="cpu"))
+    return found, 4 * parameter_count(model)
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]], weights: int) -> str:

@@ -22,8 +22,8 @@ from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.unit import whole_unit
 from llmtrain.training.loop import train_step
@@ -185,7 +185,7 @@ def alone(run: Run, accumulation: int) -> Contestant:
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    plan = make_plan(resolve(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts), facts)
+    plan = make_plan(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
     placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, plan.tiers)
     run = stack.enter_context(compose(plan, placed, StopRequest()))
     run.log.start(0, [])

@@ -22,8 +22,8 @@ import transformers
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
 from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, compose
@@ -128,7 +128,7 @@ def our_loop(case: Case, folder: Path, documents: int = 100) -> Iterator[Run]:
     )
     ranks = connect(Layout({Axis.DATA: 1}))
     facts = Facts(world=1, device="cpu")
-    plan = make_plan(resolve(load_recipe(str(recipe)), facts), facts)
+    plan = make_plan(load_recipe(str(recipe)), facts)
     with compose(plan, ranks, StopRequest()) as run:
         run.log.start(0, [])
         yield run

@@ -19,9 +19,9 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.layer_split import stage_costs
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.loop import train_step
@@ -87,7 +87,7 @@ class Contestant:
 
 def our_run(name: str, recipe: Recipe, facts: Facts, ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real run of ours, with its logging."""
-    run = stack.enter_context(compose(make_plan(resolve(recipe, facts), facts), ranks, StopRequest()))
+    run = stack.enter_context(compose(make_plan(recipe, facts), ranks, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

@@ -43,8 +43,7 @@ def parsed(text: bytes) -> Any:
 @cache
 def recipes() -> Mapping[str, Any]:
     """Shipped recipes, and one with every key, over data that is there."""
-    from llmtrain.plan.resolve import as_data
-    from llmtrain.recipe.load import parse_recipe
+    from llmtrain.recipe.load import as_data, parse_recipe
     from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
     given = {"path": "set", "sequence_length": 16}

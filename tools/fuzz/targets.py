@@ -43,21 +43,20 @@ class Target:
 
 def read_recipe(case: Case) -> None:
     """Do what `run --dry-run` and `recipes show` do."""
-    from llmtrain.model.hf_config import read_hf_config
     from llmtrain.plan.check import advice
-    from llmtrain.plan.make import make_plan
-    from llmtrain.plan.prepare import check_and_resolve
-    from llmtrain.plan.resolve import Facts, decisions, to_yaml
+    from llmtrain.plan.facts import Facts
+    from llmtrain.plan.prepare import check_and_plan
+    from llmtrain.plan.record import decisions
     from llmtrain.recipe.load import load_recipe
+    from llmtrain.yaml.dump import to_yaml
 
     recipe = load_recipe("recipe.yaml", case.words)
     world = 8 if len(case.words) % 2 else 1
     facts = Facts(world=world, ranks_per_node=world, device="cpu")
-    resolved = check_and_resolve(recipe, facts, read_hf_config)
-    plan = make_plan(resolved, facts)
+    plan = check_and_plan(recipe, facts)
     to_yaml(plan.record)
-    decisions(recipe, resolved)
-    advice(resolved, plan)
+    decisions(recipe, plan.record)
+    advice(plan)
 
 
 def read_cluster(case: Case) -> None:

@@ -29,8 +29,8 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
 ) -> None:
     """Print a recipe with what it extends and every default filled in; ??? is left to you."""
-    from llmtrain.plan.resolve import as_data, to_yaml
-    from llmtrain.recipe.load import load_recipe
+    from llmtrain.recipe.load import as_data, load_recipe
+    from llmtrain.yaml.dump import to_yaml
 
     if recipe == "presets":
         presets()

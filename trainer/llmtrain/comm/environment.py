@@ -33,6 +33,11 @@ class Launched:
     ranks_per_node: int
     variables: Mapping[str, str]
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank tells the user how the run starts."""
+        return self.rank == 0
+
 
 def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launched | None:
     """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started, or None if nobody did.

@@ -19,9 +19,8 @@ from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
 from llmtrain.launch.slurm.script import Job, render
-from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan.prepare import check_and_resolve, folders_above
-from llmtrain.plan.resolve import Facts
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.prepare import check_and_plan, folders_above
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import check_size
@@ -65,7 +64,7 @@ def plan(
     if site.container is None:
         # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
         facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
-        check_and_resolve(recipe, facts, read_hf_config, folders_above(name))
+        check_and_plan(recipe, facts, folders_above(name))
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")

@@ -16,11 +16,11 @@ from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory import state_bytes
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import Facts, state_bytes
-from llmtrain.recipe.schema import EveryK, Recipe
+from llmtrain.recipe.schema import Recipe
 
 
 def check_given(recipe: Recipe) -> None:
@@ -81,69 +81,43 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
     return ""
 
 
-def check(recipe: Recipe, facts: Facts) -> None:
-    """Check a resolved recipe against itself and against the run's ranks. Raises BadInputError."""
-    config = make_plan(recipe, facts).model
-    _check_model(config, facts)
-    if recipe.model.hf is not None and facts.hf is not None:
-        _check_same_model(config, facts.hf)
-    if recipe.data.sequence_length > config.positions:
+def check(plan: Plan, facts: Facts) -> None:
+    """Check a plan against itself and against the facts that it was made from. Raises BadInputError."""
+    model, training = plan.model, plan.training
+    if facts.tokenizer is not None and model.vocab < facts.tokenizer:
         raise BadInputError(
-            f"data.sequence_length is {recipe.data.sequence_length}; expected at most model.positions "
-            f"({config.positions}), lower the one or raise the other"
+            f"model.vocab is {model.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
         )
-    if recipe.optimizer.warmup > recipe.train.steps:
+    if facts.hf is not None:
+        _check_same_model(model, facts.hf)
+    if plan.batch.sequence_length > model.positions:
         raise BadInputError(
-            f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
+            f"data.sequence_length is {plan.batch.sequence_length}; expected at most model.positions "
+            f"({model.positions}), lower the one or raise the other"
         )
-    if recipe.train.eval_every and not recipe.data.split[1]:
+    if plan.optimizer.warmup > training.steps:
         raise BadInputError(
-            f"train.eval_every is {recipe.train.eval_every}, but data.split leaves nothing to validate on; give its "
+            f"optimizer.warmup is {plan.optimizer.warmup}; expected at most train.steps ({training.steps})"
+        )
+    if training.eval_every and not plan.data.split[1]:
+        raise BadInputError(
+            f"train.eval_every is {training.eval_every}, but data.split leaves nothing to validate on; give its "
             "second number a share, or set train.eval_every=0"
         )
-    if recipe.optimizer.backend == "apex" and not (facts.apex and facts.device == "cuda"):
+    if plan.optimizer.backend == "apex" and not (facts.apex and facts.device == "cuda"):
         raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
-    every = recipe.activation_checkpointing
-    if isinstance(every, EveryK) and every.every > config.layers:
+    if plan.recompute > model.layers:
         raise BadInputError(
-            f"activation_checkpointing.every is {every.every}; expected at most model.layers ({config.layers})"
+            f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"
         )
 
 
-def advice(recipe: Recipe, plan: Plan) -> list[str]:
-    """Return what a resolved recipe, whose plan is `plan`, may do, but is likely not meant to: a sentence each."""
-    schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
-    if schedule.ranks > 1:
-        sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
-        warning = schedule_warning(recipe.pipeline.schedule, *sizes, schedule.hands_back, plan.pipeline.limit)
-        found += [] if warning is None else [warning]
-    return [*found, *_without_effect(recipe, plan)]
-
-
-def _without_effect(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each key that is set but does nothing as the others are. A resolved limit is the number of
-    stages where it was left out, and a resolved `hierarchical` is true."""
-    pipeline, stages, zero, spike = recipe.pipeline, recipe.parallel.pipeline, recipe.zero, recipe.on_spike
-    if spike.action != "skip" and not spike.threshold:
-        yield f"on_spike.action is {spike.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
-    if stages > 1 and pipeline.limit not in ("auto", stages) and pipeline.schedule != "message-driven":
-        yield (
-            f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.schedule} does not have; leave it "
-            "out, or set pipeline.schedule to message-driven"
-        )
-    if zero.hierarchical is False and zero.partition.weights == 1 and plan.sharding.degrees.ranks > 1:
-        yield (
-            "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
-            "changes no gather; leave it out, or set zero.stage to 3"
-        )
-
-
-def memory_problem(recipe: Recipe, facts: Facts) -> str | None:
-    """Return why this machine cannot train a resolved recipe: the states of one rank alone are larger than its memory.
-    None where they are not, and for GPUs, which say so themselves."""
+def memory_problem(plan: Plan, facts: Facts) -> str | None:
+    """Return why this machine cannot train a plan: the states of one rank alone are larger than its memory. None where
+    they are not, and for GPUs, which report it themselves."""
     if facts.device != "cpu":
         return None
-    needed, there = state_bytes(recipe), machine_memory(swap=True)
+    needed, there = state_bytes(plan), machine_memory(swap=True)
     if needed <= there:
         return None
     return (
@@ -152,19 +126,40 @@ def memory_problem(recipe: Recipe, facts: Facts) -> str | None:
     )
 
 
-def _check_model(config: GPTConfig, facts: Facts) -> None:
-    if facts.tokenizer is not None and config.vocab < facts.tokenizer:
-        raise BadInputError(
-            f"model.vocab is {config.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
+def advice(plan: Plan) -> list[str]:
+    """Return what a plan may do, but is likely not meant to: a sentence each."""
+    schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
+    if schedule.ranks > 1:
+        sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
+        warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
+        found += [] if warning is None else [warning]
+    return [*found, *_without_effect(plan)]
+
+
+def _without_effect(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each key that is set but does nothing as the others are."""
+    pipeline, stages, spikes, sharding = plan.pipeline, plan.pipeline.schedule.ranks, plan.spikes, plan.sharding
+    if spikes.action != "skip" and not spikes.threshold:
+        yield f"on_spike.action is {spikes.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
+    # Where the recipe leaves the limit out, it is the number of stages.
+    if pipeline.limit != stages and pipeline.name != "message-driven":
+        yield (
+            f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
+            "out, or set pipeline.schedule to message-driven"
+        )
+    if not sharding.hierarchical and sharding.degrees.weights == 1 and sharding.degrees.ranks > 1:
+        yield (
+            "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
+            "changes no gather; leave it out, or set zero.stage to 3"
         )
 
 
-def _check_same_model(config: GPTConfig, hf: GPTConfig) -> None:
+def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
     free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions"}
     for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
-        if getattr(config, key) != getattr(hf, key):
+        if getattr(model, key) != getattr(hf, key):
             raise BadInputError(
-                f"model.{key} is {getattr(config, key)}, but the model in model.hf has {getattr(hf, key)}; leave it out"
+                f"model.{key} is {getattr(model, key)}, but the model in model.hf has {getattr(hf, key)}; leave it out"
             )
 
 

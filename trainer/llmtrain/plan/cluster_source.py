@@ -33,17 +33,17 @@ def run_on(
     if source is not None and "=" in source and not Path(source).exists():
         # The first of the overrides, as no recipe is named.
         overrides, source = [source, *overrides], None
-    recipe = _recipe(source, overrides)
+    return ranks_of(_recipe(source, overrides), ranks)
+
+
+def ranks_of(recipe: Recipe, ranks: int | None) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
+    """Return what `run_on` does, for a loaded recipe. No plan is needed: the model and the batch need not fit."""
     cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
     if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
         cluster = load_cluster(recipe.cluster)
     world = ranks or _described(cluster, recipe.parallel)
     per_node = cluster.node.ranks if cluster else world
-    return (
-        cluster,
-        tiers(cluster, world, per_node),
-        Layout(layout_degrees(recipe.parallel, world)),
-    )
+    return cluster, tiers(cluster, world, per_node), Layout(layout_degrees(recipe.parallel, world))
 
 
 def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:

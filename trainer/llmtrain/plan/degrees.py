@@ -1,49 +1,45 @@
-"""The `zero` and `quantize` sections made concrete: presets, tier names and `auto` become numbers of ranks. Pure."""
+"""The `zero` and `quantize` sections made concrete: presets, tier names and `auto` become numbers. No torch in here."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from llmtrain.cluster.levels import Degrees
 from llmtrain.cluster.tiers import Tier, tier_ranks
 from llmtrain.errors import BadInputError
+from llmtrain.plan.plan import Quantization
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import Degree, PartitionConfig, QuantizeConfig, ZeroConfig
 
-# Share of the stated memory that model states may take; activations and gathered weights need the rest.
-STATES_SHARE = 0.7
-
-_STATES: tuple[Literal["weights", "gradients", "optimizer"], ...] = ("weights", "gradients", "optimizer")
-
+_STATES = ("weights", "gradients", "optimizer")
+_BITS = {"none": 0, "int8": 8, "int4": 4}
 
 Section = TypeVar("Section", PartitionConfig, QuantizeConfig)
 
 
-def resolve_zero(
-    recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
-) -> tuple[ZeroConfig, QuantizeConfig]:
-    """Return both sections with nothing left to decide.
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What the `zero` and `quantize` sections come to. hierarchical: whether weights are gathered level by level."""
 
-    ranks: data-parallel ones. tiers: along the data axis. fits: whether model states cut so fit a rank's memory, None
-    where the cluster does not state it: `auto` is then a node. Raises BadInputError naming the key and the rule.
+    degrees: Degrees
+    hierarchical: bool
+    quantization: Quantization
+
+
+def zero_settings(
+    recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
+) -> ZeroSettings:
+    """Return what both sections come to.
+
+    ranks: data-parallel ones. tiers: along the data axis. fits: whether model states at given degrees fit a rank's
+    memory, None where the cluster does not state it: `auto` is then a node. Raises BadInputError naming the key and the
+    rule.
     """
     zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
     degrees = _degrees(zero, ranks, tiers, fits)
-    partition = PartitionConfig(weights=degrees.weights, gradients=degrees.gradients, optimizer=degrees.optimizer)
-    hierarchical = True if zero.hierarchical == "auto" else zero.hierarchical
-    resolved = replace(zero, partition=partition, secondary=degrees.secondary, hierarchical=hierarchical)
-    return resolved, _quantize(recipe.quantize, quantize, degrees)
-
-
-def degrees_of(recipe: Recipe) -> Degrees:
-    """Return the degrees that a resolved recipe says."""
-    partition, secondary = recipe.zero.partition, recipe.zero.secondary or 0
-    # pydantic has checked the types of keys, and resolve_zero has replaced names of tiers by numbers.
-    weights, gradients, optimizer, data = (
-        cast(int, value) for value in (*(getattr(partition, state) for state in _STATES), recipe.parallel.data)
-    )
-    return Degrees(data, weights, gradients, optimizer, cast(int, secondary))
+    hierarchical = zero.hierarchical == "auto" or zero.hierarchical
+    return ZeroSettings(degrees, hierarchical, _quantization(recipe.quantize, quantize, degrees))
 
 
 def _with_preset(
@@ -89,7 +85,7 @@ def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable
     with what else it says and fits; where nothing says what fits, the one nearest to a node, rather above it."""
     if zero.secondary == "auto":
         raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
-    if "auto" not in (getattr(zero.partition, state) for state in _STATES):
+    if "auto" not in (zero.partition.weights, zero.partition.gradients, zero.partition.optimizer):
         return _with_auto(zero, ranks, tiers, ranks)
     first = 1 if fits else min(tier_ranks(tiers, "node"), ranks)
     divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -111,7 +107,7 @@ def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable
 
 def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -> Degrees:
     """Return the degrees that a section says where `auto` stands for a number. Raises BadInputError."""
-    given = [getattr(zero.partition, state) for state in _STATES]
+    given = (zero.partition.weights, zero.partition.gradients, zero.partition.optimizer)
     staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
     numbers: list[int] = []
     for place, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
@@ -139,15 +135,14 @@ def _number(key: str, degree: Degree, auto: int, tiers: Sequence[Tier]) -> int:
     if degree == "auto":
         return auto
     try:
-        return tier_ranks(tiers, str(degree))
+        return tier_ranks(tiers, degree)
     except BadInputError as error:
         raise BadInputError(f"{key}: {error}") from error
 
 
 def _check(degrees: Degrees) -> None:
     below, rule = 1, ""
-    for state in _STATES:
-        number = getattr(degrees, state)
+    for state, number in zip(_STATES, (degrees.weights, degrees.gradients, degrees.optimizer), strict=True):
         if number % below:
             raise BadInputError(f"zero.partition.{state} is {number}; expected {rule}")
         if degrees.ranks % number:
@@ -171,18 +166,17 @@ def _check(degrees: Degrees) -> None:
             )
 
 
-def _quantize(given: QuantizeConfig, filled: QuantizeConfig, degrees: Degrees) -> QuantizeConfig:
+def _quantization(given: QuantizeConfig, filled: QuantizeConfig, degrees: Degrees) -> Quantization:
     """Turn off what has nothing to act on: quietly where a preset or a single rank is why, else as a mistake."""
     nothing = {
-        "weights": degrees.optimizer == 1 and "no weights are gathered (zero.partition is all 1)",
-        "secondary": degrees.secondary == 0 and "there is no secondary copy (zero.secondary)",
-        "gradients": degrees.ranks == 1 and "there is one data-parallel rank",
+        "weights": "no weights are gathered (zero.partition is all 1)" if degrees.optimizer == 1 else None,
+        "secondary": "there is no secondary copy (zero.secondary)" if degrees.secondary == 0 else None,
+        "gradients": "there is one data-parallel rank" if degrees.ranks == 1 else None,
     }
-    off: dict[str, Any] = {}
+    bits: dict[str, int] = {}
     for key, why in nothing.items():
         chosen = getattr(filled, key) or "none"
         if why and chosen != "none" and degrees.ranks > 1 and getattr(given, key) == chosen:
             raise BadInputError(f"quantize.{key} is {chosen}, but {why}; set it to none")
-        if why or chosen == "none":
-            off[key] = "none"
-    return replace(filled, **off)
+        bits[key] = 0 if why else _BITS[chosen]
+    return Quantization(**bits, block=filled.block)

@@ -1,135 +1,200 @@
-"""From a resolved recipe and the facts of a run to its plan. No torch in here."""
+"""From a recipe and the facts of a run to its plan. No torch in here."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from math import sqrt
+from typing import Literal
 
-from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.levels import levels_of
-from llmtrain.cluster.tiers import Tier, axis_tiers, tiers
-from llmtrain.cluster.topology import layout_degrees
+from llmtrain.cluster.levels import Degrees, levels_of
+from llmtrain.cluster.tiers import Tier, axis_tiers
+from llmtrain.cluster.topology import layout_degrees, stage_speeds
 from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling
-from llmtrain.plan.degrees import degrees_of
+from llmtrain.plan.degrees import ZeroSettings, zero_settings
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory import fits, largest_share
+from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of
-from llmtrain.plan.plan import Batch, Pipeline, Plan, Quantization, Sharding, Training
-from llmtrain.plan.resolve import Facts, as_data, decided, replica_share, shape
+from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
+from llmtrain.plan.record import record_of
 from llmtrain.plan.tensor_check import tensor_problems
-from llmtrain.recipe.pipeline import ScheduleName
-from llmtrain.recipe.schema import EveryK, Recipe
-
-_BITS = {None: 0, "none": 0, "int8": 8, "int4": 4}
-
-T = TypeVar("T")
+from llmtrain.recipe.schema import EveryK, Recipe, TrainConfig
 
 
 def make_plan(recipe: Recipe, facts: Facts) -> Plan:
-    """Return the plan of a resolved recipe.
+    """Return the plan of a recipe. A plan's record, read as a recipe, makes the same plan again.
 
-    Raises BadInputError where the batch, the layers or the schedule do not fit the ranks.
+    Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
+    ranks.
     """
-    grid, model = Layout(layout_degrees(recipe.parallel, facts.world)), shape(recipe)
-    cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
-    links = tiers(cluster, facts.world, facts.ranks_per_node or facts.world)
-    batch = _batch(recipe, grid)
+    model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
+    batch, compute = _batch(recipe, grid), _compute(recipe, facts)
+    pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
+    parameters = largest_share(model, pipeline.stages, grid.degree(Axis.TENSOR))
+    room = fits(facts.cluster, parameters, COMPUTE_BYTES[compute])
+    zero = zero_settings(recipe, grid.degree(Axis.DATA), axis_tiers(links, grid, Axis.DATA), room)
+    recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
-    recompute, sharding = _recompute(recipe), _sharding(recipe, grid, links)
-    return Plan(
+    plan = Plan(
         name=recipe.name,
         seed=recipe.seed,
         model=model,
         import_from=recipe.model.hf,
         grid=grid,
         tiers=links,
-        cluster=cluster,
+        cluster=facts.cluster,
         batch=batch,
-        compute=decided(recipe.precision.compute),
+        compute=compute,
         sequence_parallel=recipe.parallel.sequence,
         recompute=recompute,
-        sharding=sharding,
-        pipeline=_pipeline(recipe, batch, recompute, sharding),
-        optimizer=_same(AdamW, recipe.optimizer),
-        loss_scaling=_same(LossScaling, recipe.precision),
+        sharding=_sharding(zero, grid, links),
+        pipeline=_with_hand_back(pipeline, recipe, recompute, zero.degrees),
+        optimizer=_optimizer(recipe, facts),
+        loss_scaling=LossScaling(
+            loss_scale=recipe.precision.loss_scale, loss_scale_window=recipe.precision.loss_scale_window
+        ),
         spikes=recipe.on_spike,
-        training=_same(Training, recipe.train),
+        training=_training(recipe.train),
         data=recipe.data,
         checkpoint=recipe.checkpoint,
         logging=recipe.logging,
-        record=as_data(recipe),
+        record={},
     )
-
-
-def _same(section: type[T], source: object) -> T:
-    """Return a section with the values that the recipe's section of the same names has."""
-    return section(**{entry.name: decided(getattr(source, entry.name)) for entry in fields(section)})  # type: ignore[arg-type]
+    return replace(plan, record=record_of(recipe, zero, plan))
 
 
 def _batch(recipe: Recipe, grid: Layout) -> Batch:
-    replicas, microbatch = grid.degree(Axis.DATA), decided(recipe.train.microbatch)
-    share = replica_share(recipe, replicas)
+    sequences, replicas = recipe.train.global_batch, grid.degree(Axis.DATA)
+    if sequences % replicas:
+        raise BadInputError(
+            f"train.global_batch is {sequences}; expected a multiple of the {replicas} data-parallel ranks, such as "
+            f"{max(1, sequences // replicas) * replicas}"
+        )
+    share, microbatch = sequences // replicas, recipe.train.microbatch
+    if microbatch == "auto":
+        microbatch = _microbatch(share, grid.degree(Axis.PIPELINE))
     if share % microbatch:
         raise BadInputError(
             f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {replicas} "
-            f"replicas takes of train.global_batch ({recipe.train.global_batch})"
+            f"replicas takes of train.global_batch ({sequences})"
         )
     return Batch(
-        sequences=recipe.train.global_batch,
+        sequences=sequences,
         sequence_length=recipe.data.sequence_length,
         microbatch=microbatch,
         microbatches=share // microbatch,
     )
 
 
-def _sharding(recipe: Recipe, grid: Layout, links: Sequence[Tier]) -> Sharding:
-    degrees, quantize = degrees_of(recipe), recipe.quantize
-    return Sharding(
-        degrees=degrees,
-        levels=levels_of(degrees, axis_tiers(links, grid, Axis.DATA)),
-        hierarchical=decided(recipe.zero.hierarchical),
-        quantization=Quantization(
-            weights=_BITS[quantize.weights],
-            secondary=_BITS[quantize.secondary],
-            gradients=_BITS[quantize.gradients],
-            block=quantize.block,
-        ),
-    )
+def _microbatch(share: int, stages: int) -> int:
+    """Return the largest divisor of `share` up to 8 that leaves each stage of a pipeline four microbatches, so that
+    ranks idle at most a fifth of the time; 1 where no divisor does."""
+    least = 4 * stages if stages > 1 else 1
+    return max((size for size in range(1, 9) if share % size == 0 and share // size >= least), default=1)
 
 
-def _pipeline(recipe: Recipe, batch: Batch, recompute: int, sharding: Sharding) -> Pipeline:
-    given, ranks, layers = recipe.pipeline, recipe.parallel.pipeline, decided(recipe.pipeline.split)
-    # One stage has no schedule to choose.
-    name: ScheduleName = given.schedule if ranks > 1 else "1f1b"
-    chunks = decided(given.chunks) if ranks > 1 else 1
+def _compute(recipe: Recipe, facts: Facts) -> Compute:
+    compute = recipe.precision.compute
+    if compute == "auto":
+        return "bf16" if facts.device == "cuda" else "fp32"
+    return compute
+
+
+def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, facts: Facts) -> Pipeline:
+    given, ranks = recipe.pipeline, grid.degree(Axis.PIPELINE)
+    # One stage has no schedule to choose: a recipe for many stages is fine on one rank.
+    name = given.schedule if ranks > 1 else "1f1b"
+    chunks = 2 if name in ("interleaved", "zero-bubble-v") else 1
+    if given.chunks != "auto" and ranks > 1:
+        chunks = given.chunks
     if problem := schedule_problems(name, ranks, chunks, batch.microbatches):
         raise BadInputError(problem)
-    # What is recomputed, or gathered, would have to stay until the weights' gradients are computed, and torch.compile
-    # does not see through it. Where ranks share the sequence, what waits is gathered once more, in most passes of
-    # GPipe.
-    held = recipe.train.compile or recompute or sharding.degrees.weights > 1
-    hands_back = ranks > 1 and not held and not (recipe.parallel.sequence and name == "gpipe")
     if name == "message-driven":
-        schedule = Schedule(ranks, 1, batch.microbatches, (), hands_back=hands_back)
+        schedule = Schedule(ranks, 1, batch.microbatches, ())
     else:
-        schedule = replace(make_schedule(name, ranks, chunks, batch.microbatches), hands_back=hands_back)
-    config = shape(recipe)
+        schedule = make_schedule(name, ranks, chunks, batch.microbatches)
+    layers = _layers(recipe, model, schedule, grid, facts)
     return Pipeline(
+        name=name,
         schedule=schedule,
         layers=layers,
-        stages=tuple(stage_layouts_of(config, schedule, layers, rank) for rank in range(ranks)),
-        limit=decided(given.limit),
+        stages=tuple(stage_layouts_of(model, schedule, layers, rank) for rank in range(ranks)),
+        limit=ranks if given.limit == "auto" or ranks == 1 else given.limit,
         transport=given.transport,
     )
 
 
-def _recompute(recipe: Recipe) -> int:
-    match recipe.activation_checkpointing:
+def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, facts: Facts) -> tuple[int, ...]:
+    """Return the layers of each stage."""
+    if schedule.ranks == 1:
+        return (model.layers,)
+    given, costs = recipe.pipeline, stage_costs(model, recipe.data.sequence_length)
+    speeds = facts.speeds or stage_speeds(facts.cluster, grid)
+    return split_layers(
+        model.layers, schedule.ranks, given.split, costs, speeds, given.alpha, schedule.chunks, schedule.folded
+    )
+
+
+def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees: Degrees) -> Pipeline:
+    """Decide whether stages hand the gradient of their inputs back before they compute that of their weights."""
+    # Recomputed activations and gathered weights would have to stay until the weights' gradients are computed, and
+    # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more, in
+    # most passes of GPipe.
+    held = recipe.train.compile or recompute or degrees.weights > 1
+    gathers_again = recipe.parallel.sequence and pipeline.name == "gpipe"
+    hands_back = pipeline.schedule.ranks > 1 and not held and not gathers_again
+    return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
+
+
+def _sharding(zero: ZeroSettings, grid: Layout, links: Sequence[Tier]) -> Sharding:
+    return Sharding(
+        degrees=zero.degrees,
+        levels=levels_of(zero.degrees, axis_tiers(links, grid, Axis.DATA)),
+        hierarchical=zero.hierarchical,
+        quantization=zero.quantization,
+    )
+
+
+def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -> int:
+    """Return the blocks of one group of activation checkpointing. layers: of the largest stage, whose activations are
+    to be few."""
+    match setting:
         case EveryK(every=every):
             return every
+        case "auto":
+            factors = [every for every in range(1, layers + 1) if layers % every == 0]
+            return min(factors, key=lambda every: (abs(every - sqrt(layers)), every))
         case "full":
             return 1
-        case _:
+        case "none":
             return 0
+
+
+def _optimizer(recipe: Recipe, facts: Facts) -> AdamW:
+    shared = {entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW) if entry.name != "backend"}
+    return AdamW(**shared, backend=_backend(recipe, facts))
+
+
+def _backend(recipe: Recipe, facts: Facts) -> Literal["torch", "apex", "reference"]:
+    backend = recipe.optimizer.backend
+    if backend == "auto":
+        return "apex" if facts.apex and facts.device == "cuda" else "torch"
+    return backend
+
+
+def _training(train: TrainConfig) -> Training:
+    return Training(
+        steps=train.steps,
+        eval_every=train.eval_every,
+        eval_batches=train.eval_batches,
+        compile=train.compile,
+        max_skipped=train.max_skipped,
+        compare_every=train.compare_every,
+        timeout=train.timeout,
+    )

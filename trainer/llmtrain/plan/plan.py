@@ -1,11 +1,12 @@
 """The plan of a run: everything that is decided before it starts, frozen and without torch.
 
-`make_plan` makes it once from a resolved recipe and the facts of the run. What runs takes the plan and never the
-recipe: nothing in it is `auto`.
+`make_plan` makes it once from a recipe and the facts of the run. What runs takes the plan and never the recipe: nothing
+in it is `auto`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from llmtrain_data.config import DataConfig
@@ -20,8 +21,11 @@ from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.recipe.checkpoint import CheckpointConfig
 from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.pipeline import ScheduleName
 
 Compute = Literal["fp32", "bf16", "fp16"]
+COMPUTE_BYTES: Mapping[Compute, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+"""Bytes of an element of each compute dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +68,11 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How stages work together. schedule: every rank's actions; none where what has arrived decides. layers: of each
-    stage. stages: what each rank of the pipeline holds, by chunk. limit: microbatches in flight where what has arrived
-    decides. transport: what carries messages between stages."""
+    """How stages work together. name: of the schedule; 1f1b for one stage. schedule: every rank's actions; none for
+    message-driven. layers: of each stage. stages: what each rank of the pipeline holds, by chunk. limit: microbatches
+    in flight with message-driven. transport: what carries messages between stages."""
 
+    name: ScheduleName
     schedule: Schedule
     layers: tuple[int, ...]
     stages: tuple[tuple[StageLayout, ...], ...]
@@ -96,7 +101,7 @@ class Plan:
     recipe names, None without one. compute: the dtype of matrix products. sequence_parallel: whether tensor-parallel
     ranks share the sequence between layers. recompute: blocks that one group of activation checkpointing has, 0 for
     none. import_from: folder of the Hugging Face model that the weights start from, None for random weights. record:
-    the resolved recipe as plain data, for files that describe the run.
+    a recipe as plain data that makes this plan again, for files that describe the run.
     """
 
     name: str
@@ -124,7 +129,7 @@ class Plan:
     @property
     def compute_bytes(self) -> int:
         """Bytes of an element of the compute dtype."""
-        return 4 if self.compute == "fp32" else 2
+        return COMPUTE_BYTES[self.compute]
 
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return what a rank of the run holds of the model, by chunk."""

@@ -1,6 +1,6 @@
-"""From a recipe's name to one that is checked and resolved: all that happens before a run starts."""
+"""From a loaded recipe to a checked plan: all that happens before a run starts. No torch in here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,22 +10,13 @@ from llmtrain_data.tokenizer import tokenizer_size
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import check, check_folders, check_given
-from llmtrain.plan.resolve import Facts, resolve
-from llmtrain.recipe.load import load_recipe
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.shipped import find_recipe
-
-
-def prepared(
-    name_or_path: str,
-    overrides: Sequence[str],
-    facts: Facts,
-    read_hf: Callable[[Path], GPTConfig],
-) -> Recipe:
-    """Load a recipe, settle it and return it. Raises BadInputError or DataError; writes nothing."""
-    return check_and_resolve(load_recipe(name_or_path, overrides), facts, read_hf, folders_above(name_or_path))
 
 
 def folders_above(name_or_path: str) -> list[Path]:
@@ -34,25 +25,22 @@ def folders_above(name_or_path: str) -> list[Path]:
     return list(find_recipe(name_or_path).resolve().parents)
 
 
-def check_and_resolve(
-    recipe: Recipe, facts: Facts, read_hf: Callable[[Path], GPTConfig], others: Sequence[Path] = ()
-) -> Recipe:
-    """Check a loaded recipe, resolve it and check the result. Raises BadInputError or DataError; writes nothing.
+def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) -> Plan:
+    """Check a loaded recipe, plan it and check the plan. Raises BadInputError or DataError; writes nothing.
 
-    facts: the run's ranks and device; the tokenizer's size and the shape of `model.hf` are looked up here.
-    read_hf: gives the shape of the model in a Hugging Face folder. others: see `check_folders`.
+    facts: the run's ranks and device; what the recipe's names refer to is looked up here. others: see `check_folders`.
     """
     check_given(recipe)
     check_folders(recipe, others)
     if recipe.data.tokenizer is not None:
         facts = replace(facts, tokenizer=_tokenizer_size(recipe.data.tokenizer))
     if recipe.model.hf is not None:
-        facts = replace(facts, hf=read_hf(Path(recipe.model.hf)))
+        facts = replace(facts, hf=read_hf_config(Path(recipe.model.hf)))
     if recipe.cluster != "auto":
         facts = replace(facts, cluster=_cluster(recipe.cluster))
-    resolved = resolve(recipe, facts)
-    check(resolved, facts)
-    return resolved
+    plan = make_plan(recipe, facts)
+    check(plan, facts)
+    return plan
 
 
 def _cluster(source: str | Cluster) -> Cluster:

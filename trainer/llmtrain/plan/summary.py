@@ -8,14 +8,15 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.memory import state_bytes
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import decisions, state_bytes
+from llmtrain.plan.record import decisions
 from llmtrain.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a resolved recipe.
+    """The figures of a plan.
 
     tokens: trained on, in all. training_tokens: those of the training split, and epochs: how often the run goes through
     them; None where the data cannot be opened, for which data_problem is why. flops: of the whole run.
@@ -59,8 +60,8 @@ class Summary:
         return "".join(f"# {name:<17}{' '.join(value.split())}\n" for name, value in rows)
 
 
-def summarize(recipe: Recipe, resolved: Recipe, plan: Plan, device: str) -> Summary:
-    """Return the summary of a recipe that became `resolved`, and whose plan is `plan`, on `device`. Opens the data."""
+def summarize(recipe: Recipe, plan: Plan, device: str) -> Summary:
+    """Return the summary of a recipe's plan on `device`. Opens the data."""
     per_step, steps = plan.batch.tokens, plan.training.steps
     training, problem = None, None
     try:
@@ -78,6 +79,6 @@ def summarize(recipe: Recipe, resolved: Recipe, plan: Plan, device: str) -> Summ
         epochs=per_step * steps / training if training else None,
         data_problem=problem,
         flops=float(flops_per_token(plan.model, plan.batch.sequence_length)) * per_step * steps,
-        state_bytes_per_rank=state_bytes(resolved),
-        auto=decisions(recipe, resolved),
+        state_bytes_per_rank=state_bytes(plan),
+        auto=decisions(recipe, plan.record),
     )

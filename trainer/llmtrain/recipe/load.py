@@ -51,6 +51,12 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: b
     return container if container.get("name") is not None else {**container, "name": path.stem}
 
 
+def as_data(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain data for JSON and YAML; `parse_recipe` reads it back."""
+    data: dict[str, Any] = recipe_adapter().dump_python(recipe, by_alias=True, mode="json")
+    return data
+
+
 def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a recipe's keys with `key=value` overrides, the later winning. Raises BadInputError."""
     for override in overrides:

@@ -29,7 +29,7 @@ from llmtrain.model.tensors import UnitSpec, parameter_count
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import changes, to_yaml
+from llmtrain.plan.record import changes
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
@@ -39,6 +39,7 @@ from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
 from llmtrain.training.build import build
 from llmtrain.training.run_data import DATA, check_data, open_data
+from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.file import read_yaml
 
 # The recipe as it is resolved, in a run's folder.

@@ -8,7 +8,6 @@ from itertools import accumulate
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.plan.pipeline.actions import Schedule
-from llmtrain.recipe.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,6 @@ class StageLayout:
         if self.opens or (self.closes and self.tied):
             names.insert(0, "embedding")
         return (*names, "head") if self.closes else tuple(names)
-
-
-def open_schedule(pipeline: PipelineConfig, ranks: int) -> Schedule:
-    """Return where the stages of a pipeline over `ranks` lie: a schedule whose actions are still open."""
-    several = pipeline.schedule in ("interleaved", "zero-bubble-v")
-    chunks = int(several) + 1 if pipeline.chunks == "auto" else pipeline.chunks
-    return Schedule(ranks, chunks if ranks > 1 else 1, 0, (), folded=pipeline.schedule == "zero-bubble-v")
 
 
 def stage_layouts_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[StageLayout, ...]:

@@ -10,13 +10,14 @@ from llmtrain_data import units
 from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.quantity import quantity
-from llmtrain.cluster.topology import layout_degrees, stage_speeds
+from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import check_given
-from llmtrain.plan.cluster_source import run_on
+from llmtrain.plan.cluster_source import ranks_of
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Schedule, peak_live
 from llmtrain.plan.pipeline.layer_split import StageCosts, stage_costs
@@ -24,7 +25,6 @@ from llmtrain.plan.pipeline.message_times import MessageTimes, message_times
 from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import Facts, resolve
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import Recipe
@@ -142,17 +142,14 @@ def show_recipe(
     """
     recipe = load_recipe(name_or_path, overrides, complete=False)
     check_given(recipe)
-    parallel = recipe.parallel
-    if parallel.pipeline == 1:
+    if recipe.parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
-    cluster, _, layout = run_on(name_or_path, overrides, ranks)
-    layout = Layout(layout_degrees(parallel, layout.world))
-    facts = _facts(recipe, cluster, layout.world)
-    plan = make_plan(resolve(recipe, facts), facts)
+    cluster, _, grid = ranks_of(recipe, ranks)
+    plan = make_plan(recipe, _facts(recipe, cluster, grid.world))
     pipeline, schedule = plan.pipeline, plan.pipeline.schedule
-    costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, layout)
+    costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, grid)
     message = _message_bytes(plan)
-    hops = message_times(cluster, layout, schedule, message)
+    hops = message_times(cluster, grid, schedule, message)
     layer = 1.0 if flops is None else _layer_seconds(plan, costs, flops)
     durations = durations_by_work(pipeline.layers, costs, speeds, schedule, layer, plan.recompute > 0)
     if flops is not None:
@@ -161,7 +158,7 @@ def show_recipe(
         schedule.ranks,
         schedule.chunks,
         schedule.microbatches,
-        recipe.pipeline.schedule,
+        pipeline.name,
         pipeline.layers,
         durations,
         pipeline.limit,

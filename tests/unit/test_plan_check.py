@@ -1,0 +1,85 @@
+"""What is checked before a run starts: keys without effect, what names refer to, and paths."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain.errors import BadInputError
+from llmtrain.plan.check import advice, found_elsewhere
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.prepare import check_and_plan, folders_above
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.schema import Recipe
+
+CPU = Facts(world=2, device="cpu")
+
+
+def recipe(*overrides: str, model: str = "{preset: gpt2-124m}") -> Recipe:
+    Path("recipe.yaml").write_text(f"model: {model}\ndata: {{path: d, sequence_length: 64}}\n")
+    return load_recipe("recipe.yaml", overrides)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (["on_spike.action=rewind"], "on_spike.action is rewind, but without on_spike.threshold"),
+        (["on_spike={action: rewind, threshold: 2}"], None),
+        (["pipeline.schedule=gpipe"], None),
+        (["pipeline.limit=3"], "pipeline.limit is 3, which pipeline.schedule 1f1b does not have"),
+        (["pipeline.limit=3", "pipeline.schedule=message-driven"], None),
+        (["pipeline.limit=3", "parallel.pipeline=1"], None),
+        (["zero.hierarchical=false"], "zero.hierarchical is false, but every rank holds all weights"),
+        (["zero.hierarchical=false", "zero.stage=2"], "zero.hierarchical is false, but every rank holds all weights"),
+        (["zero.hierarchical=false", "zero.stage=3"], None),
+        (["zero.hierarchical=false", "parallel.pipeline=4"], None),
+        (["zero.hierarchical=true"], None),
+    ],
+)
+def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:
+    facts = Facts(world=4, device="cpu")
+    found = advice(make_plan(recipe("parallel.pipeline=2", "train.microbatch=1", *overrides), facts))
+    assert [sentence for sentence in found if said and sentence.startswith(said)] == found
+    assert len(found) == (said is not None)
+
+
+def test_planning_looks_the_tokenizer_up() -> None:
+    given = recipe("data.tokenizer=tokenizer")
+    for suffix in ("bin", "idx"):
+        Path(f"d.{suffix}").touch()
+    Path("tokenizer").mkdir()
+    Path("tokenizer/tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}')
+    assert check_and_plan(given, CPU).model.vocab == 3
+    Path("tokenizer/tokenizer.json").write_text("{")
+    with pytest.raises(BadInputError, match=r"data\.tokenizer is tokenizer: .*tokenizer\.json has no vocabulary"):
+        check_and_plan(given, CPU)
+
+
+@pytest.mark.parametrize("path", ["data.path=sets/d", "data.tokenizer=sets/tokenizer"])
+def test_a_path_that_was_relative_to_another_folder_is_found(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe()
+    here = Path.cwd()
+    for folder in ("sets/tokenizer", "recipes", "elsewhere"):
+        Path(folder).mkdir(parents=True)
+    for file in ("d.bin", "d.idx", "sets/d.bin", "sets/d.idx"):
+        Path(file).touch()
+    Path("recipe.yaml").rename("recipes/recipe.yaml")
+    monkeypatch.chdir("elsewhere")
+    for file in ("d.bin", "d.idx"):
+        Path(file).touch()
+    name = "../recipes/recipe.yaml"
+    key, _, value = path.partition("=")
+    with pytest.raises(BadInputError) as found:
+        check_and_plan(load_recipe(name, [path]), CPU, folders_above(name))
+    assert str(found.value).startswith(f"{key} is {value}, ")
+    assert str(found.value).endswith(f"there is one in {here}: run from there, or give {here / value}")
+
+
+def test_a_folder_that_cannot_be_looked_into_has_nothing() -> None:
+    """A run's folder may be in the closed home of another user, or have a name that no file has."""
+    assert found_elsewhere("d", ".bin", [Path("x" * 300), Path("\0")]) == ""

@@ -1,0 +1,33 @@
+"""What a plan depends on besides the recipe. No torch in here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.tiers import Tier, tiers
+from llmtrain.model.config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The ranks of a run, and what the names in its recipe refer to.
+
+    world: number of ranks. ranks_per_node: ranks that were started on each machine, None for all of them. device: what
+    the ranks compute on. apex: whether NVIDIA's apex is installed. cluster: the description that the key `cluster`
+    names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf: shape of the model in `model.hf`, None
+    without one. speeds: measured speeds of the pipeline's ranks, None where they were not measured.
+    """
+
+    world: int
+    device: Literal["cpu", "cuda"]
+    ranks_per_node: int | None = None
+    apex: bool = False
+    cluster: Cluster | None = None
+    tokenizer: int | None = None
+    hf: GPTConfig | None = None
+    speeds: tuple[float, ...] | None = None
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers of links between the ranks, fastest first. Raises BadInputError where the cluster does not fit."""
+        return tiers(self.cluster, self.world, self.ranks_per_node or self.world)

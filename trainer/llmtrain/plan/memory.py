@@ -1,0 +1,34 @@
+"""The bytes of model states on a rank, and which degrees fit its memory. No torch in here."""
+
+from collections.abc import Callable, Sequence
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.quantity import quantity
+from llmtrain.model.config import GPTConfig
+from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
+from llmtrain.plan.plan import Plan
+
+# Share of the stated memory that model states may take; activations and gathered weights need the rest.
+STATES_SHARE = 0.7
+
+
+def state_bytes(plan: Plan) -> int:
+    """Return the bytes of model states of the rank that holds most of them, without padding."""
+    parameters = largest_share(plan.model, plan.pipeline.stages, plan.grid.degree(Axis.TENSOR))
+    return plan.sharding.degrees.state_bytes(parameters, plan.compute_bytes)
+
+
+def largest_share(model: GPTConfig, stages: Sequence[Sequence[StageLayout]], tensor: int) -> int:
+    """Return the parameters of the rank of the pipeline and the tensor axis that has most, before any sharding."""
+    return max(sum(unit.numel for unit in units_of(model, held, 0, tensor)) for held in stages)
+
+
+def fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Callable[[Degrees], bool] | None:
+    """Return a function that tells whether model states at given degrees fit the memory that the cluster states; None
+    if it states none."""
+    if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
+        return None
+    room = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
+    return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= room

@@ -1,0 +1,105 @@
+"""A plan as a recipe that reproduces it, and what was decided in it. No torch in here."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from llmtrain.model.config import Family, GPTConfig
+from llmtrain.plan.degrees import ZeroSettings
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.load import as_data
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.zero import QuantizeConfig, ZeroConfig
+
+_UNUSED: dict[Family, tuple[str, ...]] = {
+    "gpt2": ("rope_theta", "rotary_fraction"),
+    "llama": ("activation",),
+    "neox": (),
+}
+"""Keys that do not apply to a family; they are null in a record."""
+
+_FORMATS = {0: "none", 4: "int4", 8: "int8"}
+
+
+def record_of(recipe: Recipe, zero: ZeroSettings, plan: Plan) -> dict[str, Any]:
+    """Return the recipe as plain data, with the plan's values in place of those that it leaves open."""
+    record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
+    record["model"].update(_model_keys(plan.model), preset=None)
+    record["train"]["microbatch"] = plan.batch.microbatch
+    record["precision"]["compute"] = plan.compute
+    record["parallel"]["data"] = zero.degrees.ranks
+    record["pipeline"].update(
+        chunks=plan.pipeline.schedule.chunks, limit=plan.pipeline.limit, split=list(plan.pipeline.layers)
+    )
+    record["zero"].update(_zero_keys(zero))
+    record["quantize"].update(_quantize_keys(zero))
+    record["optimizer"]["backend"] = plan.optimizer.backend
+    if recipe.activation_checkpointing == "auto":
+        record["activation_checkpointing"] = {"every": plan.recompute}
+    return record
+
+
+def _model_keys(model: GPTConfig) -> dict[str, Any]:
+    return {**asdict(model), **dict.fromkeys(_UNUSED[model.family])}
+
+
+def _zero_keys(zero: ZeroSettings) -> dict[str, Any]:
+    degrees = zero.degrees
+    partition = {"weights": degrees.weights, "gradients": degrees.gradients, "optimizer": degrees.optimizer}
+    return {"partition": partition, "secondary": degrees.secondary, "hierarchical": zero.hierarchical}
+
+
+def _quantize_keys(zero: ZeroSettings) -> dict[str, Any]:
+    packed = zero.quantization
+    bits = {"weights": packed.weights, "secondary": packed.secondary, "gradients": packed.gradients}
+    return {key: _FORMATS[value] for key, value in bits.items()}
+
+
+def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
+    """Return what a plan with this record decided, as lines `key: auto -> value`. The model's sizes share one line; so
+    do the degrees of model states, where the recipe sets any of them."""
+    old, new = dict(_flat(as_data(recipe))), dict(_flat(record))
+    lines, sizes, spread = [], [], []
+    silent = ("model", "cluster") if recipe.parallel.pipeline > 1 else ("model", "cluster", "pipeline")
+    for key, value in new.items():
+        section, _, rest = key.partition(".")
+        if section in ("zero", "quantize"):
+            spread += [f"{rest.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
+        elif section == "model" and old.get(key) != value and value is not None:
+            sizes.append(f"{rest}={_shown(value)}")
+        elif section not in silent and old.get(key) != value:
+            # A section may take the place of a word, as {every: k} does of auto.
+            whole = key if key in old else key.rpartition(".")[0]
+            value = value if key in old else {key.rpartition(".")[2]: value}
+            lines.append(f"{whole}: {_shown(old.get(whole))} -> {_shown(value)}")
+    if sizes:
+        origin = recipe.model.preset or recipe.model.hf or recipe.model.family
+        lines.insert(0, f"model: {origin} -> {' '.join(sizes)}")
+    if spread and (recipe.zero, recipe.quantize) != (ZeroConfig(), QuantizeConfig()):
+        lines.append(f"zero, quantize: {recipe.zero.preset or 'as given'} -> {' '.join(spread)}")
+    return lines
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return what a resolved recipe has otherwise than `before`, an earlier one as plain data, as lines `key: value ->
+    value`. Keys that only one of them has are left out, and the cluster."""
+    old = dict(_flat(before))
+    found = [(key, old[key], value) for key, value in _flat(after) if key in old and old[key] != value]
+    return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)

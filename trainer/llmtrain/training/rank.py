@@ -1,0 +1,56 @@
+"""One rank of a run: it joins the others, plans anew where speeds are measured, and trains."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+from llmtrain_data.waiting import Waiting
+
+from llmtrain.comm.environment import Launched
+from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
+from llmtrain.launch.ending import ending_as_one
+from llmtrain.launch.local import die_with_launcher
+from llmtrain.launch.stop import restore_handlers
+from llmtrain.plan.check import advice
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.record import decisions
+from llmtrain.recipe.schema import Recipe
+from llmtrain.training.loop import train
+from llmtrain.training.stage_speeds import measure, splits_by_speed
+
+
+def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -> None:
+    """Train as one rank of the run. place: this rank's, None for the only one."""
+    said = []
+    if place is not None:
+        os.environ.update(place.variables)
+        die_with_launcher()
+        said.append(f"{place.world} ranks, started by {place.by}")
+    restore_handlers()
+    ranks = _joined(plan, place)
+    with ending_as_one(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
+        if splits_by_speed(recipe, plan, facts):
+            plan, sentence = _planned_by_speed(recipe, plan, facts, ranks)
+            said.append(sentence)
+        train(plan, ranks, [*said, *decisions(recipe, plan.record), *advice(plan)], waiting)
+    disconnect(ranks)
+
+
+def _joined(plan: Plan, place: Launched | None) -> Ranks:
+    """Return the connection to the other ranks. Collective."""
+    world, timeout = plan.grid.world, timedelta(seconds=plan.training.timeout)
+    doing = f"waiting for all {world} ranks to start" if world > 1 else "starting"
+    with Waiting(lambda: doing, enabled=place is None or place.is_first):
+        ranks = connect(plan.grid, plan.tiers, timeout, plan.cluster, noted=True)
+    return ranks if ranks.watchdog is not None else watched(ranks, timeout)
+
+
+def _planned_by_speed(recipe: Recipe, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
+    """Return the plan for the measured speeds of the stages, and a sentence about them. Collective."""
+    speeds = measure(plan, ranks)
+    if speeds is None:
+        return plan, "stages are equally fast, as measured"
+    shown = ", ".join(f"{speed:.2f}" for speed in speeds)
+    return check_and_plan(recipe, replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"

@@ -1,0 +1,24 @@
+"""The speeds of the pipeline's stages, measured where layers are split by them and no description states them."""
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.topology import stage_speeds
+from llmtrain.comm.ranks import Ranks
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.parallel.pipeline.speed import Work, measured_speeds
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.schema import Recipe
+
+
+def splits_by_speed(recipe: Recipe, plan: Plan, facts: Facts) -> bool:
+    """Whether the split of layers depends on measured speeds: the recipe and the cluster leave it open, and the ranks
+    do not all share one processor."""
+    one_processor = facts.device == "cpu" and facts.ranks_per_node == facts.world
+    known = stage_speeds(plan.cluster, plan.grid) is not None
+    return plan.grid.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor
+
+
+def measure(plan: Plan, ranks: Ranks) -> tuple[float, ...] | None:
+    """Return the measured speeds of the stages' ranks, None where they are equal. Collective."""
+    rows = plan.batch.microbatch * plan.batch.sequence_length
+    return measured_speeds(Work(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
