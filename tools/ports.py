@@ -1,4 +1,4 @@
-"""Ports for programs that are started after the port was chosen."""
+"""Free ports for programs that start later."""
 
 import os
 import socket
@@ -7,27 +7,27 @@ from itertools import islice
 
 from llmtrain.comm.environment import FIRST_PORT, PORTS
 
-# Left to the jobs of a Slurm on this machine, which meet by their numbers.
+# The first ports are for the jobs of a Slurm on this machine, which derive theirs from the job number.
 _JOBS = 1000
-# Apart enough that programs started one after another do not try the same ones.
+# Programs that start in sequence begin this many ports apart.
 _STRIDE = 61
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many ports that nobody has, below those that the system hands out to whoever asks for any (from 32768):
-    one of those might be given away before it is used. Raises OSError where there are not as many."""
+    """Return `count` free ports below the system's ephemeral ports (from 32768): another program could get one of those
+    before it is used. Raises OSError if there are fewer free ports."""
     found = list(islice(_free(), count))
     if len(found) < count:
         raise OSError(
-            f"there are {len(found)} free ports from {FIRST_PORT + _JOBS} to {FIRST_PORT + PORTS}, not {count}"
+            f"only {len(found)} ports from {FIRST_PORT + _JOBS} to {FIRST_PORT + PORTS} are free; expected {count}"
         )
     return found
 
 
 def _free() -> Iterator[int]:
-    room = PORTS - _JOBS
-    for place in range(room):
-        port = FIRST_PORT + _JOBS + (os.getpid() * _STRIDE + place) % room
+    size = PORTS - _JOBS
+    for place in range(size):
+        port = FIRST_PORT + _JOBS + (os.getpid() * _STRIDE + place) % size
         if _is_free(port):
             yield port
 

@@ -1,4 +1,4 @@
-"""Feeds changed files to every reader: `python -m tools.fuzz --reader recipe --count 10000 --seed 1`."""
+"""Gives mutated files to every reader: `python -m tools.fuzz --reader recipe --count 10000 --seed 1`."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-# Threads of libraries would take memory that is counted to the input.
+# The threads of libraries would use memory that counts towards the limit of an input.
 for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -18,13 +18,13 @@ from tools.fuzz.targets import TARGETS  # noqa: E402
 
 
 def main() -> int:
-    """Run the inputs; return 1 where there are finds."""
+    """Run the inputs; return 1 if there are finds."""
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
-    parser.add_argument("--reader", action="append", choices=sorted(TARGETS), help="default: all of them, in turn")
-    parser.add_argument("--count", type=int, default=1000, help="inputs of each reader")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same inputs")
+    parser.add_argument("--reader", action="append", choices=sorted(TARGETS), help="default: all readers")
+    parser.add_argument("--count", type=int, default=1000, help="inputs per reader")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same inputs")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
-    parser.add_argument("--finds", type=Path, default=Path("fuzz-finds"), help="folder to keep inputs of finds in")
+    parser.add_argument("--finds", type=Path, default=Path("fuzz-finds"), help="folder for the inputs of finds")
     arguments = parser.parse_args()
     found: list[Find] = []
     for name in arguments.reader or TARGETS:

@@ -1,4 +1,4 @@
-"""Inputs of each reader: valid ones, changed."""
+"""The inputs of each reader: mutated valid files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +12,21 @@ Files = dict[str, bytes]
 
 @dataclass
 class Case:
-    """One input. files: by their names in the folder. words: of the command line."""
+    """One input. files: content by name in the folder. words: arguments of the command line."""
 
     files: Files = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
 
 
 def document(random: Random, names: Mapping[str, object]) -> tuple[str, bytes]:
-    """Return one of the documents, changed, as YAML: its values mostly, its text at times."""
+    """Return the name and the YAML of one of the documents, with mutated values and sometimes mutated text."""
     name = random.choice(sorted(names))
     text = as_yaml(change_document(seeds.copy(names[name]), random), random)
     return name, change_text(text, random) if random.random() < 0.3 else text
 
 
 def recipe_case(random: Random) -> Case:
-    """A recipe, by itself or with one that it extends, and at times an override."""
+    """A recipe, sometimes with one that it extends, and sometimes with overrides."""
     _, text = document(random, seeds.recipes())
     files = {"recipe.yaml": text}
     if random.random() < 0.1:
@@ -49,7 +49,7 @@ def override_case(random: Random) -> Case:
 
 
 def cluster_case(random: Random) -> Case:
-    """A description of a cluster, and at times an override."""
+    """A cluster file, sometimes with overrides."""
     words = random.choice(
         ([], [], [], ["parallel.pipeline=2"], ["parallel.tensor=2", "--ranks"], override_case(random).words)
     )
@@ -57,7 +57,7 @@ def cluster_case(random: Random) -> Case:
 
 
 def site_case(random: Random) -> Case:
-    """A site's profile, and at times seeds of an array."""
+    """A site's profile, sometimes with the seeds of an array."""
     words = (
         [random.choice((*WORDS, "0-3", "0-9%2", "1,3,5", "0-999999999999", "9-1", "0-9:2"))]
         if random.random() < 0.2
@@ -67,7 +67,7 @@ def site_case(random: Random) -> Case:
 
 
 def run_case(random: Random) -> Case:
-    """The folder of a run of which one file is changed."""
+    """A run folder with one mutated file."""
     files = seeds.run_folder()
     name = random.choice(
         ("metrics.jsonl", "metrics.jsonl", "metrics.jsonl", "run.json", "lock", "slurm/jobs", "slurm/sources")
@@ -84,7 +84,7 @@ def run_case(random: Random) -> Case:
 
 
 def manifest_case(random: Random) -> Case:
-    """A checkpoint whose manifest is changed, with a checksum that is right."""
+    """A checkpoint with a mutated manifest and its correct checksum."""
     files = seeds.checkpoint()
     text = as_json(change_document(seeds.parsed(files["manifest.json"]), random))
     text = change_text(text, random) if random.random() < 0.2 else text
@@ -92,7 +92,7 @@ def manifest_case(random: Random) -> Case:
 
 
 def shard_case(random: Random) -> Case:
-    """A checkpoint whose file of tensors is changed, with or without checksums that are right."""
+    """A checkpoint with a mutated tensor file, with or without correct checksums."""
     files = seeds.checkpoint()
     name = "rank-00000.safetensors"
     files[name] = change_safetensors(files[name], random)
@@ -102,7 +102,7 @@ def shard_case(random: Random) -> Case:
 
 
 def change_safetensors(data: bytes, random: Random) -> bytes:
-    """Change the header's values, or bytes."""
+    """Mutate values of the header, or bytes."""
     if random.random() < 0.4:
         return change_bytes(data, random)
     length = int.from_bytes(data[:8], "little")
@@ -112,14 +112,14 @@ def change_safetensors(data: bytes, random: Random) -> bytes:
 
 
 def hf_config_case(random: Random) -> Case:
-    """The configuration of a Hugging Face model."""
+    """A mutated configuration of a Hugging Face model."""
     name, config = random.choice(sorted(seeds.hf_configs().items()))
     text = as_json(change_document(seeds.copy(config), random))
     return Case({"config.json": change_text(text, random) if random.random() < 0.2 else text}, [name])
 
 
 def hf_weights_case(random: Random) -> Case:
-    """The weights of a Hugging Face model, in one file or with an index."""
+    """Mutated weights of a Hugging Face model: a mutated file, or a mutated index."""
     files = seeds.hf_model()
     if random.random() < 0.3:
         index = {
@@ -135,7 +135,7 @@ def hf_weights_case(random: Random) -> Case:
 
 
 def data_case(random: Random) -> Case:
-    """A prepared set of which one file is changed."""
+    """A prepared set with one mutated file."""
     files = dict(seeds.data_set())
     name = random.choice(("set.idx", "set.idx", "set.idx", "set.bin", "set.checksums"))
     files[name] = change_bytes(files[name], random)
@@ -147,7 +147,7 @@ def data_case(random: Random) -> Case:
 
 
 def jsonl_case(random: Random) -> Case:
-    """Records of JSON, a line each, at times compressed."""
+    """Mutated JSON lines, sometimes compressed."""
     lines = [as_json({"text": f"word {number}", "id": number, "meta": {"a": [1, None]}}) for number in range(20)]
     for _ in range(random.choice((1, 2, 5))):
         at = random.randrange(len(lines))
@@ -159,35 +159,35 @@ def jsonl_case(random: Random) -> Case:
 
 
 def compressed(name: str, data: bytes, random: Random) -> Files:
-    """Return a file as it is, or compressed and then perhaps changed."""
+    """Return a file, sometimes compressed, and then sometimes mutated."""
     suffix, pack = random.choice((("", bytes), ("", bytes), (".gz", seeds.gzipped), (".zst", seeds.zstandard)))
     packed = pack(data)
     return {name + suffix: change_bytes(packed, random) if suffix and random.random() < 0.5 else packed}
 
 
 def text_case(random: Random) -> Case:
-    """Plain text, at times compressed."""
+    """Mutated plain text, sometimes compressed."""
     return Case(
         compressed("set.txt", change_text(seeds.TEXT, random), random), ["\n\n"] if random.random() < 0.3 else []
     )
 
 
 def parquet_case(random: Random) -> Case:
-    """A Parquet file, of which bytes are changed; its end, with the description of all, most."""
+    """A Parquet file with mutated bytes, mostly in the footer, which has the metadata."""
     case = changed_parquet(seeds.parquet_files(views=False), random)
-    # Drawn last, so that the numbers of past finds make the same inputs as before there were these files.
+    # This draw comes last, so that the numbers of older finds still give the same inputs.
     return changed_parquet(seeds.parquet_files(views=True), random) if random.random() < 0.1 else case
 
 
 def changed_parquet(files: Sequence[bytes], random: Random) -> Case:
-    """Change one of the files."""
+    """Mutate one of the files."""
     data = random.choice(files)
     cut = random.choice((0, max(0, len(data) - 600), len(data) - 8))
     return Case({"set.parquet": data[:cut] + change_bytes(data[cut:], random)})
 
 
 def tokenizer_case(random: Random) -> Case:
-    """The folder of a tokenizer, of which one file is changed."""
+    """A tokenizer folder with one mutated file."""
     files = dict(seeds.tokenizer())
     name = random.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
     text = as_json(change_document(seeds.parsed(files[name]), random))

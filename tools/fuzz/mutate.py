@@ -1,4 +1,4 @@
-"""Changes to valid inputs: to the values of a document, to its text, and to bytes."""
+"""Mutations of valid inputs: of the values of a document, of text, and of bytes."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Place = tuple[Any, Any]
 """A list or mapping, and the index or key of a value in it."""
 
 LONGEST_COPY = 1 << 20
-"""Characters of JSON of a value that a mutation copies."""
+"""Most characters of JSON of a value that a mutation copies."""
 
 WORDS = (
     "", " ", "auto", "off", "no", "null", "true", "none", "0", "-1", "1e400", "nan", ".inf", "²", "१२", "1_000", "0x10",
@@ -60,7 +60,7 @@ SIZES = (
 
 
 def odd_value(random: Random) -> Any:
-    """Return a value that is seldom meant."""
+    """Return an unusual value."""
     kind = random.randrange(12)
     if kind < 4:
         return random.choice(WORDS)
@@ -76,7 +76,7 @@ def odd_value(random: Random) -> Any:
 
 
 def nested(depth: int, as_list: bool) -> Any:
-    """Return lists, or mappings, in each other."""
+    """Return nested lists, or nested mappings."""
     value: Any = 1
     for _ in range(depth):
         value = [value] if as_list else {"a": value}
@@ -84,7 +84,7 @@ def nested(depth: int, as_list: bool) -> Any:
 
 
 def places(value: Any) -> Iterator[Place]:
-    """Yield where every value below `value` is."""
+    """Yield the place of every value inside `value`."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(entries):
         yield value, key
@@ -92,7 +92,7 @@ def places(value: Any) -> Iterator[Place]:
 
 
 def change_document(document: Any, random: Random) -> Any:
-    """Change some values of a document in place, and return it; the whole of it may be another."""
+    """Mutate some values of a document in place, and return it. Sometimes return another value instead."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 8))):
         found = list(places(document))
         if not found or random.random() < 0.02:
@@ -110,7 +110,7 @@ def _replace(holder: Any, key: Any, random: Random, found: list[Place]) -> None:
 def _copy(holder: Any, key: Any, random: Random, found: list[Place]) -> None:
     other, at = random.choice(found)
     text = json.dumps(other[at], default=str)
-    # A container of itself would never end, and copies of copies outgrow the reader's memory here, in the fuzzer.
+    # Copy by JSON: a container of itself would never end. The limit keeps copies of copies from exhausting memory.
     if len(text) <= LONGEST_COPY:
         holder[key] = json.loads(text)
 
@@ -156,16 +156,16 @@ _CHANGES: tuple[Callable[[Any, Any, Random, list[Place]], None], ...] = (
 
 
 def as_json(document: Any) -> bytes:
-    """Return a document as JSON, with numbers that JSON does not have as Python writes them."""
+    """Return a document as JSON. NaN and infinities are as Python writes them."""
     try:
         return json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except RecursionError:
-        # Changes may have nested what is nested.
+        # Mutations may have nested values too deeply for json.
         return b"[" * 5000
 
 
 def as_yaml(document: Any, random: Random) -> bytes:
-    """Return a document as YAML, in one of the ways to write it."""
+    """Return a document as YAML, in a random style."""
     if random.random() < 0.5:
         return as_json(document)
     try:
@@ -176,7 +176,7 @@ def as_yaml(document: Any, random: Random) -> bytes:
 
 
 def change_text(text: bytes, random: Random) -> bytes:
-    """Return a text with something inserted, cut, doubled or replaced."""
+    """Return a text with a part inserted, removed, repeated or replaced."""
     start, end = sorted(random.randrange(len(text) + 1) for _ in range(2))
     end = min(end, start + random.choice((1, 2, 10, 100, len(text))))
     return random.choice(
@@ -193,7 +193,7 @@ def change_text(text: bytes, random: Random) -> bytes:
 
 
 def change_bytes(data: bytes, random: Random) -> bytes:
-    """Return binary data with bits flipped, numbers set, parts cut or moved."""
+    """Return binary data with bits flipped, numbers replaced, parts removed or moved."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 4, 16))):
         at = random.randrange(len(changed) + 1)

@@ -1,7 +1,7 @@
-"""Runs inputs through a reader in a forked process with little time and memory, and keeps those that it should refuse.
+"""Runs inputs through a reader in a forked process with limits of time and memory, and keeps the inputs that break it.
 
-A reader may read the input, or raise one of the errors that the command line makes a sentence of. Anything else is a
-find: another exception, a crash, 5 s of processor time, a minute of any time, or 500 MB of memory.
+A reader may accept the input, or raise one of the errors that the command line prints as a sentence. Anything else is a
+find: another exception, a crash, 5 s of CPU time, a minute of wall time, or 500 MB of memory.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Find:
-    """An input that was neither read nor refused. what: one line. trace: where, if Python knows."""
+    """An input that a reader neither accepted nor rejected. what: one line. trace: the traceback, if there is one."""
 
     reader: str
     seed: int
@@ -42,19 +42,19 @@ class Find:
 
     @property
     def kind(self) -> str:
-        """What finds of one cause share."""
+        """The error's type and its innermost frame in the repository; equal for finds with one cause."""
         frames = [line.strip() for line in self.trace.splitlines() if line.strip().startswith("File")]
         ours = [frame for frame in frames if str(_ROOT) in frame and "tools/fuzz" not in frame]
         return f"{self.what.partition(':')[0]} {(ours or frames or [''])[-1]}"
 
 
 def case_of(target: Target, seed: int, index: int) -> Case:
-    """Return an input, always the same for the same numbers."""
+    """Return an input; the same numbers give the same input."""
     return target.case(Random(f"{target.name}/{seed}/{index}"))
 
 
 def run(target: Target, seed: int, indices: range, finds: Path | None = None) -> Iterator[Find]:
-    """Yield what comes of inputs that should not. finds: folder to keep the inputs in. Forks."""
+    """Run inputs in forked processes, and yield the finds. finds: folder for their inputs."""
     progress = mmap.mmap(-1, 8)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     try:
@@ -87,7 +87,7 @@ def _lines(path: Path) -> list[str]:
 def _ended(status: int) -> str:
     number = os.waitstatus_to_exitcode(status)
     if number == -signal.SIGPROF:
-        return f"took more than {SECONDS} s of processor time"
+        return f"took more than {SECONDS} s of CPU time"
     if number == -signal.SIGALRM:
         return f"took more than {WALL_SECONDS} s"
     return f"ended the process with {number}"
@@ -102,7 +102,7 @@ def _in_a_fork(target: Target, seed: int, indices: range, progress: mmap.mmap, f
             _read_all(target, seed, indices, progress, folder)
             os._exit(0)
         except BaseException as error:
-            # An error of the fuzzer itself: the input is told of, and where it was.
+            # An error of the fuzzer itself: report it with the input.
             find = Find(
                 target.name, seed, int.from_bytes(progress[:], "little"), f"fuzzer: {error}", traceback.format_exc()
             )
@@ -116,7 +116,7 @@ def _read_all(target: Target, seed: int, indices: range, progress: mmap.mmap, fo
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    # The default actions end the process also where it is not in Python.
+    # The default actions end the process even if it is in native code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     target.prepare()
@@ -140,14 +140,14 @@ def _read_all(target: Target, seed: int, indices: range, progress: mmap.mmap, fo
 
 
 def _read(target: Target, case: Case, folder: Path) -> tuple[str, str] | None:
-    """Return what went wrong, and where, None for nothing."""
+    """Return the error and its traceback, None if there is no find."""
     try:
         target.read(folder, case)
     except (CommandError, DataError) as error:
-        return None if str(error).strip() else ("no sentence", traceback.format_exc())
+        return None if str(error).strip() else ("empty message", traceback.format_exc())
     except OSError:
         return None
-    except BaseException as error:  # panics of Rust are no Exception
+    except BaseException as error:  # a Rust panic is a BaseException
         return f"{type(error).__name__}: {str(error)[:300]}", traceback.format_exc()
     return None
 
@@ -160,7 +160,7 @@ def _data_bytes() -> int:
 
 
 def keep(find: Find, case: Case, finds: Path) -> Path:
-    """Write a find and its input into a folder of its own; return that."""
+    """Write a find and its input into a new folder, at most 5 per kind; return the folder."""
     name = hashlib.sha256(find.kind.encode()).hexdigest()[:8]
     folder = finds / find.reader / name / f"{find.seed}-{find.index}"
     if len(list(folder.parent.glob("*"))) < 5:
@@ -173,7 +173,7 @@ def keep(find: Find, case: Case, finds: Path) -> Path:
 
 
 def summary(finds: Sequence[Find]) -> list[str]:
-    """Return a line for each kind of find: how often, which input, what."""
+    """Return an entry for each kind of find: count, first input, error, kind."""
     kinds: dict[str, list[Find]] = {}
     for find in finds:
         kinds.setdefault(find.kind, []).append(find)
@@ -184,5 +184,5 @@ def summary(finds: Sequence[Find]) -> list[str]:
 
 
 def rate(started: float, done: int) -> str:
-    """Return inputs per second."""
+    """Return the inputs per second as text."""
     return f"{done / max(time.monotonic() - started, 1e-9):.0f} inputs/s"

@@ -1,4 +1,4 @@
-"""Valid inputs, as the product writes them: made once, in memory."""
+"""Valid inputs, as llmtrain writes them; created once, in memory."""
 
 import gzip
 import io
@@ -28,12 +28,12 @@ SIZES: dict[str, Any] = {
 
 
 def copy(document: Any) -> Any:
-    """Return a document that may be changed."""
+    """Return a deep copy of a document."""
     return json.loads(json.dumps(document))
 
 
 def parsed(text: bytes) -> Any:
-    """Return what JSON says, or where it is changed already, nothing."""
+    """Return the value of JSON, or an empty mapping if an earlier mutation made it invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -42,7 +42,7 @@ def parsed(text: bytes) -> Any:
 
 @cache
 def recipes() -> Mapping[str, Any]:
-    """Shipped recipes, and one with every key, over data that is there."""
+    """The shipped recipes, and one with every key, with the path of `data_set`."""
     from llmtrain.recipe.load import as_data, parse_recipe
     from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
@@ -65,13 +65,13 @@ def recipes() -> Mapping[str, Any]:
 
 @cache
 def plain_recipe() -> Mapping[str, bytes]:
-    """A recipe as a file, with the data that it names."""
+    """A recipe file with its data."""
     return {"recipe.yaml": json.dumps(recipes()["small"]).encode(), **data_set()}
 
 
 @cache
 def clusters() -> Mapping[str, Any]:
-    """Shipped descriptions, and one with every key."""
+    """The shipped cluster files, and each of them with every key."""
     from llmtrain.cluster.load import load_cluster, shipped_clusters
     from llmtrain.launch.measure.result import as_data
     from llmtrain.yaml.shipped import shipped_folder
@@ -82,7 +82,7 @@ def clusters() -> Mapping[str, Any]:
 
 
 def run_folder() -> dict[str, bytes]:
-    """A run that was preempted, in the middle of which another began."""
+    """The folder of a preempted run."""
     figures = {"average": 1.5e6, "p90": 1.2e7, "peak": 2.5e10}
     step = {
         "tokens": 64, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "step_time_s": 0.5, "tokens_per_s": 1000.0,
@@ -120,7 +120,7 @@ def _files_of(folder: Path) -> dict[str, bytes]:
 
 
 def checkpoint() -> dict[str, bytes]:
-    """The files of a sound checkpoint of step 1."""
+    """The files of a valid checkpoint of step 1."""
     return dict(_checkpoint())
 
 
@@ -155,7 +155,7 @@ def sealed(manifest: bytes) -> dict[str, bytes]:
 
 
 def resealed(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
-    """The manifest of a checkpoint in which a file has become another, as one who corrects what it says of that."""
+    """The manifest of a checkpoint after a change of file `name`, with correct checksums."""
     from llmtrain.checkpoint.manifest import digest
 
     manifest = json.loads(files["manifest.json"])
@@ -219,7 +219,7 @@ def data_set() -> Mapping[str, bytes]:
 
 
 def sealed_checksums(content: bytes) -> bytes:
-    """Checksums of data with a right checksum of their own."""
+    """A checksums file with a correct checksum of its own."""
     import xxhash
     from llmtrain_data.checksums import HEADER, SEALED
 
@@ -231,7 +231,7 @@ def sealed_checksums(content: bytes) -> bytes:
 
 
 def gzipped(data: bytes) -> bytes:
-    """Compress, without a time of its own."""
+    """Compress with gzip, without a timestamp."""
     return gzip.compress(data, 1, mtime=0)
 
 
@@ -244,7 +244,7 @@ def zstandard(data: bytes) -> bytes:
 
 @cache
 def parquet_files(views: bool) -> tuple[bytes, ...]:
-    """Parquet files with a column of each type that holds text, and of some that do not. views: Arrow's view types."""
+    """Parquet files with a column of each text type, and of some other types. views: only Arrow's view types."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,6 +1,6 @@
-"""The readers of files that may come from a stranger, and what verbs do with what they read.
+"""The readers of files that may be untrusted, with the processing of the verbs.
 
-Nothing here starts a process or a run: a reader calls what the verbs call, in the folder of the input.
+A reader calls the same functions as the verbs, in the folder of the input. It starts no process and no run.
 """
 
 import os
@@ -16,7 +16,7 @@ from tools.fuzz.cases import Case
 
 @dataclass(frozen=True)
 class Target:
-    """A reader. case: makes an input. read: reads that in the working folder. static: files that are always there."""
+    """A reader. case: makes an input. reads: reads it in the working folder. static: files that every input has."""
 
     name: str
     case: Callable[[Random], Case]
@@ -25,7 +25,7 @@ class Target:
     imports: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
-        """Import what the reader needs, so that it is not counted to the first input."""
+        """Import the reader's modules, so that they do not count towards the limits of the first input."""
         self.imports()
 
     def write(self, case: Case, folder: Path) -> None:
@@ -36,13 +36,13 @@ class Target:
             (folder / name).write_bytes(content)
 
     def read(self, folder: Path, case: Case) -> None:
-        """Read an input. Raises CommandError, DataError or OSError for one that is refused."""
+        """Read an input. Raises CommandError, DataError or OSError to reject it."""
         os.chdir(folder)
         self.reads(case)
 
 
 def read_recipe(case: Case) -> None:
-    """Do what `run --dry-run` and `recipes show` do."""
+    """Read as `run --dry-run` and `recipes show`."""
     from llmtrain.plan.check import advice
     from llmtrain.plan.facts import Facts
     from llmtrain.plan.prepare import check_and_plan
@@ -60,7 +60,7 @@ def read_recipe(case: Case) -> None:
 
 
 def read_cluster(case: Case) -> None:
-    """Do what `cluster show` does."""
+    """Read as `cluster show`."""
     from io import StringIO
 
     from llmtrain.plan.cluster_source import run_on
@@ -76,7 +76,7 @@ def read_cluster(case: Case) -> None:
 
 
 def read_site(case: Case) -> None:
-    """Do what `submit --dry-run` does."""
+    """Read as `submit --dry-run`."""
     from llmtrain.launch.slurm.script import render
     from llmtrain.launch.submit import load_site, plan
 
@@ -85,7 +85,7 @@ def read_site(case: Case) -> None:
 
 
 def read_run(case: Case) -> None:
-    """Do what `status`, `report` and a resume do; pictures are drawn of few."""
+    """Read as `status`, `report` and a resume; plot only one in 1024 inputs."""
     from llmtrain.launch.status import statuses
     from llmtrain.telemetry.metrics import MetricsFile, read_metrics
     from llmtrain.telemetry.report import _page, write_report
@@ -103,7 +103,7 @@ def read_run(case: Case) -> None:
 
 
 def read_checkpoint(case: Case) -> None:
-    """Do what `ckpt list`, `ckpt inspect` and `ckpt verify` do."""
+    """Read as `ckpt list`, `ckpt inspect` and `ckpt verify`."""
     from llmtrain.checkpoint.describe import inspect_checkpoint, list_checkpoints
     from llmtrain.checkpoint.verify import verify
     from llmtrain_data.output import json_text
@@ -114,7 +114,7 @@ def read_checkpoint(case: Case) -> None:
 
 
 def read_model(case: Case) -> None:
-    """Do what `model.hf` does, and what converting the model does before it reads weights."""
+    """Read as `model.hf`, and as converting the model before it reads weights."""
     from llmtrain.model.hf_config import read_hf_config, to_hf_config
     from llmtrain.model.tensors import parameter_count
 
@@ -124,7 +124,7 @@ def read_model(case: Case) -> None:
 
 
 def read_weights(case: Case) -> None:
-    """Do what converting a model reads."""
+    """Read as converting a model."""
     from llmtrain.checkpoint.convert.hf_weights import hf_tensors
     from llmtrain.model.hf_config import read_hf_config
 
@@ -133,7 +133,7 @@ def read_weights(case: Case) -> None:
 
 
 def read_data(case: Case) -> None:
-    """Do what `data inspect`, with and without --verify, `data blend` and a run do."""
+    """Read as `data inspect`, with and without --verify, `data blend` and a run."""
     from llmtrain_data.blend import plan_blend
     from llmtrain_data.config import DataConfig
     from llmtrain_data.dataset import open_split
@@ -157,7 +157,7 @@ def read_data(case: Case) -> None:
 
 
 def read_corpus(case: Case) -> None:
-    """Do what `data prepare` and `data tokenizer` read."""
+    """Read as `data prepare` and `data tokenizer`."""
     from llmtrain_data.corpus import open_corpus
     from llmtrain_data.corpus_options import CorpusOptions
 
@@ -167,7 +167,7 @@ def read_corpus(case: Case) -> None:
 
 
 def read_tokenizer(case: Case) -> None:
-    """Do what `data prepare`, a run's start and `ckpt convert` do with a tokenizer."""
+    """Read a tokenizer as `data prepare`, a run's start and `ckpt convert`."""
     from llmtrain.checkpoint.convert.tokenizer import special_tokens
     from llmtrain_data.encode import choose_encoder
     from llmtrain_data.ragged import ragged_batches

@@ -21,7 +21,7 @@ from tools.netlab.spec import Spec, of_cluster, plain
 
 
 def main() -> int:
-    """Run, report and clean up; return the exit code."""
+    """Run the command, report and clean up. Return the exit code."""
     arguments = _parse()
     try:
         if arguments.clean:
@@ -39,31 +39,31 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m tools.netlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cluster", help="a description's YAML file or name; its nodes, cards and rates are emulated")
-    parser.add_argument("--nodes", type=int, help="nodes; with --cluster, of each of its clusters")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks of each node (default: the description's, or 1)")
-    parser.add_argument("--inter", metavar="RATE", help="of each node's card, such as 100mbit (default: unshaped)")
+    parser.add_argument("--cluster", help="a cluster file or its name; emulate its nodes, cards and rates")
+    parser.add_argument("--nodes", type=int, help="number of nodes; with --cluster, of each of its clusters")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks per node (default: the cluster file's, or 1)")
+    parser.add_argument("--inter", metavar="RATE", help="rate of each node's card, such as 100mbit (default: unshaped)")
     parser.add_argument(
-        "--intra", metavar="RATE", help="of all that a node's ranks tell each other (default: unshaped)"
+        "--intra", metavar="RATE", help="rate of all traffic between the ranks of a node (default: unshaped)"
     )
-    parser.add_argument("--latency", metavar="TIME", help="of a message between nodes, such as 5ms (default: none)")
+    parser.add_argument("--latency", metavar="TIME", help="latency between nodes, such as 5ms (default: none)")
     parser.add_argument(
         "--slow",
         metavar="NODE=SPEED",
         action="append",
         default=[],
-        help="let a node's ranks run only that share of the time, such as 1=0.5; may be given for several",
+        help="run a node's ranks only for this share of the time, such as 1=0.5; repeat it for further nodes",
     )
-    parser.add_argument("--slower", type=float, default=1.0, metavar="N", help="links N times slower than described")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="kill the run after so long")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--clean", action="store_true", help="remove what labs left behind that were killed, and end")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: what every rank runs")
+    parser.add_argument("--slower", type=float, default=1.0, metavar="N", help="make links N times slower")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="kill the run after this time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--clean", action="store_true", help="remove the namespaces of killed labs, and exit")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: the command of every rank")
     arguments = parser.parse_args()
     if arguments.command[:1] == ["--"]:
         del arguments.command[0]
     if not arguments.command and not arguments.clean:
-        parser.error("there is no command; put it after --")
+        parser.error("the command is missing; put it after --")
     return arguments
 
 
@@ -78,18 +78,18 @@ def _speed(text: str) -> tuple[int, float]:
     try:
         return int(node), float(speed)
     except ValueError:
-        raise BadInputError(f"--slow is {text}; expected a node's number and a share of the time, as 1=0.5") from None
+        raise BadInputError(f"--slow is {text}; expected a node's number and a share of the time: 1=0.5") from None
 
 
 def _described(arguments: argparse.Namespace) -> Spec:
     if arguments.cluster is None:
         if arguments.slower != 1.0:
-            raise BadInputError("--slower divides the rates of --cluster, which is not given; give --inter the rate")
+            raise BadInputError("--slower needs --cluster, whose rates it divides; without it, set the rate by --inter")
         nodes, ranks = arguments.nodes or 2, arguments.ranks_per_node or 1
         return plain(nodes, ranks, arguments.inter, arguments.intra, arguments.latency)
     for key in ("inter", "latency"):
         if getattr(arguments, key) is not None:
-            raise BadInputError(f"--{key} and --cluster both say how fast the cards are; leave one out")
+            raise BadInputError(f"--{key} and --cluster both set the cards' speed; leave one out")
     cluster = load_cluster(arguments.cluster)
     return of_cluster(cluster, arguments.nodes, arguments.ranks_per_node, arguments.slower, arguments.intra)
 

@@ -1,4 +1,4 @@
-"""Bytes that this process's network interfaces have sent and received, for a rank that counts them by step."""
+"""Byte counters of this process's network interfaces, for a rank that reads them at each step."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes through one interface since it was made, headers included."""
+    """Bytes through one interface since its creation, including headers."""
 
     sent: int
     received: int
@@ -18,7 +18,8 @@ class Traffic:
 def read() -> dict[str, Traffic]:
     """Return the counters of every interface of this process's network namespace, by name; `lo` is the loopback.
 
-    They are those of /sys/class/net/*/statistics, read at once and also right where /sys shows another namespace.
+    The values equal those of /sys/class/net/*/statistics, but need one read, and are right if /sys shows another
+    namespace.
     """
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     found = {}

@@ -1,10 +1,9 @@
-"""Hold what passes from one interface to another for a while: a link's latency, where the kernel has no netem.
+"""Delay frames between two interfaces, to emulate a link's latency on kernels without netem.
 
 python -m tools.netlab.delay FROM,TO,SECONDS,JITTER ...
 
-Frames that arrive at FROM leave through TO after SECONDS, and up to JITTER more, in their order; those that arrive at
-TO leave through FROM at once. It takes a packet with what its sender left to the card to do (checksum and cutting into
-segments), and hands it on so, as a cable would.
+Frames that arrive at FROM leave through TO after SECONDS and up to JITTER more, in their order. Frames that arrive at
+TO leave through FROM at once. Packets keep their offload state (checksum and segmentation left to the card).
 """
 
 import random
@@ -19,14 +18,14 @@ SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 ETH_P_ALL = 3
 QUEUE_BYTES = 64 * 2**20
-# A frame as long as they get, with its header and what is left to do.
+# Upper bound of a frame's bytes, with its header and offload header.
 LARGEST = 2**17
-# Frames taken at once from one interface before the others get their turn.
+# Most frames to read from one interface before the next one.
 TURN = 64
 
 
 class Link:
-    """One delayed direction, and the way back. delay, jitter: seconds."""
+    """A link with one delayed and one immediate direction. delay, jitter: seconds."""
 
     def __init__(self, here: str, there: str, delay: float, jitter: float) -> None:
         self.here, self.there = _open(here), _open(there)
@@ -36,11 +35,11 @@ class Link:
 
     @property
     def due(self) -> float:
-        """When the next frame leaves."""
+        """Time at which the next frame leaves; infinity if there is none."""
         return self._held[0][0] if self._held else float("inf")
 
     def take(self, ready: set[socket.socket]) -> None:
-        """Take the frames that have come; send on those on the way back."""
+        """Queue the frames of the delayed direction, and forward those of the other one."""
         if self.here in ready:
             for frame in _frames(self.here):
                 due = time.monotonic() + self._delay + self._random.uniform(0, self._jitter)
@@ -51,13 +50,13 @@ class Link:
                 self.here.send(frame)
 
     def release(self) -> None:
-        """Send on what is due."""
+        """Forward the frames whose delay is over."""
         while self._held and self._held[0][0] <= time.monotonic():
             self.there.send(self._held.popleft()[1])
 
 
 def main(words: list[str]) -> None:
-    """Hold frames until killed."""
+    """Delay frames until killed."""
     links = []
     for word in words:
         here, there, delay, jitter = word.split(",")

@@ -1,4 +1,4 @@
-"""An emulated cluster as a context: made on entering, used for any number of runs, and gone on leaving."""
+"""An emulated cluster as a context manager, for any number of runs."""
 
 import atexit
 import os
@@ -18,9 +18,9 @@ from tools.netlab.spec import Spec
 
 @dataclass(frozen=True)
 class CardTraffic:
-    """What one card moved in a run. interface `lo`, network `loopback`: what the ranks of the node told each other.
+    """Traffic of one card in a run. Interface `lo`, network `loopback`: traffic between the ranks of the node.
 
-    rate: bytes per second in each direction, None for unshaped. sent, received: bytes, headers included.
+    rate: bytes per second in each direction, None for unshaped. sent, received: bytes, including headers.
     """
 
     node: int
@@ -33,9 +33,9 @@ class CardTraffic:
 
 @dataclass(frozen=True)
 class LabResult:
-    """One run. returncode: 0, or that of the rank which failed first; negative for a signal, 124 for a timeout.
+    """One run. returncode: 0, or that of the rank that failed first; negative for a signal, 124 for a timeout.
 
-    output: each rank's lines. seconds: from the first rank's start to the last one's end.
+    output: the lines of each rank. seconds: from the first rank's start to the last one's end.
     """
 
     returncode: int
@@ -54,12 +54,12 @@ class Lab:
         with Lab(plain(nodes=2, ranks_per_node=2, inter="100mbit")) as lab:
             result = lab.run(["python", "-m", "llmtrain", "run", "recipe.yaml"])
 
-    Entering raises BadInputError where no lab can be made, RunFailedError when making it fails.
+    Entering raises BadInputError if this machine cannot run a lab, RunFailedError if creating it fails.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        # Found again by the process's number when it was killed before it could clean up.
+        # The process id in the name identifies the leftovers of a killed lab.
         self.name = f"{network.PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
         self._meeting = spec.meeting
         self._port = 29500
@@ -83,7 +83,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs in the lab and take it down."""
+        """Kill all processes of the lab and remove it."""
         network.remove(network.namespaces(f"{self.name}-"))
         atexit.unregister(self.close)
 
@@ -94,13 +94,13 @@ class Lab:
         timeout: float | None = None,
         echo: bool = False,
     ) -> LabResult:
-        """Run `command` as every rank and return when all have ended; when one fails, the others are ended.
+        """Run `command` on every rank and return when all have ended. If one fails, stop the others.
 
-        env: variables beside those of this process and of the rank. timeout: seconds. echo: write every line to stdout
-        as it comes. The ranks die with this process.
+        env: variables in addition to those of this process and of the rank. timeout: seconds. echo: also write every
+        line to stdout. The ranks die with this process.
         """
         before = self._traffic()
-        # A port that was just used may be refused for a while.
+        # A port that was just in use may be unavailable for a while.
         self._port += 1
         local, world = self.spec.ranks_per_node, self.spec.world
         speeds = {rank: self.spec.speeds[rank // local] for rank in range(world) if rank // local in self.spec.speeds}
@@ -117,7 +117,7 @@ class Lab:
         return LabResult(returncode, tuple(map(tuple, ranks.output)), traffic, seconds)
 
     def pass_on(self, number: int) -> bool:
-        """Send a signal to every rank of the run at hand; return whether there is one. A handler may call it."""
+        """Send a signal to every rank of the current run; return whether there is one. Signal handlers may call it."""
         if self._ranks is None:
             return False
         self._ranks.pass_on(number)
@@ -141,17 +141,17 @@ class Lab:
             "NCCL_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // spec.world),
         }
-        # Each of these becomes the next one and at last the command, whose process is thus the one that gets signals.
-        # A name of its own makes the node another machine than the others for ranks that ask where they are.
+        # Each of these commands execs the next one, so the last one, the rank's command, receives the signals.
+        # Each node gets its own host name, so that ranks take nodes for different machines.
         named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', f"node{node}"]
         space = ["ip", "netns", "exec", network.node_name(self.name, node)]
         inside = [*space, *named, "setpriv", "--pdeathsig", "KILL", "--"]
-        # What another launcher left in the environment would have llmtrain look for that launcher.
+        # With this variable of an outer launcher, llmtrain would watch that launcher.
         outer = {key: value for key, value in os.environ.items() if key != "LLMTRAIN_LAUNCHER_PID"}
-        # torch warns for each connection that the lab has no names for its addresses.
+        # Without this, torch warns at each connection that the lab's addresses have no names.
         defaults = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if spec.intra is not None:
-            # What ranks tell each other through shared memory is not shaped.
+            # Shared memory would bypass the shaped loopback.
             defaults["NCCL_SHM_DISABLE"] = "1"
         return [*inside, *command], {**defaults, **outer, **{key: str(value) for key, value in place.items()}, **env}
 

@@ -1,11 +1,11 @@
-"""Network namespaces, cables and shaped links. Everything here is undone by `remove`.
+"""Network namespaces, veth pairs and shaped links. `remove` undoes everything here.
 
-One namespace for each node, and one that holds a bridge for each network. A card is a veth pair between the two, shaped
-with tbf at both ends, as a queue holds back only what leaves through it: the node's end shapes what the node sends, the
-bridge's end what it receives.
+There is one namespace for each node, and one with a bridge for each network. A card is a veth pair between the two. tbf
+shapes both ends, because a queue limits only outgoing packets: the node's end limits the node's sends, the bridge's end
+its receives.
 
-Packets are as long as Linux lets them be (65,535 bytes instead of 1,500): headers are then 66 bytes in 64 KiB, 0.1% and
-not 4%, so a counter's bytes are the payload's. Queues are long enough to lose nothing, as on InfiniBand, and congestion
+The MTU is Linux's maximum (65,535 instead of 1,500 bytes). So headers take 66 bytes of 64 KiB, 0.1% instead of 4%, and
+the byte counters nearly equal the payload. Queues are long enough to lose no packet, as on InfiniBand. Congestion
 control is Reno, which then always sends at full rate; the machine's default, such as BBR, may slow down to probe.
 """
 
@@ -25,17 +25,16 @@ from tools.netlab.spec import Card, Spec
 
 PREFIX = "netlab-"
 MTU = 65535
-# What may pass at once after a pause: two packets, or what the link carries in 2 ms if that is more, so that a timer
-# which fires late costs no bandwidth.
+# Burst after a pause: two packets, or 2 ms of the link's rate if that is more, so that late timers cost no bandwidth.
 BURST_BYTES, BURST_SECONDS = 2 * 65536, 0.002
 QUEUE_BYTES = 64 * 2**20
 
-# Without IPv6 on the cards there are no neighbour messages among the bytes that are counted.
+# IPv6 is off so that its neighbour discovery does not add to the byte counters.
 _SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
-    # Room for all that is under way on a fast link of long latency, as on machines that are set up for one: the usual
-    # 64 KiB are one message of a pipeline in a round trip.
+    # Receive buffers for a fast link with long latency, as on a tuned machine: the default 64 KiB would limit it to one
+    # message of a pipeline per round trip.
     "ipv4/tcp_rmem": "4096 4194304 33554432",
     "ipv4/ip_forward": "0",
     "ipv6/conf/default/disable_ipv6": "1",
@@ -43,7 +42,7 @@ _SETTINGS = {
 
 
 def why_not() -> str | None:
-    """Return why no lab can be made here, as a sentence, or None if one can."""
+    """Return why this machine cannot run a lab, as a sentence, or None if it can."""
     if os.geteuid() != 0:
         return "netlab makes network namespaces, which needs root; run it as root"
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"), ("unshare", "util-linux")):
@@ -71,7 +70,7 @@ def address(spec: Spec, node: int, network: str) -> str:
 
 
 def build(spec: Spec, lab: str) -> None:
-    """Make the namespaces of `spec`, all named after `lab`. Raises RunFailedError; call `remove` also then."""
+    """Create the namespaces of `spec`, with the prefix `lab`. Raises RunFailedError; call `remove` after it, too."""
     hub = f"{lab}-hub"
     _add_namespace(hub)
     for index, _ in enumerate(spec.networks):
@@ -98,7 +97,7 @@ def namespaces(prefix: str) -> list[str]:
 
 
 def remove(names: list[str]) -> None:
-    """Kill what still runs in these namespaces and delete them; those that are not there are skipped."""
+    """Kill the processes in these namespaces and delete them. Skip namespaces that do not exist."""
     for name in names:
         with contextlib.suppress(RunFailedError):
             for pid in _run("ip", "netns", "pids", name).split():
@@ -108,7 +107,7 @@ def remove(names: list[str]) -> None:
 
 
 def leftovers() -> list[str]:
-    """Return the namespaces of labs whose process is gone."""
+    """Return the namespaces of labs whose process has ended."""
     return [name for name in namespaces(PREFIX) if not os.path.exists(f"/proc/{_owner(name)}")]
 
 
@@ -130,7 +129,7 @@ def _add_namespace(name: str) -> None:
 
 
 def _plug(spec: Spec, lab: str, node: int, card: Card) -> str:
-    """Plug a card into the bridge of its network, and return the port's name; if it is delayed, with a gap between."""
+    """Connect a card to the bridge of its network; return the port's name. `_delay` connects a delayed card."""
     hub, name, network = f"{lab}-hub", node_name(lab, node), spec.networks.index(card.network)
     port = f"n{node}-{network}"
     ends = (port, "mtu", str(MTU), "type", "veth", "peer", "name", card.interface, "mtu", str(MTU), "netns", name)
@@ -151,10 +150,10 @@ def _plug(spec: Spec, lab: str, node: int, card: Card) -> str:
 
 
 def _delay(hub: str, links: list[str]) -> None:
-    """Start what bridges the gaps; it ends with the namespace."""
+    """Start the process that joins delayed cards to their bridges. It ends with the namespace."""
     inside = ["ip", "netns", "exec", hub, "setpriv", "--pdeathsig", "KILL", "--"]
     program = [sys.executable, str(Path(__file__).with_name("delay.py")), *links]
-    # It is waited for by nobody: `remove` kills it, and it is gone when this process is.
+    # Nobody waits for this process: `remove` kills it, and it dies with this process.
     started = subprocess.Popen([*inside, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert started.stdout is not None
     if (said := started.stdout.readline().strip()) != "ready":

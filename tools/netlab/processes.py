@@ -1,4 +1,4 @@
-"""One command as many ranks: started together, listened to, and ended together."""
+"""Runs one command on many ranks: starts them, collects their output, and stops all when one fails."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from threading import Event, Thread
 
 TIMED_OUT = 124
-# Seconds in which the others may end by themselves once one rank has failed, before SIGTERM.
+# Seconds from the failure of one rank to SIGTERM for the others.
 SETTLE = 5.0
-# Seconds between SIGTERM and SIGKILL, and between a signal that was passed on and SIGKILL.
+# Seconds from SIGTERM to SIGKILL, and from a forwarded signal to SIGKILL.
 GRACE, PASSED_ON_GRACE = 10.0, 60.0
-# Seconds in which a slowed rank stops once: short beside what a microbatch computes, or passes come in leaps.
+# A slowed rank stops once in this many seconds. It is short relative to a microbatch, so that passes slow down evenly.
 PERIOD = 0.003
 
 
 class Ranks:
-    """The processes of one run, each the leader of a group of its own.
+    """The processes of one run. Each leads its own process group.
 
-    commands: what each rank runs, and its environment. echo: write each line to stdout as it comes, rank in front.
-    speeds: by rank, the share of the time that it runs. output: the lines of each rank, stdout and stderr as they came.
+    commands: command and environment of each rank. echo: also write each line to stdout, with the rank in front.
+    speeds: for a rank, the share of the time that it runs. output: the lines of each rank, stdout and stderr combined.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Ranks:
             brake.start()
 
     def wait(self, timeout: float | None) -> tuple[int, float]:
-        """Return (exit code, seconds) once all have ended: 0, or the code of the rank that failed first.
+        """Wait until all have ended. Return (exit code, seconds); the code is 0, or that of the rank that failed first.
 
-        When one fails, the others are ended. A negative code is the signal that a rank died of; 124 says that the run
-        took longer than `timeout` seconds and was killed.
+        If one fails, this stops the others. A negative code is the signal that killed a rank. Code 124: the run took
+        longer than `timeout` seconds and was killed.
         """
         failure = 0
-        # Not before: who hears from a rank may send a signal, for which its run has to be known.
+        # Start listening only now: a reader of the output may send a signal, which needs this object.
         for listener in self._listeners:
             listener.start()
         try:
@@ -74,18 +74,18 @@ class Ranks:
                     self._signal(entry[1])
                 time.sleep(0.02)
         finally:
-            # Before the ranks are waited for, after which their numbers may be another's.
+            # Stop the brakes before waiting for the ranks: afterwards, their process ids may be reused.
             self._over.set()
             for brake in self._brakes:
                 brake.join()
             self._signal(signal.SIGKILL)
             for process, listener in zip(self._processes, self._listeners, strict=True):
                 process.wait()
-                # A process that left its rank's group may hold the pipe open; it ends with the lab.
+                # A process that left its rank's group may keep the pipe open. It ends with the lab.
                 listener.join(timeout=2)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to every rank; one that has not ended a minute later is killed."""
+        """Send a signal to every rank. Kill ranks that have not ended a minute later."""
         self._signal(number)
         self._due.append((time.monotonic() + PASSED_ON_GRACE, signal.SIGKILL))
 
@@ -94,10 +94,10 @@ class Ranks:
             _signal_group(process.pid, number)
 
     def _brake(self, rank: int, speed: float) -> None:
-        """Let a rank run for a share of each period only. A clock that is not reset keeps the share exact."""
+        """Let a rank run for a share of each period. All periods count from one start, which keeps the share exact."""
         group, begin = self._processes[rank].pid, self._started
         with contextlib.suppress(OSError):
-            # In time, however busy the ranks are: this thread wakes before everything else.
+            # Real-time priority: this thread must wake on time although the ranks use all cores.
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         while not self._over.is_set():
             begin += PERIOD * (1 + max(0, (time.monotonic() - begin) // PERIOD))
@@ -117,13 +117,13 @@ class Ranks:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    # Nobody else gets the group's number, as its leader is waited for only when all is over.
+    # The group id cannot be reused: its leader stays a zombie until the end of the run.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return a child's exit code, negative for the signal it died of, or None while it runs. It stays a zombie."""
+    """Return a child's exit code, negative for a signal, None while it runs. The child stays a zombie."""
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None

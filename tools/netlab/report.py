@@ -1,4 +1,4 @@
-"""What a run in a lab took and moved, as a table and as JSON."""
+"""Time and traffic of a run in a lab, as a table and as JSON."""
 
 import json
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from tools.netlab.spec import Spec
 
 
 def as_table(result: LabResult) -> str:
-    """Return a line for every card: asked rate, bytes in both directions, and the share of the rate they make."""
+    """Return one line per card: its rate, the bytes in both directions, and the used share of the rate."""
     rows = [("node", "card", "network", "Mbit/s", "sent MB", "received MB", "used")]
     for card in result.traffic:
         busiest = max(card.sent, card.received)

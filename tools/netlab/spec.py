@@ -1,4 +1,4 @@
-"""What to emulate: nodes, their network cards, and the networks that these are plugged into. Pure data."""
+"""The description of an emulated cluster: nodes, their network cards and their networks. Pure data."""
 
 import re
 from collections.abc import Mapping
@@ -8,19 +8,19 @@ from llmtrain.cluster.description import Cluster, Nic, NodeGroup
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 
-# Seconds. Messages on the machine itself take some 0.1 ms, so less cannot be told from none.
+# Seconds. Messages on the machine itself take about 0.1 ms, so shorter latencies make no difference.
 SHORTEST = 0.0005
 
-# What Linux takes as an interface's name.
+# A valid Linux interface name.
 _INTERFACE = re.compile(r"[^\s/:.][^\s/:]{0,14}")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A network card of one node. network: those on one of the same name reach each other, and no others.
+    """A network card of one node. network: cards reach each other if they have the same network.
 
-    rate: bytes per second in each direction; None: as fast as the machine copies. latency: seconds that what the card
-    sends is on its way, and up to jitter more, in order.
+    rate: bytes per second in each direction; None: unshaped. latency: delay in seconds of what the card sends; jitter:
+    random addition to it, up to this many seconds, without reordering.
     """
 
     interface: str
@@ -32,9 +32,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Spec:
-    """An emulated cluster. nodes: the cards of each. intra: bytes per second of all that the ranks of one node send to
-    each other; None: as fast as the machine copies. speeds: by node, the share of the time that its ranks run; 1 where
-    it is not named.
+    """An emulated cluster. nodes: the cards of each node. intra: bytes per second of all traffic between the ranks of
+    one node; None: unshaped. speeds: for a node, the share of the time that its ranks run; the default is 1.
     """
 
     ranks_per_node: int
@@ -48,14 +47,14 @@ class Spec:
         for node, speed in self.speeds.items():
             if not (0 <= node < len(self.nodes) and 0 < speed <= 1):
                 raise BadInputError(
-                    f"node {node} at speed {speed:g}; expected one of the nodes 0 to {len(self.nodes) - 1}, and a "
+                    f"node {node} has speed {speed:g}; expected one of the nodes 0 to {len(self.nodes) - 1}, and a "
                     "share of the time above 0, up to 1"
                 )
         for cards in self.nodes:
             names = [card.interface for card in cards]
             for name in names:
                 if not _INTERFACE.fullmatch(name) or name == "lo":
-                    raise BadInputError(f"interface {name!r} is no name of a card; expected up to 15 characters")
+                    raise BadInputError(f"interface {name!r} is not a valid name; expected up to 15 characters")
                 if names.count(name) > 1:
                     raise BadInputError(f"interface {name} is the name of two cards of one node; expected two names")
 
@@ -66,23 +65,23 @@ class Spec:
 
     @property
     def networks(self) -> list[str]:
-        """The networks, in the order in which nodes name them."""
+        """The networks, in the order of the nodes' cards."""
         return list(dict.fromkeys(card.network for cards in self.nodes for card in cards))
 
     @property
     def meeting(self) -> str:
-        """The network where the ranks find each other: `between`, or else the first that all nodes are on."""
+        """The network for the rendezvous: `between`, or else the first network of all nodes."""
         common = [name for name in self.networks if all(name in {card.network for card in node} for node in self.nodes)]
         if not common:
-            raise BadInputError("the nodes have no network in common; give the description a `between`")
+            raise BadInputError("the nodes have no network in common; add `between` to the cluster file")
         return "between" if "between" in common else common[0]
 
 
 def plain(
     nodes: int, ranks_per_node: int, inter: str | None = None, intra: str | None = None, latency: str | None = None
 ) -> Spec:
-    """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. latency: of a message between
-    nodes, such as 5ms. Raises BadInputError.
+    """Return `nodes` equal nodes on one network. inter, intra: rates such as 100mbit. latency: between nodes, such as
+    5ms. Raises BadInputError.
     """
     card = Card("eth0", "net0", _rate("inter", inter), _time("latency", latency))
     return Spec(ranks_per_node, ((card,),) * nodes, _rate("intra", intra))
@@ -95,15 +94,14 @@ def of_cluster(
     slower: float = 1.0,
     intra: str | None = None,
 ) -> Spec:
-    """Return a described cluster, or one of its form: fewer nodes in each of the clusters, fewer ranks, slower links.
+    """Return the spec of a cluster file. nodes, ranks_per_node: override its nodes per cluster and ranks per node.
 
-    Each card of a node is on a network of its own, shared with the cards in the same place of the cluster's other
-    nodes; where there is no `between`, also with those of the other clusters. slower: what rates are divided by, and
-    latencies multiplied; those below SHORTEST are left out. Clusters' speeds are shares of the fastest one's.
-    Raises BadInputError.
+    The i-th cards of all nodes of a cluster share a network; without `between`, those of all clusters do. slower:
+    divides rates and multiplies latencies; latencies below SHORTEST become 0. Speeds are relative to the fastest
+    cluster. Raises BadInputError.
     """
     if slower <= 0:
-        raise BadInputError(f"slower is {slower}; expected a number above 0, as links are that many times slower")
+        raise BadInputError(f"slower is {slower}; expected a number above 0, by which rates are divided")
     groups = cluster.clusters or (NodeGroup(name="net"),)
     between = cluster.between if len(groups) > 1 else None
     fastest = max(group.speed or 1.0 for group in groups)

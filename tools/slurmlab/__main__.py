@@ -1,6 +1,6 @@
-"""A real Slurm on this machine, to try things out and for tests. Needs root and Debian's slurm-wlm and munge.
+"""Run a real Slurm on this machine, for experiments and tests. Needs root and Debian's slurm-wlm and munge.
 
-python -m tools.slurmlab run -- sbatch --wait job.sh    # for one command, then gone
+python -m tools.slurmlab run -- sbatch --wait job.sh    # for one command
 eval "$(python -m tools.slurmlab up)"                   # until `python -m tools.slurmlab down`
 """
 
@@ -21,7 +21,7 @@ FOLDER = Path("/run/slurmlab")
 
 
 def main() -> int:
-    """Do what the command line says; return the exit code."""
+    """Run the command line; return the exit code."""
     arguments = _parse()
     try:
         if arguments.verb == "run":
@@ -30,7 +30,7 @@ def main() -> int:
             bring_up(_spec(arguments), arguments.dir)
             print("\n".join(f"export {name}={value}" for name, value in environment(arguments.dir).items()))
         else:
-            print("gone" if stop(arguments.dir) else "no lab was up", file=sys.stderr)
+            print("stopped" if stop(arguments.dir) else "no lab was running", file=sys.stderr)
     except BadInputError as error:
         print(f"slurmlab: {error}", file=sys.stderr)
         return 2
@@ -45,21 +45,21 @@ def _parse() -> argparse.Namespace:
         "python -m tools.slurmlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    up = verbs.add_parser("up", help="start a Slurm; print the variables that lead to it")
-    down = verbs.add_parser("down", help="stop it, with all its jobs")
+    up = verbs.add_parser("up", help="start a Slurm; print the environment variables for its commands")
+    down = verbs.add_parser("down", help="stop it and all its jobs")
     run = verbs.add_parser("run", help="start a Slurm, run a command that uses it, stop it")
     for verb in (up, run):
         verb.add_argument("--nodes", type=int, default=2)
-        verb.add_argument("--cpus", type=int, default=8, help="processors that each node claims to have")
-        verb.add_argument("--kill-wait", type=int, default=30, metavar="SECONDS", help="from SIGTERM to SIGKILL")
+        verb.add_argument("--cpus", type=int, default=8, help="configured CPUs of each node")
+        verb.add_argument("--kill-wait", type=int, default=30, metavar="SECONDS", help="time from SIGTERM to SIGKILL")
     for verb in (up, down):
         verb.add_argument("--dir", type=Path, default=FOLDER, help="folder of the lab")
-    run.add_argument("command", nargs=argparse.REMAINDER, help="after --: what to run")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="after --: the command")
     arguments = parser.parse_args()
     if arguments.verb == "run":
         arguments.command = [word for place, word in enumerate(arguments.command) if (place, word) != (0, "--")]
         if not arguments.command:
-            parser.error("there is no command; put it after --")
+            parser.error("the command is missing; put it after --")
     return arguments
 
 

@@ -1,4 +1,4 @@
-"""The files that a Slurm of one machine reads: its configuration, its nodes' names, and what starts it."""
+"""The files of a Slurm on one machine: its configuration, the host names of its nodes, and the start script."""
 
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A job that is requeued waits until its credential has expired: short, so that tests need not.
+# A requeued job waits until its credential expires: a short time makes tests fast.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -23,7 +23,7 @@ ReturnToService=2
 JobRequeue=1
 KillWait={kill_wait}
 MinJobAge=3600
-# Nodes may claim more processors than the machine has.
+# Nodes may be configured with more CPUs than the machine has.
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -36,7 +36,7 @@ JobAcctGatherType=jobacct_gather/none
 PropagateResourceLimits=NONE
 """
 
-# Runs as the first process of the lab's own process and mount namespaces: when it ends, the kernel ends all others.
+# The first process of the lab's process and mount namespaces. When it ends, the kernel kills all others.
 START = """\
 mount --bind {folder}/hosts /etc/hosts
 munged --foreground --force --socket {folder}/munge.socket --key-file {folder}/munge.key \
@@ -51,7 +51,7 @@ wait
 
 @dataclass(frozen=True)
 class Spec:
-    """A Slurm of `nodes` nodes that claim `cpus` processors each. kill_wait: seconds from SIGTERM to SIGKILL."""
+    """A Slurm with `nodes` nodes of `cpus` configured CPUs each. kill_wait: seconds from SIGTERM to SIGKILL."""
 
     nodes: int = 2
     cpus: int = 8
@@ -59,12 +59,12 @@ class Spec:
 
     @property
     def names(self) -> list[str]:
-        """The nodes' names."""
+        """The host names of the nodes."""
         return [f"n{number + 1}" for number in range(self.nodes)]
 
 
 def write(spec: Spec, folder: Path, ports: list[int]) -> None:
-    """Write everything into an empty folder. ports: one for the controller, then one for each node."""
+    """Write all files into an empty folder. ports: one for the controller, then one for each node."""
     lines = [CONFIG.format(folder=folder, port=ports[0], kill_wait=spec.kill_wait)]
     hosts = [Path("/etc/hosts").read_text(encoding="utf-8"), "127.0.0.1 slurmlab\n"]
     (folder / "state").mkdir()

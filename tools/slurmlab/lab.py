@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: several nodes, each with a slurmd and a name of its own, and nothing of it stays.
+"""A real Slurm on this machine, with several nodes, each with its own slurmd and host name.
 
-All of it lives in one folder and in process, mount and host-name namespaces of its own, whose first process takes all
-others along when it is killed: whatever happens, no daemon, no job and no change to the machine is left.
+It uses one folder and its own process, mount and host-name namespaces. When their first process dies, the kernel kills
+all others. So no daemon, job or change to the machine can remain.
 """
 
 import os
@@ -20,7 +20,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 from tools.ports import free_ports
 from tools.slurmlab.files import Spec, write
 
-# Seconds in which all nodes have to come up.
+# Seconds to wait for all nodes to come up.
 PATIENCE = 60
 _PREFIX = "slurmlab-"
 _NEEDED = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
@@ -33,7 +33,7 @@ class Lab:
         with Lab(Spec(nodes=2)) as lab:
             subprocess.run(["srun", "-N2", "hostname"], env={**os.environ, **lab.environment})
 
-    Entering raises BadInputError where no lab can be made, RunFailedError when it does not come up.
+    Entering raises BadInputError if this machine cannot run a lab, RunFailedError if the lab does not come up.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -41,7 +41,7 @@ class Lab:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that lead Slurm's commands to the lab."""
+        """Environment variables with which Slurm's commands use the lab."""
         return environment(self.folder)
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class Lab:
 
 
 def why_not() -> str | None:
-    """Return why no lab can be made here, as a sentence, or None if one can."""
+    """Return why this machine cannot run a lab, as a sentence, or None if it can."""
     if os.geteuid() != 0:
         return "slurmlab runs Slurm's daemons, which needs root; run it as root"
     missing = [package for tool, package in _NEEDED.items() if shutil.which(tool) is None]
@@ -72,20 +72,20 @@ def why_not() -> str | None:
         return f"slurmlab needs Slurm's daemons; apt-get install {' '.join(dict.fromkeys(missing))}"
     tried = subprocess.run([*_NAMESPACES, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        return f"slurmlab cannot make namespaces here: {' '.join(tried.stderr.split())}"
+        return f"slurmlab cannot create namespaces here: {' '.join(tried.stderr.split())}"
     return None
 
 
 def environment(folder: Path) -> Mapping[str, str]:
-    """Return the variables that lead Slurm's commands to the lab in `folder`."""
+    """Return the environment variables with which Slurm's commands use the lab in `folder`."""
     return {"SLURM_CONF": str(folder / "slurm.conf")}
 
 
 def bring_up(spec: Spec, folder: Path) -> None:
-    """Start a lab that stays until `stop`. Raises BadInputError where there is one in the folder, or none can be."""
+    """Start a lab that runs until `stop`. Raises BadInputError if the folder has one or this machine cannot run one."""
     _refuse_without_means()
     if folder.exists():
-        raise BadInputError(f"{folder} exists, so a lab is up; take it down first, or name another folder with --dir")
+        raise BadInputError(f"{folder} exists, so a lab is running; stop it first, or give another folder with --dir")
     folder.mkdir(parents=True)
     try:
         start(spec, folder, ("setsid",))
@@ -96,7 +96,7 @@ def bring_up(spec: Spec, folder: Path) -> None:
 
 
 def start(spec: Spec, folder: Path, how: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """Write a lab's files into an empty folder and start its daemons. how: a command that starts the one after it."""
+    """Write a lab's files into an empty folder and start its daemons. how: prefix of the command."""
     write(spec, folder, free_ports(1 + spec.nodes))
     with (folder / "start.log").open("wb") as log:
         return subprocess.Popen(
@@ -106,7 +106,7 @@ def start(spec: Spec, folder: Path, how: tuple[str, ...]) -> subprocess.Popen[by
 
 
 def stop(folder: Path) -> bool:
-    """Kill the lab in `folder` and all its jobs, and delete it. Return whether there was one."""
+    """Kill the lab in `folder` and all its jobs, and delete the folder. Return whether it existed."""
     script = str(folder / "start.sh")
     while pids := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _runs(pid, script)]:
         for pid in pids:
@@ -121,18 +121,18 @@ def stop(folder: Path) -> bool:
 
 
 def wait_until_up(spec: Spec, folder: Path) -> None:
-    """Return when all nodes take jobs. Raises RunFailedError when they do not in time."""
+    """Wait until all nodes accept jobs. Raises RunFailedError after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     ask = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     while time.monotonic() < deadline:
-        said = subprocess.run(
+        idle = subprocess.run(
             ask, env={**os.environ, **environment(folder)}, capture_output=True, text=True, check=False
         )
-        if sorted(said.stdout.split()) == sorted(spec.names):
+        if sorted(idle.stdout.split()) == sorted(spec.names):
             return
         time.sleep(0.2)
     log = (folder / "start.log").read_text(errors="replace").splitlines()
-    raise RunFailedError(f"Slurm did not come up within {PATIENCE} s; its last words: {' / '.join(log[-3:])}")
+    raise RunFailedError(f"Slurm did not start within {PATIENCE} s; the end of its log: {' / '.join(log[-3:])}")
 
 
 _NAMESPACES = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -144,7 +144,7 @@ def _refuse_without_means() -> None:
 
 
 def _remove_leftovers() -> None:
-    """Delete the folders of labs that were killed together with their process."""
+    """Delete the folders of labs whose process has ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", owner).exists():
@@ -152,7 +152,7 @@ def _remove_leftovers() -> None:
 
 
 def _runs(pid: int, script: str) -> bool:
-    """Whether a process is the first of a lab, or what started it: its command ends with the lab's script."""
+    """Whether a process is the first one of a lab, or its parent: its command line ends with the lab's script."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
