@@ -34,8 +34,8 @@ MARGIN = 8
 LONG = 2000
 ROOM = 16 * 2**20
 SAID = {
-    "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command goes on",
-    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command goes",
+    "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command resumes",
+    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command resumes",
     "full disk": r"cannot be written \(.*(No space left|disk is probably full)|was not saved: .*No space left",
 }
 LAYOUTS = {

@@ -23,6 +23,6 @@ class RunFailedError(CommandError):
 
 
 class PreemptedError(CommandError):
-    """The run was told to stop; the same command goes on from its newest checkpoint."""
+    """The run was told to stop; the same command resumes from its newest checkpoint."""
 
     exit_code = EXIT_PREEMPTED

@@ -57,7 +57,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
             ranks.activity.phase = ""
             if stopping and done < steps:
                 finish_checkpoint(run)
-                raise PreemptedError(f"stopped after step {done} and saved; the same command goes on from there")
+                raise PreemptedError(f"stopped after step {done} and saved; the same command resumes from there")
         finish_checkpoint(run)
         run.log.end({})
 
@@ -213,7 +213,7 @@ def rewind(run: Run, loss: float) -> None:
         fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
     go_back(run)
     run.log.warn(
-        f"the loss of step {at} spiked to {loss:.4f}; the run goes on from step {run.progress.step}, past "
+        f"the loss of step {at} spiked to {loss:.4f}; the run resumes from step {run.progress.step}, past "
         f"{at - run.progress.step} global batches"
     )
     if run.progress.step == 0:

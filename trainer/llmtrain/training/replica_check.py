@@ -84,7 +84,7 @@ def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, befo
         named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
     return (
         f"{named}, found after step {step}; all were alike after step {before}, and so were those of every checkpoint. "
-        "Check the memory of that machine; the same command goes on from the last checkpoint"
+        "Check the memory of that machine; the same command resumes from the last checkpoint"
     )
 
 
