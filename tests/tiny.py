@@ -1,4 +1,4 @@
-"""What tests share that train tiny models: data to learn from, a disk to fill, and the curve of a run."""
+"""Helpers of tests that train tiny models: data to learn from, a disk to fill, and the curve of a run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Curve = dict[tuple[str, int], float]
 
 
 def write_corpus(prefix: Path, documents: int, vocab: int = 64) -> None:
-    """Write a small set whose tokens follow each other in a pattern that a model can learn."""
+    """Write a small set whose tokens follow a pattern that a model can learn."""
     steps = np.random.default_rng(0).integers(1, 4, size=(documents, 100))
     writer = IndexedWriter(prefix, np.dtype(np.uint16))
     for document in np.cumsum(steps, axis=1) % vocab:
@@ -26,7 +26,7 @@ def write_corpus(prefix: Path, documents: int, vocab: int = 64) -> None:
 
 @contextmanager
 def small_disk(folder: Path, room: str) -> Iterator[Path]:
-    """Make a folder that is a file system of its own, of so much room, or skip the test where that is not permitted."""
+    """Mount a file system of the given size on a folder; skip the test if that is not permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(folder)]
     if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
@@ -34,7 +34,7 @@ def small_disk(folder: Path, room: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Also where something in it is still open.
+        # Unmount it even if a file on it is still open.
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 

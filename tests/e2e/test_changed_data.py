@@ -1,4 +1,4 @@
-"""Data that is damaged before or under `llmtrain run`, as its ranks meet it: one sentence, exit code 2."""
+"""Data that is damaged before or during `llmtrain run`: one sentence, exit code 2."""
 
 import os
 import random
@@ -51,7 +51,7 @@ def steps_done(folder: Path) -> int:
 
 
 def flip(folder: Path, chance: random.Random) -> str:
-    """Change a bit, or a byte, in place, and return what a run has to say of it."""
+    """Change a bit, or a byte, in place, and return the error that a run must report."""
     content = np.memmap(folder / "set.bin", np.uint8, mode="r+")
     place = chance.randrange(len(content))
     content[place] ^= 1 << chance.randrange(8) if chance.randrange(2) else chance.randrange(1, 256)
@@ -61,7 +61,8 @@ def flip(folder: Path, chance: random.Random) -> str:
 
 
 def turn_round(folder: Path, chance: random.Random) -> str:
-    """Reverse all tokens in place, so that each rank meets a damage of its own, and return what a run has to say."""
+    """Reverse all tokens in place, so that each rank finds other damage, and return the error that a run must
+    report."""
     content = np.memmap(folder / "set.bin", np.uint16, mode="r+")
     content[:] = content[::-1].copy()
     content.flush()

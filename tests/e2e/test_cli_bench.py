@@ -1,4 +1,4 @@
-"""`llmtrain bench comm` on one machine, and what it says when it cannot measure."""
+"""`llmtrain bench comm` on one machine, and its errors when it cannot measure."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`llmtrain data` from a text to a blend, as a user types it."""
+"""`llmtrain data` on the command line, from a text to a blend."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_inspect(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verify_and_checksum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pair from elsewhere gets checksums; what is then damaged is told with exit code 1."""
+    """A prepared set without checksums gets them; later damage is reported with exit code 1."""
     for suffix in (".bin", ".idx"):
         shutil.copy(work / f"a{suffix}", tmp_path)
     assert call("inspect", tmp_path / "a", "--verify") == 2

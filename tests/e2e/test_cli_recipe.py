@@ -15,7 +15,7 @@ from llmtrain_data.indexed import IndexedWriter
 
 GOOD = "model: {preset: gpt2-1m}\ndata: {path: prepared, sequence_length: 64}\n"
 
-# (what is wrong, the recipe's text, arguments after `run recipe.yaml`, what the sentence has to name)
+# (the error, the recipe's text, arguments after `run recipe.yaml`, what the sentence must contain)
 BROKEN_RECIPES = [
     ("no such key", GOOD + "trian: {steps: 3}", [], "trian is not a recipe key; did you mean train?"),
     ("misspelt key", GOOD + "train: {stpes: 3}", [], "train.stpes is not a recipe key; did you mean train.steps?"),
@@ -100,7 +100,7 @@ BROKEN_RECIPES = [
     ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),
 ]  # fmt: skip
 
-# (command line, what the sentence has to name)
+# (command line, what the sentence must contain)
 BROKEN_COMMANDS = [
     (["rum"], "No such command 'rum'. Did you mean 'run'?"),
     (["--verbose"], "No such option: --verbose"),
@@ -128,7 +128,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def everything() -> dict[Path, bytes | None]:
-    """Every file below this folder with its content, and every folder."""
+    """Return every file below this folder with its content, and every folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
 
 
@@ -169,7 +169,7 @@ def test_the_good_recipe_is_good(workplace: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_dry_run_says_what_a_run_would(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As comments, after which it is a recipe still."""
+    """The output has the facts as comments, and still loads as a recipe."""
     Path("recipe.yaml").write_text(GOOD)
     keys = ["parallel.data=auto", "parallel.pipeline=4", "train.global_batch=2", "train.microbatch=1"]
     assert main(["run", "recipe.yaml", *keys, "--nproc", "4", "--dry-run"]) == 0
@@ -222,7 +222,7 @@ def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys:
 def test_a_model_that_the_machine_cannot_hold(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused before anything is written; a dry run, which may be of another machine's run, says so."""
+    """The run is refused before anything is written; a dry run, which may be for another machine, only reports it."""
     monkeypatch.setattr("llmtrain.plan.check.machine_memory", lambda swap: 2**20)
     Path("recipe.yaml").write_text(GOOD)
     sentence = (
@@ -244,7 +244,7 @@ def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, caps
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["run", "nowhere"], 2), (["--version"], 0)])
 def test_process(arguments: list[str], code: int, workplace: Path) -> None:
-    """As a process of its own: the same exit code, and the sentence or nothing on stderr."""
+    """Run in a separate process: the same exit code, and the sentence or nothing on stderr."""
     done = subprocess.run([sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code else 0)

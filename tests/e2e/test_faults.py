@@ -1,5 +1,5 @@
-"""Random faults, one after another in one run: each ends in one clear sentence in time, and the same command goes on,
-to the very weights of an undisturbed run."""
+"""Random faults, one after another in one run: each ends in one clear sentence in time, and the same command resumes
+and ends with the weights of an undisturbed run."""
 
 import json
 import os
@@ -26,16 +26,16 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 10}}
 logging: {{every: 1, dir: {runs}}}
 """
-# Within which a rank that is gone or hangs ends the run, as the recipe states it, in seconds.
+# Seconds within which a lost or hung rank ends the run, from the recipe.
 TIMEOUT = 12
-# How much longer it may take until all processes are gone: torch's agent, and a busy machine.
+# Further seconds until all processes have ended: torch's agent, and a busy machine.
 MARGIN = 8
-# Steps, over the number of ranks, that keep a run going until another start of it has got as far as the lock.
+# Steps, divided by the number of ranks, that keep a run going until a second start of it has reached the lock.
 LONG = 2000
 ROOM = 16 * 2**20
 SAID = {
     "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command resumes",
-    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command resumes",
+    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command",
     "full disk": r"cannot be written \(.*(No space left|disk is probably full)|was not saved: .*No space left",
 }
 LAYOUTS = {
@@ -61,14 +61,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder that can be filled up."""
+    """A small file system that a test can fill."""
     with small_disk(tmp_path / "runs", str(ROOM)) as folder:
         yield folder
 
 
 @dataclass
 class Series:
-    """A run that comes to harm again and again. arguments: after the recipe's path."""
+    """A run that suffers faults. arguments: after the recipe's path."""
 
     recipe: Path
     folder: Path
@@ -76,7 +76,7 @@ class Series:
     chance: random.Random
 
     def start(self) -> subprocess.Popen[str]:
-        """Start or go on."""
+        """Start or resume the run."""
         command = [sys.executable, "-m", "llmtrain", "run", str(self.recipe), "--nproc", *self.arguments]
         return subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -84,14 +84,14 @@ class Series:
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Go on to the last step."""
+        """Resume the run up to the last step."""
         process = self.start()
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
 
     @property
     def last_step(self) -> int:
-        """The last step that the metrics have, as far as they are written."""
+        """Return the last step in the metrics so far."""
         try:
             steps = re.findall(r'"step": (\d+)', (self.folder / "metrics.jsonl").read_text())
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class Series:
         return int(steps[-1]) if steps else 0
 
     def suffer(self, fault: str, further: int) -> None:
-        """Start, come to harm some steps later, and end as that fault has to end."""
+        """Start the run, cause the fault some steps later, and check that the run ends as it should."""
         goal, process = self.last_step + further, self.start()
         while self.last_step < goal:
             assert process.poll() is None, process.communicate()
@@ -128,7 +128,7 @@ class Series:
             self._damage(fault)
 
     def _refuse_another(self) -> None:
-        """Start the same run once more, which must leave the first alone."""
+        """Start the same run a second time, which must not disturb the first."""
         other = self.start()
         _, errors = other.communicate(timeout=120)
         (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
@@ -161,7 +161,7 @@ class Series:
 
 
 def fill(path: Path) -> None:
-    """Leave not a byte of the file system's room."""
+    """Fill the file system to the last byte."""
     with path.open("wb", buffering=0) as file:
         for size in (2**16, 1):
             try:
@@ -185,7 +185,7 @@ def outcome(folder: Path) -> tuple[dict[tuple[str, int], float], dict[str, bytes
 
 
 def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> None:
-    """Have a run suffer faults at random moments, let it finish, and hold it against an undisturbed one."""
+    """Cause faults at random moments of a run, let it finish, and compare it with an undisturbed run."""
     chance = random.Random(seed)
     steps = 30 * len(faults) + 30 + faults.count("two jobs") * LONG // int(LAYOUTS[layout][0])
     recipes = {}
@@ -211,7 +211,7 @@ def last_words(errors: str) -> list[str]:
 
 
 def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: Path) -> None:
-    """The same rank is lost twice before there is a checkpoint: the third attempt does without it."""
+    """The same rank is lost twice before the first checkpoint, so the third attempt leaves it out."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE.format(name="tiny", folder=corpus, runs=tmp_path, steps=60, timeout=TIMEOUT))
     series = Series(recipe, tmp_path / "tiny", ("2", "checkpoint.every=40", "train.max_restarts=2"), random.Random(0))
@@ -237,7 +237,7 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_faults(layout: str, part: int, corpus: Path, disk: Path) -> None:
-    """Four times three faults of each of eight layouts: 96; a network adds more."""
+    """Eight layouts, three faults in each, four times: 96 faults; the tests on a network add more."""
     seed = 4 * list(LAYOUTS).index(layout) + part
     kinds = OF_ONE if LAYOUTS[layout][0] == "1" else OF_MORE
     suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, disk, seed)

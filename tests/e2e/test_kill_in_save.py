@@ -1,4 +1,4 @@
-"""A rank that is killed while a checkpoint is written ends the run as soon as one that is killed at any other time."""
+"""A rank that is killed during a save ends the run as soon as one that is killed at any other time."""
 
 import getpass
 import json
@@ -23,7 +23,7 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 5}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# Each rank's part of a checkpoint takes this long to be on disk, in seconds.
+# Seconds that each rank needs to write its shard file.
 SLOW = 2.0
 CUSTOM = f"""
 import os, time
@@ -36,12 +36,13 @@ def slow(file):
 
 os.fsync = slow
 """
-# Within which all processes are gone.
+# Seconds within which all processes must end.
 LIMIT = 8.0
 
 
 def kill_in_save(folder: Path, ranks: int, victim: int, delay: float, *overrides: str) -> None:
-    """Start a run and kill a rank some seconds after it has begun to write its part of the first checkpoint."""
+    """Start a run, and kill a rank `delay` seconds after it has begun to write its shard file of the first
+    checkpoint."""
     write_corpus(folder / "set", 100)
     (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder))
     for name in ("custom", "tmp"):
@@ -72,7 +73,7 @@ def kill_in_save(folder: Path, ranks: int, victim: int, delay: float, *overrides
     assert "Traceback" not in errors
     assert took < LIMIT
     assert not [child for child in children if child.is_running()]
-    # torch keeps one for all runs of a user.
+    # torch keeps this folder for all runs of a user.
     assert set(os.listdir(folder / "tmp")) <= {f"torchinductor_{getpass.getuser()}"}
     if victim != 0:
         end = json.loads((folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -90,7 +91,7 @@ def test_a_rank_killed_while_it_saves(tmp_path: Path, ranks: int, victim: int, o
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(20))
 def test_ranks_killed_while_they_save(tmp_path: Path, number: int) -> None:
-    """Every other one in a save that the training waits for, with a short and a long timeout."""
+    """Every second case saves synchronously; with a short and a long timeout."""
     chance = random.Random(number)
     ranks = chance.choice([2, 3, 4])
     saving = f"checkpoint.async={'true' if number % 2 else 'false'}"

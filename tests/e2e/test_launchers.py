@@ -1,4 +1,4 @@
-"""A run is the same whoever starts its ranks, and whoever asks it to stop; one run at a time has a folder."""
+"""A run is the same whoever starts its ranks or asks it to stop, and only one run at a time uses a folder."""
 
 import os
 import re
@@ -28,14 +28,14 @@ OURS = (sys.executable, *TRAIN, "--nproc", "2")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small set whose tokens follow each other in a pattern that a model can learn."""
+    """A folder with a small set whose tokens follow a pattern that a model can learn."""
     made = tmp_path_factory.mktemp("launchers")
     write_corpus(made / "set", 100)
     return made
 
 
 def start(folder: Path, name: str, *command: str, steps: int = 20, override: str = "seed=1") -> subprocess.Popen[str]:
-    """Start a recipe of that name with a command that takes it and an override."""
+    """Start a recipe of that name with a command that takes the recipe and an override."""
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(folder=folder, steps=steps))
     return subprocess.Popen(
@@ -112,7 +112,7 @@ CONTAINER = ("unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-chil
     reason="needs namespaces of its own",
 )
 def test_a_run_that_is_killed_in_one_container_goes_on_in_another(folder: Path) -> None:
-    """Neither sees the other's processes, and each has a name of its own."""
+    """The containers do not see each other's processes, and each has its own host name."""
     alone = (sys.executable, *TRAIN)
     first = start(folder, "moved", *CONTAINER, "one", *alone, steps=100_000, override="parallel.tensor=1")
     wait_for_step(folder, "moved", 3, first)

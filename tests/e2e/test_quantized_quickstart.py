@@ -1,4 +1,4 @@
-"""300 steps of the quickstart with all quantizers on end where one process without any ends."""
+"""300 steps of the quickstart with all quantizers on reach the loss of one process without any."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 
 CORPUS = Path("quickstart-data")
 STEPS = 300
-# At the quickstart's own 4e-3 the first steps are chaotic: without any quantization, four ranks and one, which agree to
-# 1e-7 for 30 steps, end 2% apart.
+# At the quickstart's rate of 4e-3 the first steps are chaotic: without quantization, four ranks and one agree to 1e-7
+# for 30 steps, and are 2% apart at the end.
 CALM = "optimizer.lr=1e-3"
 NODES = "cluster={node: {ranks: 2}}"
 
@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *arguments: str) -> dict[str, float]:
-    """Train one run to its end and return its losses there."""
+    """Train one run to its end and return its final losses."""
     llmtrain(
         folder, "run", "quickstart", f"name={name}", f"data.path={CORPUS / 'stdlib'}",
         f"data.tokenizer={CORPUS / 'tokenizer'}", f"train.steps={STEPS}", "logging={every: 1, dir: .}", CALM,

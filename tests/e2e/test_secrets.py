@@ -1,4 +1,4 @@
-"""What is secret in the environment stays there: it reaches no log, no checkpoint, no resolved recipe."""
+"""Secrets in the environment reach no log, no checkpoint and no resolved recipe."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "llmtrain", "run", str(recipe)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **SECRETS}
     said = ""
-    # On two ranks, and into errors that quote what they were given.
+    # Two ranks, with errors that quote their input.
     for arguments in (["--nproc", "2"], ["name=${oc.env:HF_TOKEN}"]):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
         said += done.stdout + done.stderr

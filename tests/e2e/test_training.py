@@ -1,4 +1,4 @@
-"""`llmtrain run` as a user runs it: the same curve on any number of ranks, through kills and stops."""
+"""`llmtrain run` on the command line: the same curve on any number of ranks, also after kills and stops."""
 
 import json
 import os
@@ -26,13 +26,13 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 4}}
 logging: {{every: 1, dir: {runs}}}
 """
-# Within which a run has ended after one of its ranks was lost, in seconds.
+# Seconds within which a run must end after it has lost a rank.
 LOST_RANK_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small set whose tokens follow each other in a pattern that a model can learn."""
+    """A small set whose tokens follow a pattern that a model can learn."""
     prefix = tmp_path_factory.mktemp("data") / "set"
     write_corpus(prefix, 200)
     return prefix
@@ -130,7 +130,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The last step that the run's metrics have, as far as they are written."""
+    """Return the last step in the run's metrics so far."""
     try:
         steps = re.findall(r'"step": (\d+)', (folder / "metrics.jsonl").read_text())
     except FileNotFoundError:
@@ -139,11 +139,12 @@ def last_step(folder: Path) -> int:
 
 
 def kill_until_done(recipe: Path, kills: int, steps: int, *arguments: str) -> None:
-    """Run the same command again and again, each time killing it or one of its ranks at a random moment; then let it
+    """Run the same command several times, and kill it or one of its ranks at a random moment each time; then let it
     finish."""
     chance, folder = random.Random(1), recipe.parent / "runs" / "tiny"
     for _ in range(kills):
-        # One in five dies while it starts, the others some steps later; together they do not come to the last step.
+        # One kill in five comes during the start, the others some steps later; together they do not reach the last
+        # step.
         begun, further = last_step(folder), chance.uniform(-0.4, 1.6) * steps / kills
         process = subprocess.Popen(
             command(recipe, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
@@ -172,7 +173,7 @@ def check_kills(recipe: Path, corpus: Path, kills: int, steps: int, *arguments: 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_ctrl_c_ends_a_run_at_once(ranks: int, recipe: Path) -> None:
-    """In the midst of a step that takes longer than anyone who presses it twice would wait."""
+    """The signals come during a step that takes much longer than the test waits."""
     sizes = ("train.global_batch=100000", "train.eval_every=0", "train.timeout=600")
     process = subprocess.Popen(
         command(recipe, "--nproc", str(ranks), *sizes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -207,7 +208,7 @@ def test_ctrl_c_once_a_run_has_saved_changes_nothing(ranks: int, recipe: Path) -
 
 
 def catches(process: subprocess.Popen[str], number: int) -> bool:
-    """Whether a process handles a signal."""
+    """Return whether a process handles a signal."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
@@ -217,7 +218,7 @@ def imports_torch(process: subprocess.Popen[str]) -> bool:
 
 
 def listens(process: subprocess.Popen[str]) -> bool:
-    """Whether a process has begun to launch ranks."""
+    """Return whether a process has begun to launch ranks."""
     return any(each.status == psutil.CONN_LISTEN for each in psutil.Process(process.pid).net_connections())
 
 
@@ -241,8 +242,7 @@ TOLD = "told to stop before anything was done; the same command starts again"
 def test_a_signal_before_there_are_ranks_ends_the_run(
     ranks: int, when: Callable[[subprocess.Popen[str]], bool], number: int, code: int, sentence: str, recipe: Path
 ) -> None:
-    """From when the command line is read to when the launcher, which starts its ranks some tenths of a second later, is
-    about to do so."""
+    """The signal comes at any time between reading the command line and starting the ranks."""
     process = subprocess.Popen(
         command(recipe, "--nproc", str(ranks), "train.steps=100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment(),
@@ -265,7 +265,8 @@ if os.environ.get("RANK") == "0":
 
 
 def test_a_rank_that_waits_for_one_that_was_told_to_stop_ends_too(recipe: Path, tmp_path: Path) -> None:
-    """One heeds the signal, as a run does from the first step on, and waits for another, which dies of it."""
+    """One rank handles the signal, as a run does from its first step on, and waits for the other rank, which dies of
+    it."""
     (tmp_path / "sitecustomize.py").write_text(DEAF)
     deaf = tmp_path / "deaf"
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -286,7 +287,7 @@ def test_kill_9_leaves_the_curve_bit_exact(recipe: Path, corpus: Path) -> None:
 
 
 def test_a_rank_lost_in_a_gather_ends_the_run(recipe: Path) -> None:
-    """A rank that stands still has the others wait for it in a gather, which its end then breaks."""
+    """The other ranks wait in a gather for a suspended rank, and its death breaks the gather."""
     arguments = ("--nproc", "4", "zero.stage=3", "train.steps=100000", "train.eval_every=0", "checkpoint.every=0")
     process = subprocess.Popen(
         command(recipe, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()

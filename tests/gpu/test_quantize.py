@@ -1,4 +1,4 @@
-"""Block quantization on a GPU: Triton's kernels against the reference, on the same numbers."""
+"""Block quantization on a GPU: Triton's kernels against the reference, with equal inputs."""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
-"""Tests in emulated clusters: skipped, with the reason, where none can be made."""
+"""Tests in emulated clusters; skipped, with the reason, on machines that cannot emulate one."""
 
 import os
 from collections.abc import Iterator
 
 import pytest
 
-# At the end, so that no folder of the repository hides a package of the same name.
+# Append the path, so that no folder of the repository hides a package of the same name.
 from tools.netlab.lab import Lab
 from tools.netlab.network import leftovers, namespaces, why_not
 from tools.netlab.spec import plain
@@ -19,7 +19,7 @@ def _can_make_labs() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test does to its labs, none is left; those of other programs are theirs."""
+    """Check that a test leaves none of its labs behind, and no lab of another program is touched."""
     if "lab" in request.fixturenames:
         request.getfixturevalue("lab")
     before = present()
@@ -28,7 +28,7 @@ def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def present() -> set[str]:
-    """The namespaces of this process's labs and of labs whose process is gone."""
+    """Return the namespaces of this process's labs, and of labs whose process has ended."""
     return {*namespaces(f"netlab-{os.getpid()}-"), *leftovers()}
 
 

@@ -1,4 +1,4 @@
-"""`llmtrain bench comm` in emulated clusters: it finds their rates, and runs take what it writes."""
+"""`llmtrain bench comm` in emulated clusters: it measures their rates, and runs use the description that it writes."""
 
 import json
 import subprocess
@@ -97,7 +97,7 @@ def test_rates_are_found_and_a_run_takes_the_file(lab: Lab, tmp_path: Path) -> N
     for links in carried.values():
         sent = links["nic eth0"]["sent"]
         assert 0 < sent["average"] <= sent["peak"] < 1.1 * 12.5e6
-        # Half of what is exchanged stays in the node.
+        # Half of the exchanged bytes stay in the node.
         assert links["nic lo"]["sent"]["average"] > 0
     steps = [row for row in rows if "event" not in row]
     assert 0 < steps[-1]["link_bytes_per_s"]["nic eth0"]["average"] <= 1.1 * 2 * 12.5e6
@@ -109,7 +109,7 @@ def test_rates(asked: str, tmp_path: Path) -> None:
     with Lab(plain(nodes=2, ranks_per_node=2, inter=asked, intra="800mbit")) as lab:
         cluster, _ = bench(lab, tmp_path / "measured.yaml")
     assert rate(cluster.clusters[0].cards[0]) == pytest.approx(quantity(asked, "byte/s"), rel=0.1)
-    # The loopback's rate, which both ranks share.
+    # Both ranks share the loopback's rate.
     inside = cluster.node.tiers[0].bandwidth
     assert inside is not None
     assert 2 * quantity(inside, "byte/s") == pytest.approx(100e6, rel=0.1)
@@ -135,7 +135,7 @@ def test_clusters_and_what_is_between(given: bool, tmp_path: Path) -> None:
     assert rate(cluster.clusters[1].cards[0]) == pytest.approx(150e6 / 8, rel=0.1)
     assert rate(cluster.between) == pytest.approx(50e6 / 8, rel=0.1)
     if given:
-        # Nobody to measure with: as it was.
+        # With no other rank to measure with, the figure does not change.
         assert cluster.clusters[0] == load_cluster(description).clusters[0]
 
 

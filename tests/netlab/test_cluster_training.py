@@ -1,4 +1,4 @@
-"""`llmtrain run` on clusters whose fast cards do not reach each other: only what stages tell each other leaves them."""
+"""`llmtrain run` on clusters whose fast cards do not reach each other: only messages between stages leave a cluster."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tools.bench.clusters import PLACEMENTS, Bench, Setting
 pytestmark = pytest.mark.netlab
 
 STEPS = 6
-# What ranks need to find each other, to sum losses and to agree on a checkpoint, and headers, of the whole run: less
+# Bytes of the whole run for rendezvous, sums of losses, agreement on a checkpoint, and headers: less
 # than a tenth of the gradients and weights that replicas exchange in one of its steps.
 CONTROL = 1_000_000
 

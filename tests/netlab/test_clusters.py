@@ -1,4 +1,4 @@
-"""Clusters whose fast cards do not reach each other: every process group speaks through the card that joins it."""
+"""Clusters whose fast cards do not reach each other: every process group uses the card that connects its ranks."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.netlab
 
 BYTES = 4_000_000
 
-# Every rank sums BYTES in its group along each axis in turn, and prints what its node's cards sent meanwhile.
+# Every rank sums BYTES in its group along each axis in turn, and prints the bytes that its node's cards sent for it.
 SUMS = """
 import json, os, torch, torch.distributed as dist
 from llmtrain.cluster.parallel import ParallelConfig
@@ -81,6 +81,6 @@ def test_each_axis_speaks_through_its_card(clusters: int, tmp_path: Path) -> Non
         assert busy["data"] == {fast}
         assert busy["pipeline"] == {"eth0"}
         assert busy["world"] - {"lo"} == {"eth0"}
-        # A node's ranks each sum with their neighbour on the other: half of it goes there, and half back.
+        # Each rank of a node sums with its neighbour on the other node: half of the bytes go there, and half come back.
         assert sent["data"][fast] == pytest.approx(local * BYTES, rel=0.05)
         assert sent["data"]["eth0"] < 0.02 * BYTES

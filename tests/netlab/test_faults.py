@@ -1,4 +1,4 @@
-"""A node that drops off the network: both sides stop in time and say so, and the same command goes on."""
+"""A node that drops off the network: both sides stop in time and report it, and the same command resumes."""
 
 import random
 import re
@@ -26,7 +26,7 @@ optimizer: {{lr: 1.0e-2, warmup: 4}}
 checkpoint: {{every: 10}}
 logging: {{every: 1, dir: {folder}}}
 """
-# As the recipe states it, and what it may take beyond that on a busy machine, in seconds.
+# The recipe's timeout, and the further seconds that a busy machine may take.
 TIMEOUT, MARGIN = 12, 8
 
 
@@ -45,7 +45,7 @@ def last_step(folder: Path) -> int:
 
 
 def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabResult, float]:
-    """Run, take the second node off the network after step `goal`, and put it back when the run has ended."""
+    """Run, disconnect the second node after step `goal`, and connect it again when the run has ended."""
     struck, over = 0.0, threading.Event()
 
     def link(state: str) -> None:
@@ -83,7 +83,7 @@ def suffer(folder: Path, cuts: int, *keys: str) -> None:
             result, took = cut_off(lab, words, folder / "harmed", last_step(folder / "harmed") + chance.randint(1, 40))
             assert took < TIMEOUT + MARGIN
             assert result.returncode == 1
-            # Each side says it once.
+            # Each side reports it once.
             said = [line for lines in result.output for line in lines if line.startswith("llmtrain:")]
             assert len(said) == 2, said
             assert all(

@@ -1,4 +1,4 @@
-"""What an emulated cluster promises: its rates, its bytes, who reaches whom, and that nothing of it stays."""
+"""An emulated cluster has the stated rates, byte counts and reachability, and leaves nothing behind."""
 
 import json
 import os
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.netlab
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Ranks 0 and 1 send each other SIZE bytes at the same time over plain TCP; each prints the bytes per second that came,
-# without the first megabyte, which a full token bucket lets through at once.
+# Ranks 0 and 1 send each other SIZE bytes at the same time over plain TCP; each prints the bytes per second that it
+# received, without the first megabyte, which a full token bucket lets through at once.
 EXCHANGE = """
 import os, socket, threading, time
 rank, size, first = int(os.environ["RANK"]), int(os.environ["SIZE"]), 1_000_000
@@ -54,7 +54,7 @@ assert [int(part[-1]) for part in whole] == [0, 1, 2, 3]
 dist.destroy_process_group()
 """
 
-# Rank 0 listens on every card until it is told that rank 1 is done, which prints the cards whose networks reach it.
+# Rank 0 listens on every card until rank 1 is done. Rank 1 prints the cards whose networks reach rank 0.
 REACH = """
 import os, socket, time
 def reach(address):
@@ -102,17 +102,18 @@ def test_ranks_of_a_node_speak_as_fast_as_asked() -> None:
         told = lab.run(["sh", "-c", "echo $NCCL_SHM_DISABLE"])
     # Both directions share the loopback.
     assert sum(float(lines[0]) for lines in result.output) == pytest.approx(50e6, rel=0.1)
-    # Past it they would speak as fast as they like.
+    # Traffic that avoids the loopback would have no limit.
     assert told.output == (("1",), ("1",))
 
 
 def test_bytes_of_an_all_gather(lab: Lab) -> None:
-    """gloo gathers in a ring: each rank passes on all shards but one; every other hop crosses between the nodes."""
+    """gloo gathers in a ring: each rank passes on all shards but one, and every second hop crosses between the
+    nodes."""
     shard = 1_000_000
     result = python(lab, GATHER, SIZE=shard)
     for card in result.traffic:
         for moved in (card.sent, card.received):
-            # Beside two gathers of 3 shards there is what it takes for ranks to find each other.
+            # Beside two gathers of 3 shards, the ranks need some bytes to connect.
             assert 6 * shard < moved < 6.3 * shard, card
     assert result.sent(0) == sum(card.sent for card in result.traffic if (card.node, card.interface) == (0, "eth0"))
 
@@ -174,7 +175,7 @@ def test_descriptions_that_cannot_be_emulated() -> None:
 
 
 def start(ready: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start the command line and return once so many ranks have said that they are ready."""
+    """Start the command and return when this many ranks have printed that they are ready."""
     command = [sys.executable, "-m", "tools.netlab", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -186,7 +187,7 @@ def start(ready: int, *arguments: str) -> subprocess.Popen[str]:
 def test_the_command_line(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = ["--nodes", "2", "--inter", "1Gbit/s", "--json", str(report), "--", "sh", "-c", "echo ready; exit $RANK"]
-    # The rank that fails may have the other one ended before it speaks.
+    # The failing rank may cause the other one to be ended before it prints.
     process = start(1, *command)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""`llmtrain run` on the nodes of an emulated cluster: the same curve as one process."""
+"""`llmtrain run` on the nodes of an emulated cluster trains the same curve as one process."""
 
 import json
 import os
@@ -24,7 +24,7 @@ logging: {{every: 1, dir: {folder}}}
 
 
 def command(folder: Path, name: str) -> list[str]:
-    """Write a recipe and return what trains it."""
+    """Write a recipe, and return the command that trains it."""
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(name=name, folder=folder))
     return [sys.executable, "-m", "llmtrain", "run", str(path)]
@@ -43,5 +43,5 @@ def test_two_nodes_train_as_one_process_does(lab: Lab, tmp_path: Path) -> None:
     assert expected["eval", 12] < expected["eval", 0] - 0.2
     assert curve(tmp_path / "nodes") == pytest.approx(expected, rel=1e-5)
     parameters = json.loads((tmp_path / "nodes" / "run.json").read_text())["parameters"]
-    # Each step's gradients have crossed the link, 4 bytes each.
+    # Each step's gradients cross the link, with 4 bytes per element.
     assert min(result.sent(0), result.sent(1)) > 12 * 4 * parameters

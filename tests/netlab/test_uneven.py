@@ -1,4 +1,4 @@
-"""What is uneven about an emulated cluster: links with latency, and nodes that are slower than others."""
+"""Uneven emulated clusters: links with latency, and nodes that are slower than others."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tools.netlab.spec import Card, Spec, of_cluster, plain
 
 pytestmark = pytest.mark.netlab
 
-# Rank 1 sends rank 0 a byte and gets one back, 20 times, and prints the shortest time it took; then SIZE bytes, which
+# Rank 1 sends rank 0 a byte and gets one back, 20 times, and prints the shortest time; then it sends SIZE bytes, which
 # rank 0 checks.
 PING = """
 import os, socket, time
@@ -44,7 +44,7 @@ else:
     print(min(took))
 """
 
-# Prints the share of the time in which it ran.
+# Prints the share of the time in which this process ran.
 SPIN = """
 import time
 begin, ran = time.monotonic(), time.process_time()
@@ -63,7 +63,7 @@ def test_messages_are_on_their_way_for_as_long_as_asked(seconds: tuple[float, fl
     assert result.returncode == 0, result.output
     there_and_back = float(result.output[1][0])
     assert sum(seconds) <= there_and_back < sum(seconds) + 0.02
-    # Each frame has come once, and whole.
+    # Each frame arrives exactly once, and complete.
     assert size < result.sent(1) < 1.02 * size
 
 
@@ -75,7 +75,7 @@ def test_a_slowed_node_runs_for_its_share_of_the_time() -> None:
         whole, slowed = (float(lines[0]) for lines in result.output)
         assert 0.1 < slowed < 0.35
         assert whole > 2 * slowed
-        # Signals and failures reach a rank that happens to be stopped.
+        # Signals and failures reach a rank that is stopped at that moment.
         assert lab.run(["sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 100"], timeout=60).returncode == 3
         assert lab.run(["sh", "-c", "[ $RANK = 0 ] && exit 4; sleep 100"], timeout=60).returncode == 4
 

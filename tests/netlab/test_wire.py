@@ -1,6 +1,8 @@
-"""Bytes that leave a node in an optimizer step, counted at its card, against closed forms: ours and the papers'.
+"""Bytes that leave a node in an optimizer step, counted at its network card, against closed forms: ours and the
+papers'.
 
-They are in `tools/bench/wire.py`, each beside its paper's section, in M, the bytes of all weights in 16 bits.
+The forms are in `tools/bench/wire.py`, each with its paper's section, in units of M, the bytes of all weights in 16
+bits.
 """
 
 from collections.abc import Callable
@@ -14,14 +16,14 @@ pytestmark = [pytest.mark.netlab, pytest.mark.timeout(900)]
 
 ONCE, MANY = 1, 3
 SMALL, LARGE = (2, 2), (2, 4)
-# Of what a card counts that is headers, acknowledgements and barriers: at most this much.
+# At most this share of a card's bytes is headers, acknowledgements and barriers.
 HEADERS = 0.03
 Measured = Callable[[tuple[int, int]], dict[tuple[str, int], Sent]]
 
 
 @pytest.fixture(scope="session")
 def measured() -> Measured:
-    """Return what every strategy sent in a cluster of a shape; each shape is trained once."""
+    """Return the bytes that every strategy sent in a cluster of a shape; trains each shape once."""
     return cache(lambda shape: measure(*shape, (ONCE, MANY)))
 
 
@@ -45,7 +47,8 @@ def test_what_each_strategy_sends(shape: tuple[int, int], name: str, count: int,
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_microbatches_of_topo_and_mics_send_nothing_between_nodes(shape: tuple[int, int], measured: Measured) -> None:
-    """Weights are gathered and gradients reduced inside a node; only what is done once a step crosses."""
+    """Gathers and the first reduction stay inside a node, so the bytes between nodes do not depend on the
+    microbatches."""
     found = measured(shape)
     inside = [name for name in strategies(*shape) if name.startswith(("topo", "mics", "partition"))]
     assert len(inside) >= 3
@@ -55,7 +58,8 @@ def test_microbatches_of_topo_and_mics_send_nothing_between_nodes(shape: tuple[i
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gathers_across_nodes_first_send_what_mics_says(shape: tuple[int, int], measured: Measured) -> None:
-    """(p - k) M / p and not (p - 1) M / p (section 3.3): two gathers' difference is k - 1 of p parts each."""
+    """A hierarchical gather sends (p - k) M / p instead of (p - 1) M / p (section 3.3); the saving of two gathers is
+    tested."""
     found, (nodes, local) = measured(shape), shape
     saved = found["stage 3, gathers in one ring", ONCE].counted - found["stage 3", ONCE].counted
     assert saved == pytest.approx(2 * (local - 1) / (nodes * local), rel=0.05)
@@ -63,7 +67,8 @@ def test_gathers_across_nodes_first_send_what_mics_says(shape: tuple[int, int], 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_second_hop_sends_half_of_an_all_reduce(shape: tuple[int, int], measured: Measured) -> None:
-    """Beside it, where optimizer states are cut over all ranks, updated weights cross once: (p - k) M / p."""
+    """If optimizer states are sharded over all ranks, the updated weights also cross once, (p - k) M / p; subtract
+    these."""
     found, (nodes, local) = measured(shape), shape
     update = (nodes - 1) / nodes
     second_hop = found[f"partition ({local}, {local}, {nodes * local})", ONCE].counted - update
@@ -72,5 +77,5 @@ def test_the_second_hop_sends_half_of_an_all_reduce(shape: tuple[int, int], meas
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zero_plus_plus_sends_a_quarter_of_zero_3(shape: tuple[int, int], measured: Measured) -> None:
-    """3 M become 0.75 M in a step of one microbatch (ZeRO++, table 1); ours of ZeRO-3 is less than 3 M by a block."""
+    """3 M become 0.75 M in a step of one microbatch (ZeRO++, table 1); our ZeRO-3 sends less than 3 M, by one block."""
     assert measured(shape)["zero++", ONCE].counted == pytest.approx(3 / 4 * Setting(*shape, ONCE).hops, rel=0.05)

@@ -1,4 +1,4 @@
-"""Counts the tensors that come into being while ranks train: the arenas' promise is that after a while none does."""
+"""Count the tensors that are allocated while ranks train: after some steps, buffer pools must allocate none."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,31 +11,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What is smaller is no part of a unit, but a number such as a norm.
+# Smaller tensors are not part of a unit, but numbers such as a norm.
 LEAST_BYTES = 256
 
 
 @dataclass
 class Allocations:
-    """on_lanes: tensors made by jobs on lanes, of any size worth counting. whole: flat ones that the computation made,
-    with as many elements as one of `sizes`, those of whole units."""
+    """on_streams: tensors allocated by jobs on streams, of LEAST_BYTES or more. full: flat tensors that the computation
+    allocated, with as many elements as one of `sizes`, those of full units."""
 
     sizes: frozenset[int] = frozenset()
-    on_lanes: int = 0
-    whole: int = 0
+    on_streams: int = 0
+    full: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what this thread makes, and every job that it hands to a lane."""
+        """Count the allocations of this thread, and of every job that it submits to a stream."""
         submit = ThreadStream.submit
 
-        def counted(lane: ThreadStream, job: Job) -> Ticket:
+        def counted(stream: ThreadStream, job: Job) -> Ticket:
             def watched() -> None:
-                with _Mode(self._made_on_lane):
+                with _Mode(self._made_on_stream):
                     job()
 
-            return submit(lane, watched)
+            return submit(stream, watched)
 
         ThreadStream.submit = counted  # type: ignore[method-assign]
         try:
@@ -44,22 +44,22 @@ class Allocations:
         finally:
             ThreadStream.submit = submit  # type: ignore[method-assign]
 
-    def _made_on_lane(self, tensor: Tensor) -> None:
+    def _made_on_stream(self, tensor: Tensor) -> None:
         if tensor.untyped_storage().nbytes() >= LEAST_BYTES:
             with self._lock:
-                self.on_lanes += 1
+                self.on_streams += 1
 
     def _made(self, tensor: Tensor) -> None:
         if tensor.dim() == 1 and tensor.numel() in self.sizes:
-            self.whole += 1
+            self.full += 1
 
 
 class _Mode(TorchDispatchMode):
-    """Tells of every tensor that an operation returns in memory that none of its arguments is in."""
+    """Calls `made` with every tensor that an operation returns in new memory."""
 
     def __init__(self, made: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._tell = made
+        self._made = made
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +68,7 @@ class _Mode(TorchDispatchMode):
         given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _place(leaf) not in given:
-                self._tell(leaf)
+                self._made(leaf)
         return result
 
 

@@ -1,4 +1,4 @@
-"""One worker for all tests of this folder; cases of as many ranks are trained together, when the first is asked for."""
+"""One worker for all tests of this folder. The first request trains all cases of as many ranks together."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# At the end, so that no folder hides a package of the same name.
+# Append the path, so that no folder hides a package of the same name.
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from harness import Case, Result, Trainer
@@ -20,7 +20,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 @pytest.fixture
 def trained(request: pytest.FixtureRequest, trainer: Trainer) -> Callable[[Case], Result]:
-    """Return the result of a case, once it and all other chosen tests' cases of as many ranks have been trained."""
+    """Return the result of a case, after training it and all other selected cases of as many ranks."""
 
     def result(case: Case) -> Result:
         chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]

@@ -1,8 +1,8 @@
-"""Ranks as srun starts them, one of which comes to harm.
+"""Ranks as srun starts them, with a fault in one of them.
 
-Forked for each line on stdin, as importing takes longer than all else: JSON of {folder, world, port, fault, rank,
-step, arguments}. Each rank runs `llmtrain ARGUMENT...`; its output goes to `FOLDER/rank-R.log`. The answer on stdout
-is a line with the ranks' exit codes and the seconds from the harm to the last one's end.
+Forks the ranks for each line on stdin, because the imports take longer than all else. A line is JSON of {folder, world,
+port, fault, rank, step, arguments}. Each rank runs `llmtrain ARGUMENT...`; its output goes to `FOLDER/rank-R.log`. The
+answer on stdout is a line with the ranks' exit codes and the seconds from the fault to the end of the last rank.
 """
 
 import json
@@ -24,7 +24,7 @@ from llmtrain.training.run import Run
 
 
 def flip(run: Run, name: str) -> None:
-    """Flip a bit of a number in the middle of one unit's states: the lowest one, the next step may round away."""
+    """Flip a bit of a number in the middle of one unit's states; the next step may round away the lowest bit."""
     states = getattr(run.engine.units["blocks.1"], name)
     states.view(torch.int32)[states.numel() // 2].bitwise_xor_(1 << 12)
 
@@ -40,8 +40,8 @@ def crash(run: Run) -> None:
 
 
 def hang_in_write(run: Run) -> None:
-    """Have files be written as on a network file system whose server is gone, from the next checkpoint on."""
-    # Of the one under way the manifest may be left, which is no rank's part.
+    """From the next checkpoint on, make writes hang, as on a network file system that has lost its server."""
+    # The current save may still write its manifest, which is no shard file.
     run.checkpoints.wait()
     DurableFile.write = lambda *given: time.sleep(1000)  # type: ignore[method-assign]
 
@@ -59,12 +59,12 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 
 
 def be_rank(job: dict[str, Any], rank: int) -> int:
-    """Be one rank of a job; return its exit code."""
+    """Run one rank of a job; return its exit code."""
     folder, world, fault, faulty, at = Path(job["folder"]), job["world"], job["fault"], job["rank"], job["step"]
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # Nothing but what srun sets: what torch wants, the ranks are to find out themselves.
+    # Set only srun's variables: the ranks must derive torch's variables themselves.
     place = {"PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": world, "STEP_TASKS_PER_NODE": world}
     os.environ.update({f"SLURM_{name}": str(number) for name, number in place.items()})
     torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def be_rank(job: dict[str, Any], rank: int) -> int:
 
     def harmed(run: Run, step: int) -> train.Passes:
         if run.ranks.rank == faulty and fault == "slow" and step >= at:
-            # As slow hardware is: in what it computes itself.
+            # Simulate slow hardware, which slows only this rank's own computation.
             run.executor._stages[0].forward = slowed(run.executor._stages[0].forward)  # type: ignore[method-assign]
         elif run.ranks.rank == faulty and step == at:
             (folder / "harmed").write_text(str(time.time()))
@@ -111,7 +111,7 @@ def forked(job: dict[str, Any], rank: int) -> int:
 
 
 def serve() -> None:
-    """Run jobs until stdin ends."""
+    """Serve jobs until stdin ends."""
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
     os.environ["MASTER_ADDR"] = "localhost"
     for line in sys.stdin:

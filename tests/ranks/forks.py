@@ -1,4 +1,4 @@
-"""Programs whose process forks the ranks of a test: the program's side, and the side of the test that starts it."""
+"""Programs that fork the ranks of a test: the program's part, and the test's part, which starts it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
-    """Run `rank_main` as every rank, each in a process of its own, and return 0 if all have ended well."""
+    """Run `rank_main` as every rank, each in a process of its own, and return 0 if all succeed."""
     pids = []
     for rank in range(world):
         pids.append(os.fork())
@@ -27,7 +27,7 @@ def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
 
 
 def answers(program: str, world: int, folder: Path, timeout: float = 300) -> list[Any]:
-    """Run `program WORLD FOLDER` of this folder, and return what each rank wrote into `rank-N.json` there."""
+    """Run `program WORLD FOLDER` of this folder, and return the content of each rank's `rank-N.json` in that folder."""
     command = [sys.executable, str(Path(__file__).with_name(program)), str(world), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)

@@ -1,4 +1,4 @@
-"""Trains cases on forked ranks, all of one number of ranks together, and reads back what became of them."""
+"""Trains cases on forked ranks, all cases of one number of ranks together, and reads back their results."""
 
 import json
 import os
@@ -19,7 +19,8 @@ from tiny import Curve, curve, write_corpus
 
 from tools.ports import free_ports
 
-# The batch is shared evenly, in 1 or 4 microbatches, by 1, 2, 4, 6 and 8 ranks; the validation samples are not.
+# 1, 2, 4, 6 and 8 ranks share the batch evenly, in 1 or 4 microbatches; they do not share the validation samples
+# evenly.
 BATCH, STEPS = 96, 20
 RECIPE = """
 model: {{family: llama, layers: 3, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 61}}
@@ -76,7 +77,7 @@ class Case:
 
 @dataclass
 class Trainer:
-    """A worker that trains cases in `folder`; `failed` holds what was printed by those that did not end."""
+    """A worker that trains cases in `folder`. failed: the output of cases that did not succeed."""
 
     folder: Path
     failed: dict[Case, str] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class Trainer:
         self._worker.communicate()
 
     def train(self, cases: Sequence[Case]) -> None:
-        """Train those cases that have not been trained, and their references; where one fails, the others go on."""
+        """Train the cases that have not been trained, and their references; a failed case does not stop the others."""
         by_world: dict[int, list[Case]] = defaultdict(list)
         for case in dict.fromkeys([case.reference for case in cases] + list(cases)):
             if not self._done(case) and case not in self.failed:
@@ -118,17 +119,17 @@ class Trainer:
         return codes
 
     def printed(self, world: int) -> str:
-        """Return the end of what each rank of the last job printed."""
+        """Return the last lines that each rank of the last job printed."""
         logs = [(rank, (self.folder / f"rank-{rank}.log").read_text()[-3000:]) for rank in range(world)]
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in logs)
 
     def result(self, case: Case) -> "Result":
-        """Return what became of a case that was trained."""
+        """Return the result of a trained case."""
         assert case not in self.failed, self.failed[case]
         return Result(self.folder / "runs" / case.name)
 
     def forget(self, case: Case) -> None:
-        """Have a case trained anew."""
+        """Train a case again."""
         shutil.rmtree(self.folder / "runs" / case.name, ignore_errors=True)
 
     def _done(self, case: Case) -> bool:
@@ -153,7 +154,7 @@ class Result:
         return curve(self.folder)
 
     def notes(self, name: str) -> list[list[int]]:
-        """What each rank noted of its engine after each step."""
+        """What each rank recorded of its engine after each step."""
         paths = sorted(self.folder.glob("rank-*.json"))
         return [json.loads(path.read_text())[name] for path in paths]
 
@@ -167,11 +168,11 @@ class Result:
 
 
 def resumed(case: Case, source: Result, step: int) -> Case:
-    """Return `case` as it goes on from a checkpoint of another run."""
+    """Return `case` resumed from a checkpoint of another run."""
     return replace(case, keys=(*case.keys, f"checkpoint.resume={source.folder}/checkpoints/step-{step:08d}"))
 
 
 def worst_difference(ours: dict[Any, Any], theirs: dict[Any, Any]) -> tuple[float, Any]:
-    """Return the largest relative difference of losses or, in the norm, of tensors, and where it is."""
+    """Return the largest relative difference of losses or of tensors' norms, and its place."""
     assert ours.keys() == theirs.keys()
     return max((float(np.linalg.norm(ours[key] - value) / np.linalg.norm(value)), key) for key, value in theirs.items())

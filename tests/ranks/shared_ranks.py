@@ -1,6 +1,6 @@
-"""Ranks of one machine that tell each other things through shared memory, and through gloo for comparison.
+"""Ranks of one machine that communicate through shared memory, and through gloo for comparison.
 
-`shared_ranks.py WORLD FOLDER` writes what each rank found into `rank-N.json` there.
+`shared_ranks.py WORLD FOLDER` writes each rank's results into `rank-N.json` in that folder.
 """
 
 import json
@@ -87,9 +87,9 @@ def reduce(
 
 
 def operations(ours: shared.SharedMemoryCollectives, under_way: int, late: random.Random) -> dict[str, bool]:
-    """Do many of each kind, of all sizes around a slot's; ranks come to each at times of their own.
+    """Run many collectives of each kind, with sizes around a slot's; the ranks start each one at different times.
 
-    under_way: collectives that are started before the first of them is waited for.
+    under_way: number of collectives to start before waiting for the first of them.
     """
     kinds: dict[str, Callable[[torch.Tensor], Answer]] = {
         "gather": lambda own: gather(ours, own),
@@ -103,12 +103,12 @@ def operations(ours: shared.SharedMemoryCollectives, under_way: int, late: rando
         "sum of 16 bit": lambda own: total(ours, own.to(NARROW)),
         "sum of 64 bit": lambda own: total(ours, own.double()),
     }
-    # Alike on all ranks, but for what they hold and when they come.
-    alike, held = random.Random(0), torch.Generator().manual_seed(dist.get_rank())
+    # These are equal on all ranks; values and start times differ.
+    common, held = random.Random(0), torch.Generator().manual_seed(dist.get_rank())
     right = dict.fromkeys(kinds, True)
     started: deque[tuple[str, Answer]] = deque()
     for _ in range(OPERATIONS):
-        name, size = alike.choice(list(kinds)), alike.choice([1, 31, 1024, 1025, 3000, 9999])
+        name, size = common.choice(list(kinds)), common.choice([1, 31, 1024, 1025, 3000, 9999])
         own = torch.rand(size, generator=held) * 10
         if late.random() < 0.2:
             time.sleep(late.random() * 0.005)

@@ -1,4 +1,4 @@
-"""The small models that tensor-parallel ranks train. No other imports than ranks and tests both need."""
+"""The small models that tensor-parallel ranks train. Imports only what ranks and tests both need."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 BATCH, SEQUENCE, STEPS = 3, 12, 5
 Figures = dict[str, Any]
-# Blocks recomputed together, and whether products of weights are put off.
+# Blocks recomputed together, and whether weight gradients are deferred.
 VARIANTS = {"plain": (0, False), "recomputed": (1, False), "deferred": (0, True), "both": (2, True)}
 
 _GPT2 = GPTConfig(
@@ -25,7 +25,7 @@ _CONFIGS = {
     "llama tied": replace(_LLAMA, tie_embeddings=True),
     "neox": _NEOX,
 }
-# Of more ranks than there are cores here, fewer models.
+# Train fewer models on more ranks than there are cores.
 CASES = {2: tuple(_CONFIGS), 4: ("gpt2", "llama")}
 
 
@@ -35,7 +35,7 @@ def config_of(name: str) -> GPTConfig:
 
 
 def tokens(config: GPTConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Return a step's inputs and targets, `[BATCH, SEQUENCE]`, of which a model can learn something."""
+    """Return a step's inputs and targets, `[BATCH, SEQUENCE]`, with a pattern that a model can learn."""
     random = torch.Generator().manual_seed(step % 2)
     rows = (torch.randint(1, 4, (BATCH, SEQUENCE + 1), generator=random).cumsum(1) * 7) % config.vocab
     return rows[:, :-1], rows[:, 1:]

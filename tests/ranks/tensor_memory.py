@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def kept_bytes(forward: Callable[[], object], others: Sequence[Tensor]) -> int:
-    """Return the bytes of memory that autograd keeps of a forward pass; memory shared with `others` is left out."""
+    """Return the bytes that autograd saves in a forward pass, without memory that is shared with `others`."""
     skipped = {tensor.untyped_storage().data_ptr() for tensor in others}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()
         if place not in skipped:
-            # Held, so that no later tensor takes its place.
+            # Hold the tensors, so that no later one gets the same memory.
             kept[place] = tensor.detach()
         return tensor
 

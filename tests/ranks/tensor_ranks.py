@@ -1,5 +1,7 @@
-"""Tensor-parallel ranks for tests: `tensor_ranks.py WORLD FOLDER` forks ranks that train small models beside the plain
-one, and writes what each found to `FOLDER/rank-R.json`: {figure: number or list}, named after what was done.
+"""Tensor-parallel ranks for tests.
+
+`tensor_ranks.py WORLD FOLDER` forks ranks that train small models and the plain model beside them, and writes each
+rank's results to `FOLDER/rank-R.json`: {figure: number or list}, named after the check.
 """
 
 import json
@@ -34,14 +36,14 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Built:
-    """A model with its units; `mesh` cuts it."""
+    """A model with its units, sharded over `mesh`."""
 
     model: GPT
     units: list[ShardedUnit]
     mesh: TensorMesh
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return every canonical tensor's gradient, those of tensors left whole summed as a reducer would."""
+        """Return every canonical tensor's gradient; sums those of TP-replicated tensors, as a reducer would."""
         found = {}
         for unit in self.units:
             flat = torch.cat([parameter.grad.flatten() for parameter in unit.parameters if parameter.grad is not None])
@@ -52,7 +54,7 @@ class Built:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what this rank holds of every canonical tensor."""
+        """Return this rank's part of every canonical tensor."""
         return {name: held for unit in self.units for name, held in named(unit.spec, unit.weight).items()}
 
     def put_gradients(self) -> None:
@@ -65,7 +67,7 @@ class Built:
 
 
 def named(spec: UnitSpec, flat: Tensor) -> dict[str, Tensor]:
-    """Cut a unit's flat buffer into its canonical tensors."""
+    """Split a unit's flat buffer into its canonical tensors."""
     ends = zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False)
     return {tensor.name: flat[start:end] for tensor, start, end in ends}
 
@@ -110,13 +112,13 @@ def train(built: Built, adam: bool) -> list[float]:
 
 
 def difference(ours: Built, theirs: Built, what: str, together: bool = False) -> float:
-    """Return the largest relative difference, in the norm, of a tensor's gradient or weight from the plain model's, or
-    that of all of them together."""
+    """Return the largest relative difference, in the norm, of a tensor's gradient or weight from the plain model's;
+    `together`: the difference of all tensors as one vector."""
     mine, whole, differences, sizes = getattr(ours, what)(), getattr(theirs, what)(), [], []
     for tensor in (tensor for unit in ours.units for tensor in unit.spec.tensors):
         expected = whole[tensor.name][tensor.held[0] : tensor.held[1]]
         differences.append((mine[tensor.name] - expected).norm())
-        # Keys' biases move all scores of a query alike: their gradients are zero but for rounding.
+        # Keys' biases move all scores of a query equally, so their gradients are zero except for rounding.
         sizes.append(
             expected.norm() if ".k.bias" not in tensor.name else whole[tensor.name.replace(".k.", ".q.")].norm()
         )
@@ -126,7 +128,7 @@ def difference(ours: Built, theirs: Built, what: str, together: bool = False) ->
 
 
 def parity(name: str, mesh: TensorMesh, figures: Figures) -> None:
-    """One forward and backward pass, then steps of two optimizers, against the plain model."""
+    """Compare one forward and backward pass, then steps of two optimizers, with the plain model."""
     config = config_of(name)
     x, y = tokens(config, 0)
     plain = build(config, TensorMesh(), torch.float32)
@@ -152,12 +154,12 @@ def parity(name: str, mesh: TensorMesh, figures: Figures) -> None:
         figures[f"falls {optimizer}"] = (losses := train(plain, optimizer == "adamw"))[0] - losses[-1]
         pairs = zip(train(ours, optimizer == "adamw"), losses, strict=True)
         figures[f"losses {optimizer}"] = max(abs(a / b - 1) for a, b in pairs)
-        # AdamW divides each gradient by its own size, and moves a weight as far for one that is zero but for rounding.
+        # AdamW divides each gradient by its own size, so it moves a weight as far for a gradient that is only rounding.
         figures[f"weights {optimizer}"] = difference(ours, plain, "weights", together=optimizer == "adamw")
 
 
 def half_precision(mesh: TensorMesh, figures: Figures) -> None:
-    """Losses in bf16."""
+    """Compare losses in bf16."""
     config = config_of("llama")
     plain, ours = (build(config, each, torch.bfloat16) for each in (TensorMesh(), mesh))
     pairs = zip(train(ours, False), train(plain, False), strict=True)
@@ -165,12 +167,12 @@ def half_precision(mesh: TensorMesh, figures: Figures) -> None:
 
 
 def dropout(mesh: TensorMesh, figures: Figures) -> None:
-    """What ranks drop: `residual` where they share tokens, and in their heads."""
+    """Record the elements that ranks drop: `residual`, where they share tokens, and in their heads."""
     config = replace(config_of("gpt2"), dropout=0.3)
     ours = build(config, mesh, torch.float32, recompute=1)
     x, y = tokens(config, 0)
     attention, seen = ours.model.blocks["0"].attention, []
-    # Values that are all alike: what comes out shows what was dropped, and nothing else.
+    # With equal values, the output shows only what was dropped.
     attention.qkv.weight.data.zero_()
     attention.qkv.bias.data.fill_(1.0)
     attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().clone()))
@@ -184,7 +186,7 @@ def dropout(mesh: TensorMesh, figures: Figures) -> None:
 
 
 def memory(mesh: TensorMesh, figures: Figures) -> None:
-    """Bytes that a forward pass keeps for the backward pass, at two depths."""
+    """Record the bytes that a forward pass saves for the backward pass, at two depths."""
     for name in CASES[mesh.degree]:
         for layers in (1, 3):
             config = replace(config_of(name), layers=layers)
@@ -196,7 +198,7 @@ def memory(mesh: TensorMesh, figures: Figures) -> None:
 
 
 def traffic(mesh: TensorMesh, figures: Figures) -> None:
-    """Bytes that the meter was told of in one forward and backward pass of a model with one layer."""
+    """Record the bytes that the meter counts in one forward and backward pass of a model with one layer."""
     calls: list[Traffic] = []
     config = replace(config_of("gpt2"), layers=1)
     ours = build(config, replace(mesh, count=calls.extend, tier="node"), torch.float32)

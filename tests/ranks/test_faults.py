@@ -1,4 +1,5 @@
-"""Ranks as srun starts them, of which one comes to harm: the rest stop in time, and one sentence says why."""
+"""Ranks as srun starts them, with a fault in one of them: the others stop in time, and one sentence gives the
+reason."""
 
 import json
 import os
@@ -27,14 +28,14 @@ logging: {{every: 1, dir: {folder}/runs}}
 """
 TIMEOUT = 8
 SOAK = pytest.mark.soak
-# What it may take beyond the stated time until a process is gone, on a busy machine.
+# Further seconds that a busy machine may take until a process has ended.
 MARGIN = 4
 HOST = re.escape(socket.gethostname())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How ranks ended. seconds: since the harm was done."""
+    """How ranks ended. seconds: since the fault."""
 
     codes: list[int]
     seconds: float
@@ -43,12 +44,12 @@ class Ended:
 
     @property
     def sentences(self) -> list[str]:
-        """What was said, by all ranks together."""
+        """The output of all ranks together."""
         return [line for text in self.output for line in text.splitlines() if line.startswith("llmtrain:")]
 
 
 class Patient:
-    """A worker whose ranks come to harm."""
+    """A worker whose ranks suffer faults."""
 
     def __init__(self, folder: Path) -> None:
         write_corpus(folder / "set", 300, 61)
@@ -61,7 +62,7 @@ class Patient:
         )  # fmt: skip
 
     def harmed(self, world: int, fault: str, rank: int, *overrides: str, step: int = 5) -> Ended:
-        """Train the tiny recipe, and harm a rank before it computes the step after `step`."""
+        """Train the tiny recipe, and cause a fault in a rank before it computes the step after `step`."""
         self._count += 1
         name = f"run-{self._count}"
         place = self._folder / name
@@ -108,7 +109,7 @@ def test_a_flipped_bit(
 ) -> None:
     ended = patient.harmed(world, fault, rank, *overrides)
     if said is None:
-        # A state of which there is one copy cannot be compared.
+        # A state without a second copy cannot be compared.
         assert ended.codes == [0] * world, ended.output
         return
     assert ended.codes == [1] * world, ended.output
@@ -191,7 +192,7 @@ def test_a_disk_that_is_lost_to_the_only_rank(patient: Patient) -> None:
     assert re.search(
         rf"the run waits for rank 0 on {HOST}, which stopped after step \d+, in writing its part of a", sentence
     )
-    # The save that hangs is waited for when the next one is due, some steps later.
+    # The next save, some steps later, waits for the one that hangs.
     assert ended.seconds < TIMEOUT + MARGIN
 
 
@@ -208,7 +209,7 @@ def test_a_straggler_is_named(patient: Patient) -> None:
     ended = patient.harmed(4, "slow", 2, step=3)
     assert ended.codes == [0] * 4, ended.output
     warnings = [line for line in ended.output[0].splitlines() if "warning: rank" in line]
-    # What else runs on this machine may slow another rank for a step, and have it named before.
+    # Other processes on this machine may slow another rank for a step, which is then named first.
     named = rf"warning: rank 2 on {HOST} computes [\d.]+ times as long as ranks with the same work"
     assert any(re.fullmatch(named, warning) for warning in warnings), warnings
     rows = [json.loads(line) for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""However the model itself is cut among ranks, what comes out is what a single process trains."""
+"""Any grid of tensor, pipeline and data parallelism trains the same model as a single process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,11 +10,11 @@ from strategies import INT4, INT8, SECOND
 from test_parity import check, settled
 
 Trained = Callable[[Case], Result]
-# Whichever test comes first has the cases of all trained.
+# The first test trains the cases of all tests.
 pytestmark = pytest.mark.timeout(3600)
 MODELS = {
     "llama": ("model.layers=8", "model.kv_heads=4"),
-    # At the harness's rate of 1e-2 two programs of one process, both fp32, end up to 2e-5 apart.
+    # At the harness's rate of 1e-2, two single-process programs in fp32 end up to 2e-5 apart.
     "gpt2": ("model.layers=8", "model.family=gpt2", "model.kv_heads=4", "optimizer.lr=3.0e-3"),
     "neox": ("model.layers=8", "model.family=neox", "model.kv_heads=4"),
 }
@@ -52,7 +52,7 @@ def grid(
 
 
 def every() -> Iterator[Case]:
-    """Yield every grid with every schedule, family, and with and without sequence parallelism."""
+    """Yield every grid with every schedule and family, with and without sequence parallelism."""
     for tensor, pipeline, data in GRIDS:
         schedules = SCHEDULES if pipeline > 1 else ("1f1b",)
         for schedule, family, sequence in product(schedules, MODELS, (False, True)):
@@ -61,11 +61,11 @@ def every() -> Iterator[Case]:
 
 
 def every_zero() -> Iterator[tuple[Case, bool]]:
-    """Yield ways to spread model states inside of grids, and whether they quantize."""
+    """Yield ways to shard model states inside grids, and whether they quantize."""
     for (tensor, pipeline, data), (keys, quantized) in product(GRIDS, ZERO.items()):
         for schedule in SCHEDULES if pipeline > 1 else ("1f1b",):
             if data > 1 and tensor * pipeline > 1:
-                # Neighbours of two along the data axis, where it is longer.
+                # Put two neighbours of the data axis in a node, if the axis is longer.
                 node = 2 * tensor if data > 2 else 0
                 yield grid(tensor, pipeline, data, *keys, schedule=schedule, sequence=tensor > 1, node=node), quantized
 
@@ -90,7 +90,7 @@ COVERING = [
     pytest.param(grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True), marks=pytest.mark.soak),
     grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
     *SPLITS[1:4:2],
-    # More blocks of cut weights in a stage than a plain backward pass has whole at once.
+    # A stage has more blocks of sharded weights than a plain backward pass holds gathered at once.
     replace(grid(1, 2, 2, "zero.stage=3", schedule="zero-bubble"), base=("model.layers=10", "model.kv_heads=4")),
 ]
 
@@ -100,12 +100,12 @@ def test_grids(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
 
-# What is quantized inside of grids, with and without sequence parallelism, and where the data axis has tiers: in nodes
-# of twice the tensor degree, two of its ranks are neighbours.
+# Quantization inside grids, with and without sequence parallelism, and with tiers on the data axis: in nodes of twice
+# the tensor degree, two ranks of the data axis are neighbours.
 QUANTIZED = [
     grid(2, 2, 2, "zero.preset=zero++", sequence=True),
     grid(2, 1, 2, "zero.preset=zero++"),
-    # 61 ids and biases that fill no block: what tensor-parallel ranks share lies elsewhere in the blocks of each.
+    # With 61 ids and partial blocks of biases, TP-replicated parameters have another place in the blocks of each rank.
     grid(2, 1, 2, "zero.stage=1", INT8, "train.compare_every=1", family="gpt2"),
     *(
         pytest.param(case, marks=pytest.mark.soak)
@@ -144,7 +144,7 @@ WHOLE = grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble")
 OTHERS = [grid(1, 4, 2, "zero.stage=3"), grid(4, 1, 1), Case(1, (), MODELS["llama"], accumulation=4)]
 
 
-# There and back are in turns, and the rest in the soak.
+# Each kind is tested in one of the directions here, and in both in the soak.
 PAIRS = [(WHOLE, OTHERS[0]), (OTHERS[1], WHOLE), (WHOLE, OTHERS[2])]
 PAIRS += [pytest.param(target, source, marks=pytest.mark.soak) for source, target in PAIRS]
 

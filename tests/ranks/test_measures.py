@@ -1,4 +1,4 @@
-"""What runs report of memory and traffic, against formulas: the cases are those of the parity tests."""
+"""Reported memory and traffic against formulas, in the cases of the parity tests."""
 
 from collections.abc import Callable
 
@@ -30,12 +30,12 @@ def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
 
 
 def packed(numel: int, bits: int) -> int:
-    """Bytes of so many elements with an fp32 scale for each block; of 32 bits, there is none."""
+    """Return the bytes of `numel` elements with an fp32 scale for each block, and without scales for 32 bits."""
     return numel * bits // 8 + (4 * -(-numel // BLOCK) if bits < 32 else 0)
 
 
 def widths(recipe: Recipe) -> tuple[int, int, int]:
-    """Bits of weights, secondary copy and gradients."""
+    """Return the bits of weights, secondary copy and gradients."""
     quantize = recipe.quantize
     return tuple(
         {"none": 32, "int8": 8, "int4": 4}[str(kind)]
@@ -45,7 +45,8 @@ def widths(recipe: Recipe) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
-    """ZeRO, section 5, in fp32: 4 bytes for weights, 4 for gradients, 8 for moments; masters only if unlike weights."""
+    """ZeRO, section 5, in fp32: 4 bytes for weights, 4 for gradients, 8 for moments; separate masters only if they
+    differ from the weights."""
     result = trained(case)
     recipe, degrees, units = facts(result)
     own = 4 if recipe.quantize.weights == "int8" and degrees.optimizer != degrees.weights else 0
@@ -79,23 +80,23 @@ COUNTED = [
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
 def test_no_buffer_comes_into_being_after_the_second_step(case: Case, trained: Trained) -> None:
-    """Neither on the lanes, where all transport is, nor as large as a unit where the model computes."""
+    """Streams, which run all transport, allocate nothing, and the computation allocates nothing as large as a unit."""
     result = trained(case)
-    for on_lanes, whole in zip(result.notes("on_lanes"), result.notes("whole"), strict=True):
-        assert len(on_lanes) == 6
-        # The first step makes the lanes' buffers, and shows that they are counted.
-        assert on_lanes[0] > 0
-        assert set(on_lanes[2:]) == {0}
-        assert set(whole[2:]) == {0}
+    for on_streams, full in zip(result.notes("on_streams"), result.notes("full"), strict=True):
+        assert len(on_streams) == 6
+        # The first step allocates the streams' buffers, which shows that the count works.
+        assert on_streams[0] > 0
+        assert set(on_streams[2:]) == {0}
+        assert set(full[2:]) == {0}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_traffic(case: Case, trained: Trained) -> None:
-    """What is gathered and reduced in each microbatch, and once a step.
+    """Gathers and reductions of each microbatch and of each step.
 
-    Where passes turn, the next two units to compute are still there: of the embedding (whose backward pass needs no
-    weights), three blocks and the head, the last two going back, and the first block going on to the next microbatch.
-    Not so beside a packed second copy.
+    The units are the embedding (whose backward pass needs no weights), three blocks and the head. When a backward pass
+    begins, the last two units are still gathered; when the next microbatch begins, the first block still is. With a
+    quantized secondary copy, every pass gathers all its units.
     """
     result = trained(case)
     recipe, degrees, units = facts(result)
@@ -105,7 +106,7 @@ def test_traffic(case: Case, trained: Trained) -> None:
         forward[1], backward[3:] = 1, [0, 0]
     expected = 0
     for padded, ahead, back in zip(units, forward, backward, strict=True):
-        # Over several hops packed numbers are packed anew: a scale more for each block begun.
+        # Each further hop packs the numbers again, with a scale more for each partial block.
         expected += case.accumulation * received(padded, 1, degrees.gradients, gradients)
         expected += received(padded, degrees.gradients, degrees.optimizer, gradients)
         expected += received(padded, degrees.optimizer, degrees.ranks, gradients)
@@ -113,7 +114,7 @@ def test_traffic(case: Case, trained: Trained) -> None:
         expected += received(padded, degrees.weights, degrees.optimizer, weights)
         once = received(padded, 1, degrees.weights, weights)
         again = received(padded, 1, degrees.secondary, second) if degrees.secondary else once
-        # Forward passes after the first take the second copy where it is no farther away.
+        # Forward passes after the first use the secondary copy if it is at least as near.
         later = again if degrees.secondary <= degrees.weights else once
         expected += once + (ahead - 1) * later + back * again
     for row in result.rows[2:]:
@@ -126,12 +127,13 @@ def test_traffic(case: Case, trained: Trained) -> None:
 
 
 def received(padded: int, inner: int, outer: int, bits: int) -> int:
-    """Bytes to gather a state cut `outer` ways until it is cut `inner` ways, or to reduce the other way."""
+    """Return the bytes to gather a state from `outer` shards to `inner` shards, or to reduce in the other direction."""
     return (outer // inner - 1) * packed(padded // outer, bits)
 
 
 def test_topo_sends_no_weights_between_nodes_but_the_update(trained: Trained) -> None:
-    """Zero-topo, tables VII and VIII: gathers and the first hop stay inside; the second and the update cross."""
+    """ZeRO-topo, tables VII and VIII: gathers and the first hop stay inside a node; the second hop and the update
+    cross."""
     result = trained(Case(4, ("zero.preset=topo",), node=2, accumulation=4))
     _, degrees, units = facts(result)
     assert degrees == Degrees(4, 2, 2, 4, 2)
@@ -142,7 +144,7 @@ def test_topo_sends_no_weights_between_nodes_but_the_update(trained: Trained) ->
 
 
 def test_mics_sends_no_weights_between_nodes(trained: Trained) -> None:
-    """Each gradient shard is reduced and gathered once a step over the two nodes that hold it, and nothing else."""
+    """Each gradient shard is reduced and gathered once a step over the two nodes that hold it; nothing else crosses."""
     result = trained(Case(4, ("zero.preset=mics",), node=2, accumulation=4))
     _, degrees, units = facts(result)
     assert degrees == Degrees(4, 2, 2, 2)

@@ -1,4 +1,4 @@
-"""Messages between stages that go over MPI carry what torch's do."""
+"""Messages between stages over MPI have the same content as torch's."""
 
 import json
 import os
@@ -29,7 +29,7 @@ EVERY = [
 @pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.soak)], ids=["few", "every"])
 @pytest.mark.timeout(900)
 def test_messages_over_mpi(cases: list[Case], trainer: Trainer) -> None:
-    """All in one test: starting ranks is what takes the time."""
+    """One test runs all cases, because starting ranks takes most of the time."""
     job = {"cases": [case.job(trainer.recipe) for case in cases]}
     ranks = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable]
     started = subprocess.run(

@@ -1,4 +1,4 @@
-"""However model states are spread, the model that comes out is the one that a single process trains."""
+"""Any sharding of model states trains the same model as a single process."""
 
 from collections.abc import Callable
 from itertools import product
@@ -23,8 +23,8 @@ def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> 
 
 
 def settled(result: Result) -> dict[str, torch.Tensor]:
-    """Every weight but the keys' biases: one moves all scores of a query alike, so its gradient is nothing but
-    rounding, which AdamW makes as large as any other."""
+    """Return every weight but the keys' biases: such a bias moves all scores of a query equally, so its gradient is
+    only rounding, which AdamW makes as large as any other."""
     return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
 
 
@@ -36,7 +36,7 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_compiled_blocks(trained: Trained) -> None:
-    """torch.compile's own code gets its weights gathered in time, forward and backward."""
+    """The weights of torch.compile's code are gathered in time, forward and backward."""
     check(trained, Case(2, ("zero.stage=3", "train.compile=true"), accumulation=4), False)
 
 

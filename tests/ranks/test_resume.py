@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy goes on at any other, and at its own bit by bit."""
+"""A checkpoint of any strategy resumes at any other, and at its own bit-exactly."""
 
 from collections.abc import Callable
 from itertools import pairwise, permutations
@@ -20,15 +20,15 @@ STRATEGIES = [
     Case(4, ("zero.stage=3", "zero.secondary=2"), node=2),
     Case(1),
 ]
-# What these round differs from degree to degree, but not from run to run.
+# The rounding of these differs from degree to degree, but not from run to run.
 QUANTIZED = [
     Case(4, ("zero.preset=zero++",), node=2),
     Case(4, ("zero.preset=topo",), node=2),
-    # Evaluated before it is saved, which a run that goes on is not.
+    # The first run evaluates before this save, and the resumed run does not.
     Case(4, ("zero.preset=topo", f"train.eval_every={HALF}"), node=2),
     Case(4, (PARTITION.format(2, 2, 4), "zero.secondary=4", "quantize.secondary=int8"), node=2, accumulation=4),
 ]
-# Each is once where a run comes from, and once where it goes on.
+# Each case is the origin once, and resumes another one's checkpoint once.
 CHAIN = [*pairwise(STRATEGIES), (STRATEGIES[-1], STRATEGIES[0])]
 PAIRS = [pair for pair in permutations(STRATEGIES, 2) if pair not in CHAIN]
 

@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one machine carries what gloo would, at 2 and at 3 ranks."""
+"""Shared memory between the ranks of one machine gives gloo's results, at 2 and at 3 ranks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +11,7 @@ Found = Callable[[int], list[dict[str, object]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Return what each of so many ranks found."""
+    """Return what each of `world` ranks found."""
 
     @cache
     def run(world: int) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks compute what one process does: each case against the plain model, at 2 and at 4 ranks."""
+"""Tensor-parallel ranks compute what one process computes: each case against the plain model, at 2 and at 4 ranks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +9,7 @@ from tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
 from tensor_memory import block_bytes
 
 KINDS, EACH = ("tensor", "sequence"), [(world, name) for world, names in CASES.items() for name in names]
-# Rank by rank: what was done, and what was found.
+# By rank: the figure's name, and its value.
 Found = Callable[[int], list[dict[str, Figures]]]
 
 
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world", "name"), EACH)
 def test_parity(world: int, name: str, kind: str, found: Found) -> None:
-    """Logits, gradients, and losses and weights of several steps, in fp32; 61 tokens are shared unevenly."""
+    """Logits, gradients, losses and weights of several steps in fp32; the ranks share 61 tokens unevenly."""
     for rank in found(world):
         figures = rank[f"{name} {kind}"]
         for variant in VARIANTS:
@@ -39,7 +39,7 @@ def test_parity(world: int, name: str, kind: str, found: Found) -> None:
 
 @pytest.mark.parametrize("name", CASES[2])
 def test_products_of_weights_are_put_off(name: str, found: Found) -> None:
-    """No gradient of what a block multiplies with, and adds to what it shares out, comes with the backward pass."""
+    """The backward pass defers the gradients of a block's matrices and of its column-parallel layers' biases."""
     config = config_of(name)
     a_block = 4 if config.family == "llama" else 6
     assert {rank[f"{name} tensor"]["put off"] for rank in found(2)} == {config.layers * a_block}
@@ -52,7 +52,8 @@ def test_half_precision(kind: str, found: Found) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout(kind: str, found: Found) -> None:
-    """Ranks that hold the same tokens drop the same of them; each drops what it will in its own heads."""
+    """Ranks that hold the same tokens drop the same elements of them; each rank drops independently in its own
+    heads."""
     first, second = (rank[f"dropout {kind}"] for rank in found(2))
     assert first["recomputed alike"] == second["recomputed alike"] == 0.0
     assert first["in heads"] != second["in heads"]
@@ -63,7 +64,7 @@ def test_dropout(kind: str, found: Found) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world", "name"), EACH)
 def test_kept_activations(world: int, name: str, kind: str, found: Found) -> None:
-    """The last rank keeps of a block what the formula says, to the byte."""
+    """The last rank saves as many bytes of a block as the formula gives, exactly."""
     figures = found(world)[-1][f"memory {kind}"]
     measured = (figures[f"kept {name} 3"] - figures[f"kept {name} 1"]) / 2
     assert measured == block_bytes(config_of(name), BATCH, SEQUENCE, world, kind == "sequence")
@@ -72,15 +73,16 @@ def test_kept_activations(world: int, name: str, kind: str, found: Found) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", CASES)
 def test_traffic(world: int, kind: str, found: Found) -> None:
-    """One all-reduce, or as much of all-gather and reduce-scatter, for each end of a product, the vocabulary's too."""
+    """Each end of a product, also of the vocabulary's, takes one all-reduce, or an all-gather and a reduce-scatter."""
     size = 4 * BATCH * SEQUENCE * config_of("gpt2").hidden
     part = size // world * (world - 1)
     if kind == "tensor":
-        # Embedding, attention and MLP forward; MLP, attention and the head's product backward. They are small, so each
-        # rank sends all of its part of the sum to the others.
+        # Embedding, attention and MLP in the forward pass; MLP, attention and the head in the backward pass. They are
+        # small, so each rank sends its entire part of the sum to the others.
         expected = [f"all_reduce {size} {world * part}"] * 6
     else:
-        # Forward 3 of each; backward one more gather for the inputs of each column-parallel product, kept sharded.
+        # Forward: 3 of each. Backward: one more gather of each column-parallel product's inputs, which are saved
+        # sharded.
         expected = [f"all_gather {size} {part}"] * 8 + [f"reduce_scatter {size} {part}"] * 6
     for rank in found(world):
         assert sorted(rank[f"traffic {kind}"]["calls"]) == expected

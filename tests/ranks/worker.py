@@ -1,8 +1,8 @@
-"""Ranks for tests: imports the trainer once, then forks as many ranks as each job wants and has them train its cases.
+"""Ranks for tests: imports the trainer once, then forks the ranks of each job, which train its cases.
 
 A job is a line on stdin, JSON of {world, port, folder, cases: [{recipe, overrides, ranks_per_node}]}; the answer on
-stdout is a line with the exit codes of its ranks. What a rank prints goes to `folder/rank-R.log`; what it noted of a
-case's engine goes to `rank-R.json` in the run's folder.
+stdout is a line with the exit codes of its ranks. A rank's output goes to `folder/rank-R.log`; its notes on a case's
+engine go to `rank-R.json` in the run's folder.
 """
 
 import gc
@@ -32,27 +32,27 @@ from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run
 
-# How long the other ranks have to end once one has failed, in seconds.
+# Seconds for the other ranks to end after one has failed.
 GRACE = 20
-# How long a job may take per case, in seconds.
+# Seconds that a job may take per case.
 LIMIT = 120
 
 
 def run_case(case: dict[str, Any], ranks: Ranks) -> None:
-    """Train one recipe to its last step; collective."""
+    """Train one recipe to its last step. Collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
     notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
     loop.train_step = noting(notes)  # type: ignore[assignment]
     if case["counted"]:
-        notes |= {"on_lanes": [], "whole": []}
+        notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
     loop.train(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), [])
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 
 def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
-    """Return a train step that notes afterwards what the engine holds."""
+    """Return a train step that then records the sizes that the engine holds."""
 
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
@@ -64,23 +64,23 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
 
 
 def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a train step that notes how many tensors of units' sizes, or on lanes, came into being in it."""
+    """Return a train step that records how many unit-sized tensors, and tensors on streams, it allocated."""
 
     def counted(run: Run, number: int) -> bool:
         found = Allocations(frozenset(unit.ranges.padded for unit in run.engine.units.values()))
         with found.counting():
             stopping = step(run, number)
-            # What the step left to do is counted with it.
+            # Count the work that the step has left for later too.
             run.engine.weights.finish_updates()
-        notes["on_lanes"].append(found.on_lanes)
-        notes["whole"].append(found.whole)
+        notes["on_streams"].append(found.on_streams)
+        notes["full"].append(found.full)
         return stopping
 
     return counted
 
 
 def rank_main(job: dict[str, Any], rank: int) -> None:
-    """Be one rank of a job."""
+    """Run one rank of a job."""
     log = os.open(Path(job["folder"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -90,7 +90,7 @@ def rank_main(job: dict[str, Any], rank: int) -> None:
     ranks = connect(Layout({Axis.DATA: job["world"]}))
     for case in job["cases"]:
         run_case(case, ranks)
-        # A run's parts know each other; the threads of its process groups end with them.
+        # A run's objects refer to each other in cycles; its process groups' threads end when they are collected.
         gc.collect()
     disconnect(ranks)
 
@@ -111,8 +111,8 @@ def forked(job: dict[str, Any], rank: int) -> int:
 
 
 def wait(pids: list[int], limit: float) -> list[int]:
-    """Return the ranks' exit codes once all have ended; those that a failed one leaves waiting are killed, as are
-    all after `limit` seconds."""
+    """Return the ranks' exit codes after all have ended. Kills the ranks that remain after a failed one, and all ranks
+    after `limit` seconds."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + limit
     while len(codes) < len(pids):
@@ -129,7 +129,7 @@ def wait(pids: list[int], limit: float) -> list[int]:
 
 
 def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
-    """Return `arrived` as on a network of many machines: messages come in an order that differs from rank to rank."""
+    """Return `arrived` with the message order of a large network, which differs from rank to rank."""
 
     def late(transport: Transport, channel: Channel) -> bool:
         return random.random() < 0.5 and arrived(transport, channel)
@@ -138,10 +138,10 @@ def sometimes_late(arrived: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
-    """Return `submit` of a lane as on a busy machine: one job in fifty begins late."""
+    """Return a stream's `submit` with a busy machine's delays: one job in fifty begins late."""
 
-    def late(lane: ThreadStream, job: Job) -> Ticket:
-        return submit(lane, job if random.random() < 0.98 else lambda: (time.sleep(0.002), job()))
+    def late(stream: ThreadStream, job: Job) -> Ticket:
+        return submit(stream, job if random.random() < 0.98 else lambda: (time.sleep(0.002), job()))
 
     return late
 
@@ -150,7 +150,7 @@ def main() -> None:
     """Serve jobs until stdin ends."""
     ThreadStream.submit = late_now_and_then(ThreadStream.submit)  # type: ignore[method-assign]
     Transport.arrived = sometimes_late(Transport.arrived)  # type: ignore[method-assign]
-    # 0.15 s a case that measures nothing here.
+    # This saves 0.15 s per case; no test here uses the value.
     about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
     os.environ["MASTER_ADDR"] = "localhost"
     for line in sys.stdin:

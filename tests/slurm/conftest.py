@@ -1,4 +1,4 @@
-"""Tests on a Slurm of this machine: skipped, with the reason, where none can be made."""
+"""Tests on a Slurm of this machine; skipped, with the reason, on machines that cannot run one."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# At the end, so that no folder of the repository hides a package of the same name.
+# Append the path, so that no folder of the repository hides a package of the same name.
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from desk import Desk
@@ -27,7 +27,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def desk(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    """A folder with a small set whose tokens follow each other in a pattern that a model can learn."""
+    """A folder with a small set whose tokens follow a pattern that a model can learn."""
     folder = tmp_path_factory.mktemp("desk")
     write_corpus(folder / "set", 100)
     return Desk(folder, lab)

@@ -1,4 +1,4 @@
-"""A user's desk beside a Slurm of this machine."""
+"""A user's working folder, with a Slurm of this machine to submit to."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ from tiny import Curve, curve
 
 from tools.slurmlab.lab import Lab
 
-# Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, as measured speeds may differ from run to run.
-# Paths are relative to where the user sits when submitting.
+# Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, because measured speeds may differ between runs.
+# Paths are relative to the folder that the user submits from.
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
 data: {{path: set, sequence_length: 16}}
@@ -25,29 +25,29 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 checkpoint: {{every: 25}}
 logging: {{every: 1, dir: runs}}
 """
-# In the environment of whoever submits, and nowhere else.
+# Only in the environment of the process that submits.
 SECRET = "1f00dfeed1f00dfeed1f00dfeed1f00dfeed1f00"
 
 
 @dataclass(frozen=True)
 class Desk:
-    """Where a user sits: a folder with a recipe and a site's profile, and a Slurm to submit to."""
+    """A user's folder with a recipe and a site's profile, and a Slurm to submit to."""
 
     folder: Path
     lab: Lab
 
     def succeed(self, *command: str) -> str:
-        """Return what a command prints that has to succeed."""
+        """Return the output of a command, which must succeed."""
         done = self.execute(*command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def llmtrain(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run llmtrain's command line."""
+        """Run the llmtrain command line."""
         return self.execute(sys.executable, "-m", "llmtrain", *arguments)
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command where Slurm's commands find the lab."""
+        """Run a command so that Slurm's commands find the lab."""
         environment = {**os.environ, **self.lab.environment, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET}
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -67,16 +67,16 @@ class Desk:
         return self.folder / "runs" / name
 
     def log(self, name: str, number: str) -> str:
-        """Return a job's log, as far as it is written."""
+        """Return a job's log so far."""
         path = self.run(name) / "slurm" / f"{number}.log"
         return path.read_text() if path.exists() else ""
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Return when a run has logged a step."""
+        """Wait until a run has logged a step."""
         self.wait(lambda: any(at >= step for kind, at in self.curve(name) if kind == "step"), f"step {step} of {name}")
 
     def wait_for_state(self, number: str, *states: str, seconds: float = 150) -> None:
-        """Return when a job is in one of these states."""
+        """Wait until a job is in one of these states."""
         query = ("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
 
         def there() -> bool:
@@ -87,7 +87,7 @@ class Desk:
         self.wait(there, f"job {number} to be {' or '.join(states)}", seconds)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = 150) -> None:
-        """Return when a condition holds; fail when it does not in time."""
+        """Wait until a condition holds; fail after a time limit."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{self._logs()}"

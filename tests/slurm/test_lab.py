@@ -1,4 +1,4 @@
-"""A Slurm of this machine: its nodes, and that nothing of it stays."""
+"""A Slurm of this machine: its nodes work, and it leaves nothing behind."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ SLURMLAB = (sys.executable, "-m", "tools.slurmlab")
 
 
 def daemons(folder: str) -> list[str]:
-    """The commands of processes whose command line or environment names a lab's folder."""
+    """Return the commands of processes whose command line or environment names a lab's folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -32,7 +32,7 @@ def daemons(folder: str) -> list[str]:
 
 
 def test_nodes_are_there_and_gone(lab: Lab) -> None:
-    """The lab of the session stays; another one comes and goes beside it."""
+    """The session's lab remains while another lab starts and ends beside it."""
     with Lab(Spec(nodes=3, cpus=4)) as other:
         command = ["srun", "-N3", "--ntasks-per-node=2", "sh", "-c", "hostname; exec getent hosts n3"]
         environment = {**os.environ, **other.environment}
@@ -74,7 +74,7 @@ def test_a_killed_lab_leaves_no_process(number: int) -> None:
         time.sleep(0.05)
     assert daemons(folder) == []
     with Lab(Spec(nodes=1)):
-        # What the killed one could not delete.
+        # The killed lab could not delete these.
         assert not Path(folder).exists()
 
 

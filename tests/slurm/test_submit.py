@@ -1,4 +1,4 @@
-"""`llmtrain submit` on a real Slurm: jobs train, are stopped in every way, go on, and the curve stays the same."""
+"""`llmtrain submit` on a real Slurm: jobs train, stop in every way, resume, and the curve stays the same."""
 
 import json
 import re
@@ -16,7 +16,7 @@ STEPS, LONG = 60, 1000
 
 
 def trained(desk: Desk, steps: int) -> Curve:
-    """Return the curve of an uninterrupted run of that many steps, trained once."""
+    """Return the curve of an uninterrupted run of that many steps; trains it once."""
     name = f"calm-{steps}"
     if not desk.run(name).exists():
         desk.write(name, steps)
@@ -26,7 +26,7 @@ def trained(desk: Desk, steps: int) -> Curve:
 
 
 def check(desk: Desk, name: str, numbers: list[str], steps: int) -> list[int]:
-    """Check that a run's curve is the uninterrupted one; return the steps after which its jobs went on."""
+    """Check that a run's curve is the uninterrupted one; return the steps after which its jobs resumed."""
     curve = desk.curve(name)
     assert curve == trained(desk, steps)
     text = "".join(desk.log(name, number) for number in numbers)
@@ -52,7 +52,7 @@ def test_a_recipe_of_three_dimensions_trains(desk: Desk) -> None:
 
 
 def test_a_job_that_is_requeued_goes_on(desk: Desk) -> None:
-    """With the recipe that was submitted, which was edited before the job began."""
+    """The job trains the submitted recipe, although the file was edited before the job began."""
     desk.write("requeued", STEPS, "ranks_per_node: 2\nsbatch: [--hold]\n")
     (number,) = desk.submit("requeued")
     desk.write("requeued", LONG)
@@ -92,7 +92,7 @@ def test_a_job_that_is_asked_to_stop_is_requeued(desk: Desk, stop: Callable[[Des
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
 def test_a_job_at_its_time_limit_is_requeued(desk: Desk) -> None:
-    """Slurm looks every half a minute, so that it tells the run some 45 to 75 seconds after its start."""
+    """Slurm checks every half a minute, so it signals the run 45 to 75 seconds after its start."""
     desk.write("limited", LONG, "ranks_per_node: 2\ntime: 00:02:00\nmargin: 45\n")
     (number,) = desk.submit("limited")
     desk.wait_for_state(number, "COMPLETED", seconds=1500)
@@ -110,7 +110,7 @@ def test_a_chain_finishes_what_takes_three_jobs(desk: Desk) -> None:
         ask(desk, number)
         desk.wait_for_state(number, "FAILED")
     desk.wait_for_state(numbers[2], "COMPLETED")
-    # Nothing is left to do for the last.
+    # Nothing remains to do for the last job.
     desk.wait_for_state(numbers[3], "CANCELLED")
     first, second = check(desk, "chain", numbers[:3], STEPS)
     assert 10 <= first < second < STEPS
@@ -133,7 +133,7 @@ def test_an_array_trains_a_run_for_each_seed(desk: Desk) -> None:
     desk.write("array", STEPS)
     (number,) = desk.submit("array", "--array", "1-2%1", "parallel.tensor=1")
     desk.wait_for_state(f"{number}_1", "COMPLETED", seconds=300)
-    # The last to start has the array's own id, by which Slurm would requeue all of them.
+    # The last task to start has the array's own id, which requeues all of the array's tasks.
     desk.wait_for_step("array-seed2", 10)
     ask(desk, f"{number}_2")
     desk.wait_for_state(f"{number}_2", "COMPLETED", seconds=300)
@@ -179,7 +179,7 @@ def test_other_launchers_give_the_same_curve(desk: Desk, by: str, command: tuple
 
 @pytest.mark.soak
 def test_two_jobs_on_one_folder(desk: Desk) -> None:
-    """The second says who has the folder, and leaves it as it is."""
+    """The second job names the holder of the folder, and does not touch it."""
     desk.write("shared", 100_000)
     (number,) = desk.submit("shared")
     desk.wait_for_step("shared", 5)

@@ -1,6 +1,6 @@
 """The Triton kernels of block quantization in Triton's interpreter, on a CPU.
 
-test_kernels_quantize_triton.py runs this file in a process of its own, as TRITON_INTERPRET counts at import.
+test_kernels_quantize_triton.py runs this file in a separate process, because TRITON_INTERPRET takes effect at import.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int)
     ours_out, theirs_out = torch.full((2, 3, numel), 77.0, dtype=dtype)
     triton_backend.dequantize(ours, bits, block, ours_out)
     REFERENCE.dequantize(ours, bits, block, theirs_out)
-    # The interpreter cuts off what bf16 does not hold, where a GPU rounds.
+    # The interpreter truncates numbers to bf16, where a GPU rounds.
     tolerance = 2.0**-7 if dtype == torch.bfloat16 else 0.0
     torch.testing.assert_close(ours_out, theirs_out, rtol=tolerance, atol=0, equal_nan=True)
     ours_sum = torch.arange(float(numel))

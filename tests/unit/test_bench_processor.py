@@ -1,4 +1,4 @@
-"""The benchmarks' emulated processor takes the time that it is given, whatever its host does meanwhile."""
+"""The benchmarks' emulated processor takes exactly the given time, whatever its host does meanwhile."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BELOW = Channel(0, 1)
 
 
 class Clock:
-    """Time that passes only when somebody says so, and the messages that are there."""
+    """A clock that moves only when a test says so, and the messages that have arrived."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.there = 100.0, set[Channel]()
@@ -25,7 +25,7 @@ class Clock:
         self.now += seconds
 
     def receive(self, seconds: float) -> None:
-        """Receive a message, so many seconds after being asked for it."""
+        """Receive a message `seconds` after the request."""
 
         def receive(channel: Channel) -> torch.Tensor:
             self.now += seconds
@@ -69,7 +69,7 @@ def test_a_message_that_was_there_when_it_was_done_holds_nothing_up(clock: Clock
     clock.receive(0.0)
     clock.processor.work(6.0)
     assert clock.now == 112.0
-    # But the next one was not.
+    # The next message had not arrived.
     clock.there = set()
     clock.processor.work(6.0)
     clock.host(1.0)

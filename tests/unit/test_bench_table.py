@@ -1,4 +1,4 @@
-"""What the benchmarks say of their figures."""
+"""The benchmarks' statements on their figures."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from tools.bench.table import median_interval
 
 
 def share_of_draws_that_hold_zero(count: int, left_out: int) -> float:
-    """Of all ways in which `count` draws can lie around a median of 0, each as likely as another."""
+    """Count all ways in which `count` draws can lie around a median of 0, each equally likely."""
     ways = list(product((-1, 1), repeat=count))
     held = 0
     for signs in ways:

@@ -1,4 +1,4 @@
-"""What the benchmark of uneven stages makes of a pipeline of which all is known."""
+"""The benchmark of uneven stages, on pipelines whose times are all known."""
 
 import random
 from itertools import product
@@ -12,7 +12,7 @@ from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, repla
 
 SETTING, LIMIT = SETTINGS[0], 4
 LATENCY = [0.01, 0.06]
-# Seconds that a rank needs to come to an action.
+# Seconds that a rank needs to start an action.
 COMING = 1e-3
 
 
@@ -21,7 +21,7 @@ def sends(message: Message) -> bool:
 
 
 def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
-    """Return a timeline of actions of which each takes as long as it likes. alike: as others of its stage and kind."""
+    """Return a timeline of actions with random durations. alike: actions of one stage and kind take equally long."""
     draw = random.Random(seed)
     took: dict[Message, float] = {}
     for stage, microbatch, kind in product(range(STAGES), range(SETTING.microbatches), "FB"):
@@ -34,14 +34,14 @@ def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
 
 
 def watched(known: Timeline) -> list[Watch]:
-    """Return what the ranks' watches note of it."""
+    """Return the records that the ranks' watches make of a timeline."""
     watches = []
     for rank, spans in enumerate(known.ranks):
         watch = Watch(steps=[(0.0, spans[-1].end)])
         for span in spans:
             idle = span.start - watch.actions[-1].end if watch.actions else span.start
             key = (rank, span.action.microbatch, span.action.kind.value)
-            # One that has waited has come to it meanwhile.
+            # A rank that has waited for a message is ready by the time it arrives.
             start = span.start if idle > COMING or not watch.actions else span.start + COMING
             watch.actions.append(Done(*key, start, span.end, idle=idle))
         watches.append(watch)
@@ -53,8 +53,9 @@ def watched(known: Timeline) -> list[Watch]:
 def test_a_timeline_of_what_happened_is_what_happened(
     schedule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the links' latency is known to it nor that messages waited for each other, only when actions ran."""
-    # Nothing holds up these ranks but what they wait for and what they do to come to it.
+    """The replay knows only when actions ran, and neither the links' latency nor which messages waited for each
+    other."""
+    # These ranks wait only for messages, and for the time that they need to start an action.
     for name in ("WAITED", "AT_ONCE"):
         monkeypatch.setattr(pipeline_watch, name, COMING)
     known = happened(schedule, seed)

@@ -1,4 +1,4 @@
-"""Every number of a recipe, a cluster's description and a site's profile has bounds, and the errors name them."""
+"""Every number of a recipe, a cluster description and a site's profile has bounds, and the errors name them."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -13,13 +13,13 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from pydantic import TypeAdapter, ValidationError
 
-# What the recipe leaves to the command line.
+# The command line sets these.
 NEEDED = ("data.path=x", "data.tokenizer=x")
 HUGE = {int: (2**63, -(2**63)), float: (1e308, -1e308)}
 
 
 def numbers(hint: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each number that a type holds, with the dotted key it stands under."""
+    """Yield each number in a type, with its dotted key."""
     if get_origin(hint) is Annotated and get_args(hint)[0] in (int, float):
         yield key, hint
     elif is_dataclass(hint) and isinstance(hint, type):

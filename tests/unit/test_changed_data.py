@@ -1,4 +1,4 @@
-"""A run that goes on with other data than it was trained on is refused, unless it is told that it may."""
+"""A run that resumes with other data than it was trained on is refused, unless it is allowed explicitly."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +57,7 @@ def train(folder: Path) -> Train:
 
 
 def turn_round(folder: Path) -> None:
-    """Put the tokens of the set in the opposite order; all of them stay ids of the vocabulary."""
+    """Reverse the tokens of the set; all of them stay ids of the vocabulary."""
     np.fromfile(folder / "set.bin", np.uint16)[::-1].tofile(folder / "set.bin")
 
 
@@ -85,7 +85,7 @@ def test_other_data_is_refused_once_until_it_is_accepted(
     capsys.readouterr()
     train("train.steps=9", f"data.path={folder}/other", "data.accept_changed=true")
     assert "data.accept_changed accepts that" in " ".join("".join(capsys.readouterr()).split())
-    # What was accepted is what the run is trained on now.
+    # The run is now trained on the accepted data.
     train("train.steps=12", f"data.path={folder}/other")
 
 
@@ -151,7 +151,7 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
 
 
 def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the path of the data may, with which it begins."""
+    """A refusal begins with the path of the data, which may begin with a bracket."""
     facts = Facts(world=1, device="cpu")
     plan = check_and_plan(load_recipe(str(folder / "tiny.yaml")), facts)
     data, _ = open_data(plan)
@@ -169,7 +169,7 @@ def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.
 
 
 def test_a_node_that_has_other_data_than_the_first_is_refused(folder: Path) -> None:
-    """Nodes may each have a copy of their own."""
+    """Each node may have its own copy of the data."""
     facts = Facts(world=1, device="cpu")
     plan = check_and_plan(load_recipe(str(folder / "tiny.yaml")), facts)
     data, _ = open_data(plan)

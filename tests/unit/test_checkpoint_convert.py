@@ -1,4 +1,4 @@
-"""To and from Hugging Face folders, held against transformers' own models."""
+"""Conversion to and from Hugging Face folders, compared with transformers' own models."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def hf_folder(kind: str, folder: Path) -> Path:
-    """Save a small model with random weights; biases and norms too, as zeros and ones hide what is mixed up."""
+    """Save a small model with random weights, biases and norms: zeros and ones would hide swapped tensors."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(1)

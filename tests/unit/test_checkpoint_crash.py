@@ -35,7 +35,7 @@ ABOUT = {"recipe": {}, "model": asdict(CONFIG)}
 
 
 def shards(step: int) -> list[StateShard]:
-    """Return states that tell the step they are of."""
+    """Return states whose values identify their step."""
     units = model_units(CONFIG)
     return [
         StateShard(unit, 0, unit.numel, {name: torch.full((unit.numel,), float(step)) for name in ("master", "m", "v")})
@@ -49,7 +49,8 @@ def save(folder: Path, step: int, keep: int = 1) -> str | None:
 
 
 def loaded_step(folder: Path) -> int:
-    """Return the step whose checkpoint loads, after checking that all of it is of that step and nothing damaged."""
+    """Return the step of the checkpoint that loads, after checking that all its values are of that step and none is
+    damaged."""
     found, warnings = shards(0), []
     progress = load_latest(folder, found, RANKS, warnings.append)
     assert progress is not None
@@ -61,7 +62,7 @@ def loaded_step(folder: Path) -> int:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Start `work` in a forked process, and return its id."""
+    """Start `work` in a forked process, and return its pid."""
     child = os.fork()
     if child == 0:
         try:
@@ -75,14 +76,14 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def recover(folder: Path) -> None:
-    """Do what the next run does first, and check that nothing is left of the killed one."""
+    """Clean the folder as the next run does, and check that nothing of the killed run remains."""
     Checkpointer(folder, RANKS, 1, asynchronous=False)
     for path in folder.iterdir():
         assert verify(path) == []
 
 
 def die_at(count: int) -> None:
-    """Make this process die in place of its `count`th call that changes the disk."""
+    """Kill this process at its `count`th call that would change the disk."""
     left = count
 
     def deadly(original: Callable[..., object]) -> Callable[..., object]:
@@ -117,7 +118,7 @@ def test_a_save_that_dies_at_each_of_its_calls(tmp_path: Path, second: int) -> N
         outcomes.append(loaded_step(folder))
         if os.WIFEXITED(status):
             break
-    # The one that was left alone has saved.
+    # The process that was not killed has saved.
     assert os.waitstatus_to_exitcode(status) == 0
     assert died > 40
     assert set(outcomes) == {1, second}
@@ -132,7 +133,7 @@ def test_sigkill_at_50_random_moments(tmp_path: Path) -> None:
     step, halves, finished = 1, 0, 0
     for _ in range(50):
         child = in_child(partial(save, tmp_path, step + 1))
-        # From before the first byte until after the last: the fork itself takes a while.
+        # The kill comes before the first byte, after the last, or between: the fork itself takes a while.
         time.sleep(rng.uniform(0, duration * 3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -170,7 +171,7 @@ def test_two_processes_over_gloo(tmp_path: Path) -> None:
         mine = shards(5)[number::2]
         checkpointer = Checkpointer(tmp_path / "c", ranks, 1, asynchronous=True)
         assert checkpointer.save(5, mine, {}, ABOUT) is None
-        # While the background thread talks through the store, so may this one.
+        # The main thread may use the store while the background thread does.
         assert ranks.sum_all([1.0]) == [2.0]
         assert checkpointer.close() is None
         found = [replace(shard, states={"m": torch.zeros(shard.end)}) for shard in shards(0)[1 - number :: 2]]

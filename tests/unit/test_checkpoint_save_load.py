@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: any layout reads what any other wrote, and no damage goes unnoticed."""
+"""Checkpoints of several ranks: every layout reads what any other wrote, and all damage is found."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ class ThreadRanks(Ranks):
 
 
 def on_ranks(world: int, work: Callable[[Ranks], T]) -> list[T]:
-    """Return what `work` returns on each of `world` ranks; raises what it raises."""
+    """Return the result of `work` on each of `world` ranks; raises its errors."""
     store = dist.HashStore()
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -71,7 +71,7 @@ def on_ranks(world: int, work: Callable[[Ranks], T]) -> list[T]:
 
 
 def values_at(step: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Return every state of every unit as a run has them after `step`."""
+    """Return every state of every unit after `step`."""
     generator = torch.Generator().manual_seed(step)
     return {unit.name: {name: torch.randn(unit.numel, generator=generator) for name in STATES} for unit in UNITS}
 
@@ -86,7 +86,7 @@ def shards_of(values: dict[str, dict[str, torch.Tensor]], ranks: Ranks) -> list[
 
 
 def save(folder: Path, steps: list[int], world: int = 1, keep: int = 9, asynchronous: bool = True) -> list[str | None]:
-    """Save the states of each step, and return what rank 0 was told of each."""
+    """Save the states of each step, and return rank 0's failures and warnings."""
 
     def work(ranks: Ranks) -> list[str | None]:
         checkpointer = Checkpointer(folder, ranks, keep, asynchronous)
@@ -103,7 +103,7 @@ def save(folder: Path, steps: list[int], world: int = 1, keep: int = 9, asynchro
 
 
 def load_and_check(folder: Path, world: int, step: int | None) -> list[str]:
-    """Load on `world` ranks, check every value against `step`'s, and return what rank 0 was warned of."""
+    """Load on `world` ranks, compare every value with `step`'s, and return rank 0's warnings."""
 
     def work(ranks: Ranks) -> list[str]:
         found = {unit.name: {name: torch.full((unit.numel,), -1.0) for name in STATES} for unit in UNITS}
@@ -167,7 +167,7 @@ def test_keeps_the_newest_and_replaces_one_of_the_same_step(tmp_path: Path) -> N
     save(tmp_path, [10, 20, 30], 2, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000020", "step-00000030"]
     (tmp_path / "step-00000030" / "rank-00001.safetensors").write_bytes(b"")
-    # A run that went back to step 20 must neither lose what it saves next, nor what it came from.
+    # A run that went back to step 20 must keep both its next checkpoint and the one that it resumed from.
     save(tmp_path, [25], 2, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000020", "step-00000025", "step-00000030"]
     save(tmp_path, [30], 1, keep=2)
@@ -202,7 +202,7 @@ def test_200_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
     for turn in range(200):
         path = files[turn % len(files)]
         original = path.read_bytes()
-        # Half of the flips at the front, where headers are short against the data.
+        # Half of the flips are near the front, because headers are short compared with the data.
         position = rng.randrange(len(original) if turn % 2 else min(len(original), 512))
         damaged = bytearray(original)
         damaged[position] ^= 1 << rng.randrange(8)
@@ -282,7 +282,7 @@ def test_only_a_checkpoint_of_step_0_may_lack_optimizer_states(tmp_path: Path) -
 
 
 def _forge(folder: Path, change: Callable[[dict], None]) -> None:
-    """Change a manifest and give it the right checksum, as a stranger can."""
+    """Change a manifest and correct its checksum, as an attacker can."""
     content = json.loads((folder / MANIFEST).read_text())
     change(content)
     text = json.dumps(content).encode()

@@ -1,4 +1,4 @@
-"""What the command line says of itself: help of every verb, choices, completion."""
+"""The command line's help: every verb, choices, completion."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from typer.main import get_command
 
 
 def verbs() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every verb as its words and its command."""
+    """Yield every verb's words and its command."""
     for name in (*VERBS, *GROUPS):
         command: Any = get_command(module._app([name])).commands[name]  # type: ignore[attr-defined]
         yield (name,), command
@@ -45,7 +45,7 @@ def test_help_says_all_there_is(
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     shown = f" {' '.join(words(said[0]))} "
-    # Nothing of it is taken for markup.
+    # Nothing in the text is parsed as markup.
     assert f" {' '.join(words(command.help))} " in shown
     for parameter in command.params:
         assert words(parameter.help), f"{parameter.name} has no help"
@@ -53,7 +53,7 @@ def test_help_says_all_there_is(
         assert f" {' '.join(words(parameter.help))} " in shown
         if isinstance(parameter.show_default, str):
             assert f"[default: ({parameter.show_default})]" in shown
-        # A plain flag has no opposite but where it is on by default.
+        # A plain flag has a negation only if it is on by default.
         assert not parameter.secondary_opts or parameter.default is True
 
 
@@ -80,7 +80,7 @@ def test_choices_are_listed_and_others_refused(option: tuple[str, ...], capsys: 
 
 
 def test_every_option_of_a_few_words_is_a_choice() -> None:
-    """A help text that lists what an option takes would be a list that nothing checks."""
+    """If a help text listed an option's choices, nothing would check that list."""
     for at, command in ALL:
         for parameter in command.params:
             assert not re.match(r"\w+, \w+(, \w+)* or \w+[.,]", parameter.help), (at, parameter.name)

@@ -46,7 +46,7 @@ def test_errors_become_codes(
 def test_a_run_that_needs_too_much_memory_says_what_needs_less(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of torch's errors, those about memory: the others are bugs."""
+    """Only torch's errors about memory become a sentence; its other errors are bugs."""
 
     def start(*given: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
@@ -64,7 +64,7 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
 def test_the_program_ends_without_a_traceback(
     ended: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it is interrupted before the command line is read, or while it ends."""
+    """This holds also if the program is interrupted before it reads the command line, or at its end."""
 
     def main() -> int:
         if ended is not None:

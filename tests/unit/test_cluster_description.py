@@ -1,4 +1,4 @@
-"""Descriptions of clusters: how they are read, what is refused, and the tiers of links they amount to."""
+"""Cluster descriptions: how they are read, which are refused, and the tiers of links that follow."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_the_smallest_description() -> None:
 def test_without_a_description() -> None:
     assert tiers(None, 8, 4) == (Tier("node", 4), Tier("all", 8, aliases=("cluster",)))
     assert tiers(None, 4, 4) == (Tier("all", 4, aliases=("node", "cluster")),)
-    # Machines of 4 and 2 ranks: every aligned pair lies on one of them, whichever asks.
+    # On machines of 4 and 2 ranks, every aligned pair is on one machine, whichever rank asks.
     assert tiers(None, 6, 4) == tiers(None, 6, 2) == (Tier("node", 2), Tier("all", 6, aliases=("cluster",)))
 
 

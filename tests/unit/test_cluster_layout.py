@@ -46,7 +46,7 @@ def test_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
 
 def test_launched_by_nobody() -> None:
     assert launched({}) is None
-    # An interactive allocation runs one task: that is not a launch.
+    # An interactive allocation runs one task, which is no launch of ranks.
     assert launched({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
@@ -56,7 +56,7 @@ def test_launched_by_torchrun() -> None:
     assert (found.by, found.rank, found.world) == ("torchrun", 1, 4)
 
 
-# Below the ports that Linux hands out to whoever asks for any, whatever the job's number.
+# The port is below the range that Linux gives to any program, for every job number.
 @pytest.mark.parametrize(("job", "port"), [("42", "20042"), ("15042", "23042"), ("11999", "31999"), ("12000", "20000")])
 def test_launched_by_srun(job: str, port: str) -> None:
     environment = {
@@ -111,7 +111,8 @@ def test_ranks_that_mpirun_starts_through_scripts_meet(monkeypatch: pytest.Monke
 
 
 def test_mpirun_inside_a_slurm_job() -> None:
-    """Its ranks have the variables of the srun that started its daemon, which tell another rank of another world."""
+    """mpirun's ranks inherit the variables of the srun that started mpirun's daemon, which name another rank and
+    world."""
     daemon = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[2-3]", "SLURM_JOB_ID": "5"}
     found = launched({**daemon, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"})
     assert found is not None
@@ -128,7 +129,7 @@ def test_launched_by_mpirun_on_several_machines() -> None:
 
 
 def test_the_main_rank_stays_until_all_have_heard_it() -> None:
-    """It may end the run over what it says, and the store goes with it."""
+    """The main rank may end the run because of the text, and the store ends with it."""
     layout, store, device = Layout({Axis.DATA: 3}), dist.HashStore(), torch.device("cpu")
     main, *others = [Ranks(rank, rank, layout, device, store) for rank in range(3)]
     with ThreadPoolExecutor(1) as pool:
@@ -164,7 +165,7 @@ def test_ranks_that_are_asked_for_beside_those_of_a_launcher() -> None:
 
 
 def _place(local_rank: int) -> Launched:
-    # As of a launcher that does not say how many ranks it starts on each machine.
+    # This launcher does not give the number of ranks on each machine.
     return Launched("torchrun", local_rank, local_rank, 16, 16, {})
 
 

@@ -1,4 +1,4 @@
-"""The network card that a process group speaks through, from where its ranks are."""
+"""The network card that a process group uses, from the places of its ranks."""
 
 import os
 from itertools import product
@@ -73,7 +73,7 @@ def test_parallel_groups_share_out_the_cards() -> None:
     halves = [[*range(first, 24, 2)] for first in range(2)]
     assert [interface(frontier, halves, rank) for rank in range(24)] == ["hsn0", "hsn2"] * 12
     assert interface(frontier, [range(24)], 13) == "hsn0"
-    # What stays inside a node takes none, and leaves all to the others.
+    # A group inside a node names no card, and leaves all cards to the other groups.
     mixed = [[0, 1, 2, 3], [4, 12], [5, 13], [6, 14], [7, 15]]
     assert [interface(frontier, mixed, rank) for rank in (0, 4, 5, 6, 7, 12, 15)] == [
         *(None, "hsn0", "hsn1", "hsn2", "hsn3", "hsn0", "hsn3")

@@ -1,4 +1,4 @@
-"""Axes of a layout on a cluster, over all small meshes: tiers along an axis, stages' speeds, and what crosses."""
+"""Axes of a layout on a cluster, over all small meshes: tiers along an axis, stages' speeds, and bytes that cross."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -29,7 +29,7 @@ def meshes(world: int) -> Iterator[Layout]:
 
 
 def chains(world: int) -> Iterator[tuple[Tier, ...]]:
-    """All tiers of up to three sizes that nest."""
+    """Return all nested tiers of up to three sizes."""
     for small in divisors(world):
         for middle in (each for each in divisors(world) if each % small == 0):
             sizes = sorted({small, middle, world})
@@ -38,7 +38,8 @@ def chains(world: int) -> Iterator[tuple[Tier, ...]]:
 
 
 def neighbours(layout: Layout, axis: Axis, size: int) -> int:
-    """The most neighbours, of a number that divides the axis, that share a tier of `size` ranks wherever they are."""
+    """Return the most neighbours, of a number that divides the axis, that share a tier of `size` ranks wherever they
+    are."""
     groups = layout.groups(axis)
 
     def share(count: int) -> bool:
@@ -114,7 +115,7 @@ def test_degrees_that_do_not_fit(parallel: ParallelConfig, sentence: str) -> Non
 
 
 def sites(*nodes: int, speeds: tuple[float | None, ...] = (), **extra: Any) -> Cluster:
-    """Clusters of so many nodes of 2 ranks."""
+    """Return clusters with these numbers of nodes, of 2 ranks each."""
     clusters = [
         {"name": f"c{index}", "nodes": count, "speed": (speeds or (None,) * len(nodes))[index]}
         for index, count in enumerate(nodes)
@@ -138,7 +139,7 @@ def test_speeds_of_stages() -> None:
     unlike = sites(2, 2, speeds=(None, 0.5))
     assert stage_speeds(unlike, mesh(8, pipeline=2)) == [1.0, 0.5]
     assert stage_speeds(unlike, mesh(8, pipeline=4, tensor=2)) == [1.0, 1.0, 0.5, 0.5]
-    # Each stage has ranks of both clusters, and waits for the slower.
+    # Each stage has ranks of both clusters, and waits for the slower ranks.
     assert stage_speeds(unlike, mesh(8, pipeline=2, order="data-pipeline-tensor")) == [0.5, 0.5]
     assert stage_speeds(sites(1, 1, 1, speeds=(1.5, 1.0, 3)), mesh(6, pipeline=3)) == [1.5, 1.0, 3.0]
 
@@ -167,7 +168,7 @@ def test_what_crosses_is_told_with_its_remedy() -> None:
     assert placement_advice(two, mesh(8, pipeline=4, tensor=2)) == []
     (order,) = placement_advice(two, mesh(8, pipeline=2, order="data-pipeline-tensor"))
     assert "; set parallel.order to pipeline-data-tensor to have" in order
-    # As many stages as there are do, though fewer would.
+    # The advice keeps 4 stages, although 2 would do.
     (order,) = placement_advice(two, mesh(8, pipeline=4, order="data-pipeline-tensor"))
     assert "; set parallel.order to pipeline-data-tensor to have" in order
     (both,) = placement_advice(sites(2, 1, between=BETWEEN), mesh(6, pipeline=2, order="data-pipeline-tensor"))
@@ -181,7 +182,7 @@ def test_what_crosses_is_told_with_its_remedy() -> None:
 
 def test_nothing_is_told_where_nothing_is_to_gain() -> None:
     assert placement_advice(None, mesh(8, tensor=4)) == []
-    # On one network, so nothing says that it is slower between clusters.
+    # The clusters are on one network, so the description does not say that links between them are slower.
     assert placement_advice(sites(2, 2), mesh(8)) == []
     assert placement_advice(load_cluster("p4d"), mesh(64, tensor=8)) == []
 

@@ -1,4 +1,5 @@
-"""A damaged file of a run costs that file: other runs are still shown, a report is drawn, and the run goes on."""
+"""A damaged file of a run affects only that file: other runs are still shown, a report is drawn, and the run
+resumes."""
 
 import json
 import math
@@ -49,7 +50,7 @@ def record(step: int) -> StepRecord:
 
 
 def leave(folder: Path) -> Path:
-    """Leave a run that stopped after step 4 without a word."""
+    """Leave a run that stopped after step 4 without an end row."""
     folder.mkdir()
     log = logger(folder)
     log.start(0, [])
@@ -97,7 +98,7 @@ WHOLE: dict[str, bytes] = {
 
 
 def lines() -> dict[str, bytes]:
-    """Lines of metrics.jsonl that were never written so."""
+    """Lines that no version wrote to metrics.jsonl."""
     step = {"step": 3, "loss": 1.0, "step_time_s": 0.5, "elapsed_s": 1.0, "skipped_steps": 0}
     evaluation = {"event": "eval", "step": 3, "split": "validation", "loss": 1.0, "perplexity": 2.7}
     end = {"event": "end", "step": 4, "outcome": "failed", "reason": "x"}
@@ -111,12 +112,12 @@ def lines() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw a report first: importing matplotlib takes seconds, and is no part of reading a damaged run."""
+    """Draw a report first, because the import of matplotlib takes seconds and is not part of reading a damaged run."""
     write_report(leave(tmp_path_factory.mktemp("drawn") / "run"))
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """Show all runs as a table and as JSON, and a report of the damaged one; return what JSON says."""
+    """Show all runs as a table and as JSON, and a report of the damaged run; return the JSON."""
     started = time.process_time()
     assert main(["status", str(folder.parent)]) == 0
     shown = capsys.readouterr().out
@@ -135,10 +136,10 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, An
 
 @pytest.fixture
 def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that is to be damaged, beside one that is sound."""
-    # It is measured at every start.
+    """A run to damage, and a sound run beside it."""
+    # Every start measures the peak.
     monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda *_: 1e11)
-    # Pictures of each would take minutes; those of all lines together are drawn below.
+    # Figures for each line would take minutes; a test below draws those of all lines together.
     for figure in ("loss", "rate", "memory"):
         monkeypatch.setattr(f"llmtrain.telemetry.report.{figure}_figure", lambda *_: b"")
     leave(tmp_path / "sound")
@@ -162,7 +163,7 @@ def test_lines_of_metrics(damaged: Path, capsys: pytest.CaptureFixture[str]) -> 
         log.step(record(5))
         log.end({})
         capsys.readouterr()
-        # Rows that are as they were written keep their bytes.
+        # Rows that did not change keep their bytes.
         sound = [first, *rest]
         assert [each for each in path.read_bytes().splitlines(keepends=True) if each in sound] == sound, name
         assert (read_metrics(path)[-1]["outcome"], read_metrics(path)[-1]["step"]) == ("finished", 5)
@@ -211,7 +212,7 @@ def test_files(name: str, damaged: Path, capsys: pytest.CaptureFixture[str], mon
     slurm_folder(damaged).mkdir()
     (slurm_folder(damaged) / "jobs").write_text("7\n")
     for kind, make in STRANGE.items():
-        # A log may be as long as a job makes it.
+        # A job's log may be of any length.
         if (name, kind) == ("slurm/7.log", "a huge file"):
             continue
         path = damaged / name

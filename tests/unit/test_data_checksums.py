@@ -1,4 +1,4 @@
-"""Damage to a prepared set is noticed: when a block is first read, after a change under a reader, and all at once."""
+"""Damage to a prepared set is found: when a block is first read, after a change during reading, and by a full check."""
 
 import json
 import os
@@ -81,12 +81,12 @@ def test_every_flip_is_noticed_when_its_block_is_read(prefix: Path, flips: int) 
 
 @pytest.mark.parametrize("flips", FLIPS)
 def test_every_flip_under_a_reader_is_noticed(prefix: Path, flips: int) -> None:
-    """Also in blocks that were right when they were first read."""
+    """The damage is found also in blocks that were sound when they were first read."""
     path, random = Path(f"{prefix}.bin"), np.random.default_rng(2)
     whole, samples = path.read_bytes(), opened(prefix)
     for _ in range(flips):
         read_all(samples)
-        # A clock of the file system that is coarse must not hide the change.
+        # A coarse clock of the file system must not hide the change.
         before = path.stat().st_mtime_ns
         flip(path, random)
         os.utime(path, ns=(before + 1, before + 1))
@@ -240,7 +240,7 @@ def test_fingerprints_tell_sets_apart_and_not_where_they_lie(prefix: Path, tmp_p
 
 
 def test_a_large_set_is_fingerprinted_by_checksums_or_by_samples(tmp_path: Path) -> None:
-    """A change between the sampled blocks shows in the checksums alone."""
+    """Only checksums show a change between the sampled blocks."""
     tokens = np.zeros(BLOCK * 3 * SAMPLED // 2 // 100 * 100, np.uint16)
     changed = tokens.copy()
     changed[BLOCK // 2 + 5] = 1
@@ -292,7 +292,7 @@ def test_checksums_are_not_written_while_the_set_is_prepared(tmp_path: Path) -> 
 
 
 def test_a_set_is_not_prepared_while_its_checksums_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be of the tokens before and the index after."""
+    """The checksums would combine the old tokens with the new index."""
     writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
     writer.add(np.arange(4), np.array([4]))
     writer.commit()

@@ -1,4 +1,4 @@
-"""Corpora of every kind give the documents that are in them, and what is wrong with one is named."""
+"""Corpora of every kind give their documents, and errors name the place."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ TEXTS = ["one two", "dr\u00fcei \U0001f600\nfour", 'quote " and \\ back', "last"
 
 
 def documents(source: Path | str, **options: object) -> list[str]:
-    """Read a corpus; parts of one document are joined."""
+    """Read a corpus; joins the parts of each document."""
     out: list[str] = []
     unfinished = False
     for chunk in open_corpus(str(source), CorpusOptions(**options)).chunks():  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_broken_jsonl_is_named(tmp_path: Path, content: str, message: str) -> No
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_broken_line_of_a_later_chunk_is_named(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines before the chunk are counted when there is an error, blank ones too."""
+    """After an error, the lines before the chunk are counted, blank lines included."""
     monkeypatch.setattr(readers, "CHUNK", 50)
     content = b'{"text":"a"}\n\n' * 20 + b'{"text":5}\n' + b'{"text":"b"}\n' * 20
     path = tmp_path / f"a.jsonl{suffix}"
@@ -140,7 +140,8 @@ def test_parquet_columns_that_hold_text(tmp_path: Path, kind: pa.DataType, monke
 
 @pytest.mark.parametrize("how", ["in the file", "as its type", "as beginnings"])
 def test_a_value_that_a_small_parquet_file_repeats(how: str, tmp_path: Path) -> None:
-    """It is not in memory as often as in the column, and chunks are sent to a process without the rest of that."""
+    """The value is not repeated in memory as often as in the column, and a chunk is sent to a process without the
+    rest."""
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array(["x" * 20_000]))
     beginnings = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
     pyarrow.parquet.write_table(

@@ -36,7 +36,7 @@ def test_samples_are_windows_that_share_one_token(corpus: Path) -> None:
     rows = samples.batch(0, 0, len(samples))
     assert rows.dtype == np.int64
     assert rows.shape == (len(samples), LENGTH + 1)
-    rows = rows[rows[:, 0].argsort()]  # the tokens of this set count up
+    rows = rows[rows[:, 0].argsort()]  # The tokens of this set count up.
     assert (rows == np.arange(len(samples))[:, None] * LENGTH + np.arange(LENGTH + 1)).all()
 
 
@@ -88,7 +88,7 @@ def test_permutation_is_one_to_one(n: int) -> None:
 
 
 def test_permutation_spreads_evenly() -> None:
-    """Where position 0 of 10 goes, over 20,000 epochs: each place 2,000 times, within 5 standard deviations."""
+    """Position 0 of 10 in 20,000 epochs: each place comes 2,000 times, within 5 standard deviations."""
     places = permute(np.zeros(20000, np.int64), 10, epoch_keys(1, 0, np.arange(20000)))
     counts = Counter(places.tolist())
     assert all(abs(counts[place] - 2000) < 5 * np.sqrt(1800) for place in range(10))

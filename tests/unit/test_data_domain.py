@@ -1,4 +1,4 @@
-"""A validation split of another domain, or of few documents, is told, and no other."""
+"""Prepare warns of a validation split of another domain or of few documents, and of no other split."""
 
 from pathlib import Path
 
@@ -14,14 +14,14 @@ VOCAB, END = 2000, 2000
 
 
 def domain(seed: int) -> np.ndarray:
-    """Token frequencies of the 12 topics of a domain: each domain has words of its own, and so has each topic."""
+    """Return token frequencies of the 12 topics of a domain; each domain and each topic has its own words."""
     random = np.random.default_rng(seed)
     weights = random.gamma(0.4, size=VOCAB) * random.gamma(2, size=(12, VOCAB)) / np.arange(1, VOCAB + 1)
     return weights / weights.sum(1, keepdims=True)
 
 
 def documents(topics: np.ndarray, count: int, random: np.random.Generator) -> list[np.ndarray]:
-    """Documents of one topic each, a few of which are far longer than the others."""
+    """Return documents of one topic each; a few of them are far longer than the others."""
     lengths = np.minimum(np.exp(random.normal(5, 1.3, count)).astype(int) + 2, 20000)
     return [np.append(random.choice(VOCAB, length, p=topics[random.integers(len(topics))]), END) for length in lengths]
 
@@ -47,7 +47,7 @@ def test_no_alarm_where_both_splits_are_of_one_domain(tmp_path: Path, seed: int)
 @pytest.mark.parametrize("seed", range(4))
 def test_another_domain_at_the_end_is_told(tmp_path: Path, seed: int) -> None:
     random = np.random.default_rng(seed)
-    # What is ordered by domain trains on some of the last one as well.
+    # A corpus ordered by domain also trains on a part of the last domain.
     texts = documents(domain(0), 440, random) + documents(domain(1), 60, random)
     (sentence,) = warnings(written(tmp_path / "two", texts))
     assert "is of another domain than its training split" in sentence

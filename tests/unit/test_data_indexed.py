@@ -1,4 +1,4 @@
-"""The Megatron format, byte for byte, and what damage to it is called."""
+"""The Megatron format, byte for byte, and the messages on damage."""
 
 import os
 import signal
@@ -124,7 +124,7 @@ def test_one_writer_at_a_time_and_nothing_left_of_a_discarded_one(tmp_path: Path
 
 
 def test_nothing_is_left_where_the_disk_is_full(tmp_path: Path) -> None:
-    """Closing a file writes what it still holds."""
+    """Closing a file writes its buffer, which fails on a full disk."""
     writer = IndexedWriter(tmp_path / "a", np.dtype("uint16"))
     writer._lengths.close()
     writer._lengths = open("/dev/full", "r+b")  # noqa: SIM115
@@ -141,7 +141,7 @@ def test_magic_and_limits() -> None:
 
 
 def test_a_disk_that_fails_while_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed write comes out of one fsync only, which may be one before the last."""
+    """Only the first fsync after a failed write reports it, and others may follow."""
     failures = [OSError(28, "No space left on device")]
 
     def fsync(descriptor: int) -> None:
@@ -163,7 +163,7 @@ def test_a_disk_that_fails_while_writing_is_told(tmp_path: Path, monkeypatch: py
 def test_a_signal_between_the_renames_waits_for_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    # Where tests run in the background, it is ignored.
+    # A background job starts with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     writer, done = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
     writer.add(np.arange(4), np.array([4]))

@@ -1,4 +1,4 @@
-"""Preparation: both encoders give the same set, nothing half is left behind, memory stays flat."""
+"""Preparation: both encoders give the same set, no partial files remain, and memory stays constant."""
 
 import json
 import os
@@ -157,8 +157,8 @@ def test_caches_are_emptied_without_changing_ids(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_flat(tokenizer: Path, tmp_path: Path) -> None:
-    """Eight times the text takes as much memory, to a quarter of what there is more of it."""
-    # VmHWM, as ru_maxrss begins with what the process had that started this one.
+    """Eight times the text takes more memory by at most a quarter of the additional text."""
+    # Read VmHWM, because ru_maxrss starts at the parent process's value.
     code = (
         "import sys; from llmtrain.cli.main import main\n"
         "if __name__ == '__main__':\n"
@@ -198,7 +198,7 @@ def test_a_failure_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoder", ["gigatoken", "tokenizers"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopped_at_work(tokenizer: Path, tmp_path: Path, number: signal.Signals, encoder: str) -> None:
-    """A reader that rests after its second piece, so that the preparation is stopped half-way for certain."""
+    """The reader sleeps after its second chunk, so that the signal always comes during the preparation."""
     source, out = tmp_path / "pipe.jsonl", tmp_path / "out"
     source.write_text('{"text":"some words"}\n' * 200000)
     code = (
@@ -268,7 +268,7 @@ def test_tokenizer_size_counts_added_tokens(tmp_path: Path) -> None:
     ("vocab", "added"), [({"a": 3 * 10**9}, 0), ({"a": 0}, 2**24), ({"a": -1, "b": 1}, 0), ({"a": 0}, -1)]
 )
 def test_an_id_that_no_model_has_is_refused(vocab: dict[str, int], added: int, tmp_path: Path) -> None:
-    """Encoders keep a table of all ids, and what is stored of a larger one is another."""
+    """Encoders keep a table of all ids, and store a larger id as another one."""
     description = {"model": {"vocab": vocab}, "added_tokens": [{"id": added, "content": "<x>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(DataError, match=r"has ids from .*; expected 0 to 16777215; use another tokenizer"):

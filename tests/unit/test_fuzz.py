@@ -1,4 +1,4 @@
-"""Whatever a file holds, its reader reads it or refuses it in a sentence, within 5 s and 500 MB."""
+"""Every reader reads any file or refuses it in a sentence, within 5 s and 500 MB."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ def test_inputs_of(reader: str, tmp_path: Path) -> None:
     assert summary(list(run(TARGETS[reader], 2, range(100), tmp_path))) == []
 
 
-# Inputs that once were finds, by the seed that makes them.
+# Seeds of inputs that once revealed errors.
 PAST = {
     "data": (21, [4998, 16222]),
     "parquet": (21, [1017, 5867, 9838, 12088, 12535, 13214, 14021, 14429, 14594]),
@@ -58,7 +58,7 @@ def test_documents_that_go_beyond_the_end_and_back(tmp_path: Path) -> None:
 
 
 def test_columns_of_parquet_that_are_damaged(tmp_path: Path) -> None:
-    """Text that is no UTF-8 is read as in other files; a dictionary without an entry is refused."""
+    """Text that is not UTF-8 is read as in other files; a dictionary without an entry is refused."""
     text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))
     view = pa.array([b"a\xff"], pa.binary_view())
     for column in (text, text.view(pa.binary()), view, view.view(pa.string_view()), text.dictionary_encode()):
@@ -79,7 +79,7 @@ def test_a_column_of_parquet_whose_name_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("reader", TARGETS)
 def test_many_inputs_of(reader: str, tmp_path: Path) -> None:
-    """FUZZ_COUNT: inputs of each reader. FUZZ_SEED: another one makes others."""
+    """FUZZ_COUNT: inputs for each reader. FUZZ_SEED: another seed gives other inputs."""
     count, seed = int(os.environ.get("FUZZ_COUNT", "1500")), int(os.environ.get("FUZZ_SEED", "1"))
     case_of(TARGETS[reader], seed, 0)
     assert summary(list(run(TARGETS[reader], seed, range(count), tmp_path))) == []
@@ -101,7 +101,7 @@ def reads(case: Case) -> None:
 
 
 def test_what_a_find_is(tmp_path: Path) -> None:
-    """Else finding nothing would prove nothing."""
+    """This shows that the fuzzer can report an error."""
     target = Target("test", lambda random: Case({"x": b""}, [str(random.randrange(5))]), reads)
     words = [case_of(target, 0, index).words[0] for index in range(20)]
     assert {*words} == {*"01234"}

@@ -1,4 +1,4 @@
-"""The house rules: sizes, who imports whom, what stays light, and what is never used."""
+"""The house rules: sizes, imports between rooms, modules without heavy imports, and forbidden calls."""
 
 import ast
 import subprocess
@@ -79,7 +79,7 @@ def test_sizes(path: Path) -> None:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every module that a file imports, at its top, inside functions, or for types alone."""
+    """Yield every module that a file imports: at its top, inside functions, or for types alone."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -128,7 +128,7 @@ def test_what_runs_takes_the_plan(module: str) -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    # It raises CycleError, which names the modules.
+    # This raises CycleError, which names the modules.
     list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())
 
 
@@ -187,7 +187,7 @@ def test_help_imports_nothing_heavy() -> None:
     ],
 )
 def test_verbs_parse_without_torch(verb: str) -> None:
-    """A verb's module holds its parsing alone, so that its --help is as quick."""
+    """A verb's module only parses, so that its --help is fast too."""
     heavy = {module.split(".")[0] for module in top_level_imports(ROOT / f"trainer/llmtrain/cli/{verb}.py")}
     assert heavy <= {"typer", "llmtrain", "llmtrain_data", *sys.stdlib_module_names}
 

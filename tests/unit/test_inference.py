@@ -1,4 +1,4 @@
-"""`llmtrain eval` and `llmtrain generate`: what does not go with the model is told in a sentence."""
+"""`llmtrain eval` and `llmtrain generate`: one sentence names whatever does not fit the model."""
 
 import json
 from dataclasses import asdict

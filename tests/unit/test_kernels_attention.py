@@ -24,7 +24,7 @@ def gradient(qkv: Tensor, heads: int, rotary: Rotary | None, grad: Tensor) -> tu
 
 
 def exact(qkv: Tensor, heads: int, rotary: Rotary | None, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """In fp64, which the kernel does not take."""
+    """Compute in fp64, which the kernel does not support."""
     rotary = rotary and (rotary[0].double(), rotary[1].double())
     return gradient(qkv.double(), heads, rotary, grad.double())
 
@@ -59,7 +59,7 @@ def test_matches_the_plain_form(
 
 
 def test_scores_far_apart() -> None:
-    """Weights that underflow, and a largest score that moves from tile to tile."""
+    """Some weights underflow, and the largest score moves from tile to tile."""
     qkv, grad = torch.randn(2, 300, 6, 16), torch.randn(2, 300, 2, 16)
     qkv[:, :, :4] *= torch.linspace(1, 12, 300)[:, None, None]
     for ours, wanted in zip(gradient(qkv, 2, None, grad), exact(qkv, 2, None, grad), strict=True):
@@ -111,6 +111,6 @@ def test_recomputed_and_with_saved_tensors_packed() -> None:
 
 
 def test_the_operator_is_sound() -> None:
-    """What torch.compile relies on: shapes without data, and a gradient that can be traced."""
+    """torch.compile relies on shapes without data, and on a gradient that can be traced."""
     qkv = torch.randn(2, 5, 6, 8, requires_grad=True)
     torch.library.opcheck(attention._joint_attention, (qkv, *(table for table in rotary_of(5, 8)), 2))

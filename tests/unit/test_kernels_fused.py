@@ -23,7 +23,7 @@ odd_sizes = pytest.mark.parametrize("shape", [(1, 2), (3, 7, 34), (129, 256), (0
 
 
 def differentiated(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The function's value and its gradients by every input."""
+    """Return the function's value and its gradients with respect to every input."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     value = function(*inputs)
     return [value.detach(), *torch.autograd.grad(value, inputs, grad.to(value.dtype))]
@@ -60,7 +60,7 @@ def test_activations(kind: activation.Activation, shape: tuple[int, ...], dtype:
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu"])
 def test_activations_far_out(kind: activation.Activation) -> None:
-    """Saturated at both ends, and a NaN stays one."""
+    """The function saturates at both ends, and a NaN stays NaN."""
     x = torch.tensor([[-1e4, -90.0, 90.0, 1e4, float("nan"), 0.0]]).repeat(1, 2 if kind == "swiglu" else 1)
     ours, plain = (
         differentiated(lambda x, f=f: f(x, kind), [x], torch.ones(1, 6)) for f in (activate, reference_activate)
@@ -72,7 +72,7 @@ def test_activations_far_out(kind: activation.Activation) -> None:
 @both_dtypes
 @pytest.mark.parametrize("native", [True, False])
 def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of uneven size, with logits from near to far apart."""
+    """Chunks of uneven size, with logits that are close together to far apart."""
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 5 * 301})
     monkeypatch.setattr(cross_entropy, "MIN_ROWS", 1)
     if not native:
@@ -84,7 +84,7 @@ def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pyt
     exact = [t.double() for t in (x, weight.to(dtype))]
     wanted = differentiated(lambda x, w: F.cross_entropy(x @ w.t(), targets), exact, torch.tensor(3.0))
     for mine, true in zip(ours, wanted, strict=True):
-        # Twice: logits in bf16 alone cost as much as the other kernels' whole.
+        # The tolerance is doubled: rounding logits to bf16 alone costs as much as the other kernels' total error.
         assert (mine.double() - true).norm() < 2 * TOLERANCE[dtype] * true.norm()
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(x, weight.to(dtype), targets), ours[0])
@@ -106,7 +106,7 @@ def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
 
 
 def test_strided_recomputed_and_with_saved_tensors_packed() -> None:
-    """The backward pass reads weights from what autograd saved, so that they may have moved meanwhile."""
+    """The backward pass reads weights from autograd's saved tensors, so that they may move after the forward pass."""
     weight, wide, grad = torch.randn(16), torch.randn(16, 6).t(), torch.randn(6, 8).t().contiguous().t()
 
     def chain(x: Tensor, weight: Tensor) -> Tensor:

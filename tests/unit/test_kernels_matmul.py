@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN against torch's own, whatever this machine's CPU is."""
+"""Linear layers by oneDNN against torch's own, on any CPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from llmtrain_kernels.matmul import linear
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Have oneDNN take products of every size; returns the shapes of what it was given."""
+    """Make oneDNN take products of every size; returns a list of the shapes that it was given."""
     shapes: list[tuple[int, ...]] = []
     original = matmul._onednn
 

@@ -24,7 +24,7 @@ extern "C" void count(int64_t* threads, int64_t n, double scale) {
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of sources with one in it, and an empty cache."""
+    """A folder with one source file, and an empty cache."""
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "counting").mkdir()
@@ -89,7 +89,7 @@ def test_a_broken_library_is_built_again(folders: Path) -> None:
 
 
 def test_a_killed_build_blocks_nothing(folders: Path) -> None:
-    """Killed while it held the lock and had written half of its work."""
+    """The build is killed while it holds the lock and has written half of its output."""
     program = (
         "import os, signal; from pathlib import Path; from llmtrain_kernels import native;"
         f"native.SOURCES = Path({str(folders)!r});"

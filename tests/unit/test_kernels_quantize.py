@@ -1,4 +1,4 @@
-"""Block quantization: the C++ kernels against the reference, and what the format promises."""
+"""Block quantization: the C++ kernels against the reference, and the format's guarantees."""
 
 import threading
 
@@ -12,11 +12,11 @@ from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from llmtrain_kernels.quantize.reference import REFERENCE
 from torch import Tensor
 
-SHAPES = [(2, 32), (64, 96), (100, 4160), (2048, 32), (2048, 100_000)]  # block, numel: short last blocks, odd lengths
+SHAPES = [(2, 32), (64, 96), (100, 4160), (2048, 32), (2048, 100_000)]  # with short last blocks and odd lengths
 
 
 def numbers(numel: int, dtype: torch.dtype) -> Tensor:
-    """Three rows of numbers of all sizes, with a block of zeros, of numbers too small, with infinity and with NaN."""
+    """Return three rows of numbers of all sizes: blocks of zeros, of tiny numbers, with infinity, and with NaN."""
     torch.manual_seed(numel)
     x = (torch.randn(3, numel) * torch.rand(3, numel) ** 4 * 10).to(dtype)
     x[0, :20] = 0
@@ -127,7 +127,7 @@ def test_zeros_stay_zeros(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
-    """One value's rounding has a standard deviation of half a step at most: no mean is off by six of its own."""
+    """One value's rounding has a standard deviation of half a step at most; no mean may be off by six of its own."""
     x = torch.rand(2, 128) * 2 - 1
     x[:, ::64] = 1.0
     seeds = 4096
@@ -147,8 +147,8 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_dither_leads_past_the_largest_code(bits: int) -> None:
-    """A code past the largest would be that of another sign. Enough elements meet each of the 2^16 dithers; one whose
-    quotient is rounded down may get the code below."""
+    """A code beyond the largest would have the other sign. There are enough elements for each of the 2^16 dithers; if a
+    quotient is rounded down, the code below is allowed."""
     x = (1 + torch.rand(1, 1 << 15, 1)).expand(-1, -1, 32).flatten(1) * torch.tensor([1.0, -1.0]).repeat(1 << 19)
     back = unpacked(packed(x, bits, 32, rounding="stochastic", seed=3), bits, 32, x.shape[1])
     assert ((back - x).abs() <= x.abs() * (1.001 / MAX_CODE[bits])).all()

@@ -1,4 +1,4 @@
-"""Block quantization in Triton where there is no GPU: in its interpreter, and compiled for one."""
+"""Block quantization in Triton without a GPU: in its interpreter, and compiled for a GPU."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiles_for_a_gpu(bits: int) -> None:
-    """For an H100 or H200: products and sums are rounded apart, and floats move 16 bytes at a time."""
+    """The target is an H100 or H200: products and sums are rounded separately, and loads take 16 bytes at a time."""
     from llmtrain_kernels.quantize import triton_backend as kernels
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget

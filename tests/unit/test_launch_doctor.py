@@ -1,4 +1,4 @@
-"""The doctor tells NVIDIA's apex from the package of the same name on PyPI, and what works from what does not."""
+"""The doctor distinguishes NVIDIA's apex from PyPI's package of that name, and working parts from broken ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `bench comm` measures between whom, what it finds where nobody describes a cluster, and what it writes."""
+"""`bench comm`: the ranks that it measures between, the cluster that it discovers, and the file that it writes."""
 
 import os
 from collections import namedtuple
@@ -38,7 +38,7 @@ def test_every_tier_and_card_of_a_node_is_measured() -> None:
     ]  # fmt: skip
     die, node, *cards = (link.groups for link in measured)
     assert die == tuple((rank, rank + 1) for rank in range(0, 16, 2))
-    # Those that differ only in which die's pair they are in.
+    # Ranks that differ only in their die of the pair.
     assert node == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
     assert set(cards) == {tuple((rank, rank + 8) for rank in range(8))}
     interfaces = [[link.nic(frontier, rank).interface for rank in range(8)] for link in measured[2:]]  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ def test_clusters_are_measured_one_by_one_and_between() -> None:
     cluster = load_cluster(UNEVEN)
     node, own, between = links(cluster, 8, one_machine=False, each_card=True)
     assert node.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
-    # A single node has nobody to speak to through its own card.
+    # A single node has no peer on its own card's network.
     assert (own.cluster, own.groups) == (1, ((2, 4, 6), (3, 5, 7)))
     assert between.groups == ((0, 2), (1, 3))
     assert [link.nic(cluster, 2) and link.nic(cluster, 2).interface for link in (node, own, between)] == [  # type: ignore[union-attr]
@@ -145,7 +145,7 @@ def test_cards_that_join_nothing_are_left_out() -> None:
     clusters, between = networks(machines)
     assert [[card.interface for card in each.cards] for each in clusters] == [["eth0", "eth1"]]
     assert between is None
-    # Whatever the backend takes by itself.
+    # The backend chooses a card by itself.
     (unknown,), _ = networks([machine(inside), machine(inside)])
     assert [card.interface for card in unknown.cards] == [None]
     assert discovered(machines, 4, one_machine=True).clusters == ()
@@ -196,7 +196,7 @@ def test_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
     assert ranks[0].cards[0].network == "10.0.0.0/16"
     assert Machine.of(ranks[3].as_data()) == ranks[3]
-    # One that was bound by its launcher stays there.
+    # A rank that its launcher has pinned stays there.
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     assert this_machine(0, 4, sys=tmp_path).socket == 1
     assert len(bound) == 4

@@ -1,4 +1,4 @@
-"""The launcher's eye on the processes of its ranks."""
+"""The launcher's monitor of its ranks' processes."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""One run at a time trains in a folder."""
+"""Only one run at a time trains in a folder."""
 
 import fcntl
 import json
@@ -29,7 +29,7 @@ print(lock.take(print), flush=True)
 
 @dataclass
 class Pauses:
-    """Takes the place of the pauses between looks. during: what happens in the n-th, counted from 1."""
+    """Replaces the pauses between looks. during: calls in the n-th pause, counted from 1."""
 
     during: dict[int, Callable[[], object]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ def never(why: str) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> subprocess.Popen[str]:
-    """Another process that has the folder's lock, until it is killed."""
+    """Another process that holds the folder's lock until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"{HOLD}sys.stdin.read()", str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -56,7 +56,7 @@ def other(tmp_path: Path) -> subprocess.Popen[str]:
 
 
 def take(folder: Path) -> str:
-    """What another process says that tries to take the lock."""
+    """Return the output of another process that tries to take the lock."""
     return subprocess.run([sys.executable, "-c", HOLD, str(folder)], capture_output=True, text=True, check=True).stdout
 
 
@@ -106,7 +106,7 @@ def test_what_a_killed_one_held_is_free(tmp_path: Path, other: subprocess.Popen[
 
 
 def write(folder: Path, age: float = 0.0, **changes: object) -> None:
-    """Leave what a run on another host would, whose lease was renewed so many seconds ago."""
+    """Write the lock file of a run on another host that renewed its lease `age` seconds ago."""
     holder = {
         "host": "elsewhere", "pid": 1, "started": 0.0, "user": "she", "job": None, "cluster": "c", "since": "Monday",
         "place": "another boot", **changes,
@@ -121,7 +121,7 @@ def renew(folder: Path) -> Callable[[], None]:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], None]:
-    """Have this process be job 7, and Slurm say whether other jobs are active."""
+    """Make this process job 7, and let a test set Slurm's answer whether other jobs are active."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "c")
     return lambda active: monkeypatch.setattr(holder_module, "still_active", lambda number: active)
@@ -132,7 +132,7 @@ def no_locks(*arguments: object) -> None:
 
 
 def write_at(folder: Path, age: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write a lease of that age, by a clock that stands still."""
+    """Write a lease of that age, and freeze the clock."""
     write(folder, age)
     written = (folder / LOCK).stat().st_mtime
     monkeypatch.setattr(module.time, "time", lambda: written + age)
@@ -150,7 +150,7 @@ def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lease_of_another_host_that_nobody_renews(
     tmp_path: Path, age: float, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However wrong a clock is, it is watched for a while, and not for longer than needed."""
+    """However wrong the clock, the start watches the lease for a while, and not longer than needed."""
     write_at(tmp_path, age, monkeypatch)
     pauses = Pauses()
     assert RunLock(tmp_path).take(pauses) is None
@@ -183,7 +183,7 @@ def test_a_lease_of_another_host_that_is_renewed(tmp_path: Path, age: float, loo
 
 
 def test_the_lease_of_an_earlier_version(tmp_path: Path) -> None:
-    """It knows of no place, also on this host, and does not renew it."""
+    """The earlier version has no place in its lock file, also on this host, and does not renew the lease."""
     write(tmp_path, 1e6, host=socket.gethostname())
     content = json.loads((tmp_path / LOCK).read_text())
     del content["place"]
@@ -219,8 +219,8 @@ def test_a_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_holder_that_stood_still_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool) -> None:
-    """Another run has the folder, which the first one notes before it gives a checkpoint its name, or at its next
-    renewal; it leaves the other's lock alone."""
+    """Another run has taken the folder. The first run finds out before it renames a checkpoint, or at its next renewal,
+    and does not touch the other run's lock."""
     monkeypatch.setattr(module, "RENEWAL", 0.01)
     said = "is now being trained in by process 1 of she on elsewhere, .* which took it while this run stood still"
     with RunLock(tmp_path) as lock, RunLock(tmp_path) as second:
@@ -242,7 +242,7 @@ def test_a_holder_that_stood_still_too_long(tmp_path: Path, monkeypatch: pytest.
 
 
 def until_it_raises(look: Callable[[], None]) -> None:
-    """Call `look` until the thread that renews the lock has seen what there is to see."""
+    """Call `look` until it raises: the thread that renews the lock may need a moment."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         look()
@@ -329,7 +329,7 @@ def test_jobs_on_other_hosts(
     slurm(active)
     write(tmp_path, **changes)
     assert (holder_of(tmp_path) is None) is free
-    # Where Slurm does not know, the lease does.
+    # If Slurm does not know, the lease decides.
     pauses = Pauses({1: renew(tmp_path)})
     said = RunLock(tmp_path).take(pauses)
     assert len(pauses.said) == (changes.get("cluster") == "other" or active is None)
@@ -356,7 +356,7 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     assert holder_of(tmp_path) is None
     with RunLock(tmp_path) as lock:
         assert lock.take(never) is None
-        # This process is that holder, and lives.
+        # This process is the holder, and it lives.
         held = holder_of(tmp_path)
         assert held is not None
         assert held.pid == os.getpid()

@@ -1,4 +1,4 @@
-"""Starts at one instant: one of them has the run's folder, on file systems with and without locks."""
+"""Starts at the same instant: exactly one gets the run's folder, on file systems with and without locks."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from llmtrain.launch.run_lock import LOCK, LOOK
 
-# A process that takes the lock of each folder that stdin names, says how that went, and lets it go at the next line.
+# A process that tries to take the lock of each folder on stdin, prints the result, and frees it at the next line.
 STARTS = """
 import fcntl, sys, time
 from pathlib import Path

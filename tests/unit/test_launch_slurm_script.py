@@ -1,4 +1,4 @@
-"""Batch scripts: what they ask of Slurm, and what their lines do with what becomes of the ranks."""
+"""Batch scripts: their requests to Slurm, and their reactions to how the ranks end."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ FULL = Site(
     environment={"NCCL_DEBUG": "a 'b' $c", "N": 1}, srun=("--mpi=pmix",),
 )  # fmt: skip
 
-# Stand for Slurm's commands. srun ends as told, or stays until USR1 comes; scontrol notes what it is asked for.
+# Replacements of Slurm's commands. srun ends with a given code, or waits for USR1; scontrol records its arguments.
 SRUN = """#!/bin/bash
 echo "$@" > "$NOTES/started"
 trap 'echo USR1 > "$NOTES/signal"; exit 75' USR1
@@ -108,7 +108,7 @@ def test_the_script_is_the_one_for_ones_own_jobs() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job's script, in a folder with what stands for Slurm."""
+    """A job's script, in a folder with the replacements of Slurm's commands."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -124,7 +124,7 @@ def start(job: Path, ends: str, state: str = "JobState=RUNNING Reason=None", **v
         **os.environ, "PATH": f"{job.parent}:{os.environ['PATH']}", "NOTES": str(job.parent), "ENDS": ends,
         "STATE": state, "PLUGIN": "task/none", **slurm, **variables,
     }  # fmt: skip
-    # A shell cannot trap what its parent ignores, as the process of these tests does once one of them has trained.
+    # A shell cannot trap a signal that its parent ignores, as this test process does once it has trained.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     return subprocess.Popen(
         ["bash", str(job)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -177,7 +177,7 @@ def test_ranks_are_asked_to_stop(job: Path, number: int) -> None:
 
 
 def test_a_job_of_an_array_requeues_itself_alone(job: Path) -> None:
-    """The array's own id, which one of its jobs has, would requeue all of them."""
+    """One task of an array has the array's own id, which would requeue all of its tasks."""
     assert end(start(job, "75", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")) == 75
     assert (job.parent / "asked").read_text() == "requeue 5_3\n"
 

@@ -1,4 +1,4 @@
-"""What `llmtrain status` and `llmtrain logs` tell from folders and from Slurm."""
+"""`llmtrain status` and `llmtrain logs`, from folders and from Slurm."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def row(step: int, **changes: object) -> str:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs in every state, where Slurm knows jobs 1 to 5."""
+    """Runs in every state; Slurm knows jobs 1 to 5."""
     states = {"1": ("COMPLETED", "n1"), "2": ("PENDING", "Resources"), "3_1": ("RUNNING", "n2"), "5": ("FAILED", "x")}
     known = {number: QueuedJob(number, *state) for number, state in states.items()}
     monkeypatch.setattr(queue, "jobs", lambda numbers: {each: known[each] for each in numbers if each in known})

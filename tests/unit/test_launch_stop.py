@@ -1,4 +1,4 @@
-"""Being asked to stop."""
+"""Requests to stop."""
 
 import signal
 import subprocess
@@ -25,7 +25,7 @@ sys.last = AtTheVeryEnd()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_has_ended_does_not_die_of_being_asked_to_stop(number: int) -> None:
-    """Not even while the interpreter takes itself down, which gives signals their defaults back."""
+    """This holds even while the interpreter shuts down, which restores the default handlers."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(number)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n")
 
@@ -50,7 +50,7 @@ with StopRequest() as stop:
 
 @pytest.mark.parametrize(("presses", "stopped"), [(1, False), (2, True)])
 def test_a_second_ctrl_c_counts_though_the_first_is_still_to_be_heeded(presses: int, stopped: bool) -> None:
-    """Python calls its handler when a call of C returns, once for all signals since."""
+    """Python calls its handler after a C call, once for all signals that arrived during the call."""
     done = subprocess.run([sys.executable, "-c", TWICE, str(presses)], capture_output=True, text=True, check=False)
     assert done.stdout == ("" if stopped else "True\n")
     assert ("KeyboardInterrupt" in done.stderr) is stopped

@@ -1,4 +1,4 @@
-"""From recipes and sites' profiles to jobs."""
+"""Jobs from recipes and sites' profiles."""
 
 import json
 from dataclasses import replace
@@ -193,7 +193,8 @@ DESCRIPTION = "{name: site, node: {ranks: 4}, clusters: [{name: a, nic: {interfa
 
 
 def test_a_job_has_the_recipe_as_it_was_submitted(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it extends, the cluster's description and the overrides; what is auto, or relative, stays so."""
+    """The job has the recipe with its extended files, cluster description and overrides; `auto` and relative paths
+    stay."""
     monkeypatch.chdir(recipe.parent)
     Path("site-a.yaml").write_text(DESCRIPTION)
     child = recipe.parent / "child.yaml"
@@ -215,7 +216,7 @@ def test_a_job_has_the_recipe_as_it_was_submitted(recipe: Path, monkeypatch: pyt
 def test_a_recipe_too_large_with_its_cluster_is_refused_before_its_job_is(
     limit: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its files is small enough by itself."""
+    """Each file is small enough by itself."""
     monkeypatch.chdir(recipe.parent)
     Path("site-a.yaml").write_text(DESCRIPTION)
     text = planned(recipe, "parallel.data=8").recipe
@@ -239,7 +240,7 @@ def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.Mo
     assert statuses([job.folder])[0].detail == "tiny.yaml changed since submission"
     child.unlink()
     assert statuses([job.folder])[0].detail == "child.yaml changed since submission; tiny.yaml changed since submission"
-    # A stranger's list.
+    # The list of sources may be untrusted.
     (job.folder / "slurm" / "sources").write_text("".join(f"0  /gone-{number}\n" for number in range(1000)))
     changed = "; ".join(f"{name} changed since submission" for name in ("gone-0", "gone-1", "gone-2", "97 more files"))
     assert statuses([job.folder])[0].detail == changed

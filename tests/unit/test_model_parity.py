@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
 
 
 def perturbed(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """Move every parameter off its initial value, so that norms and biases count too."""
+    """Change every parameter from its initial value, so that norms and biases count too."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +74,7 @@ def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
 
 
 def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """Bring the peer's gradients into canonical form, by saving and reading them as if they were weights."""
+    """Bring the peer's gradients into canonical form: save them, and read them as if they were weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
@@ -103,8 +103,8 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}
     for unit in units:
-        # By parameter: where the peer has one for Q, K and V, as gpt2 and neox do, its gradient is one as well.
-        # (The part of K's bias alone is nothing but rounding in gpt2, as that bias moves a query's scores alike.)
+        # Compare by parameter: if the peer has one for Q, K and V, as gpt2 and neox do, its gradient is one as well.
+        # (In gpt2, the gradient of K's bias alone is only rounding, as that bias moves a query's scores equally.)
         for name, start, end in parameter_ranges(unit.spec):
             wanted = torch.cat([gradients[t.name] for t in unit.spec.tensors if t.parameter == name])
             error = (unit.gradient[start:end] - wanted).norm() / wanted.norm()

@@ -28,7 +28,7 @@ def test_cosine_and_linear_end_on_the_floor() -> None:
         values = rates(schedule)
         assert values[-1] == pytest.approx(0.1)
         assert all(a >= b for a, b in pairwise(values[10:]))
-    # Half way, the two agree at the middle between peak and floor.
+    # Half way, both schedules are at the middle between peak and floor.
     steps = 10 + 91
     assert rates("cosine", steps)[55] == pytest.approx(rates("linear", steps)[55])
 
@@ -59,7 +59,7 @@ def test_loss_scale_halves_and_doubles() -> None:
     scale.update(finite=True, dynamic=True)
     scale.update(finite=True, dynamic=True)
     assert scale.value == 8.0
-    # Taken up from a run whose window was longer.
+    # A resumed run may have had a longer window before.
     scale.good_steps = 600
     scale.update(finite=True, dynamic=True)
     assert scale.value == 16.0

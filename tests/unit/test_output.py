@@ -1,4 +1,4 @@
-"""What files say reaches the terminal as text: no verb prints a character that would steer it."""
+"""Text from files reaches the terminal as text: no verb prints a character that would control the terminal."""
 
 import ast
 import fcntl
@@ -36,7 +36,7 @@ from rich.text import Text
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 ROOT = Path(__file__).resolve().parents[2]
-# Sets the title, clears the screen, writes over the line, and turns the direction of text; escaped, it is seen.
+# Sets the title, clears the screen, overwrites the line, and reverses the direction of text; escaped, it is visible.
 POISON = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\x08\rover\u202egnp.\u2066\u200e\x85\u2028\U000e0041 end"
 CONFIG = GPTConfig(
     family="llama", layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, positions=32, vocab=65, tie_embeddings=False,
@@ -45,7 +45,7 @@ CONFIG = GPTConfig(
 
 
 def steering(text: str) -> set[str]:
-    """Characters that a terminal or a reader would not see as themselves."""
+    """Return the characters that a terminal or a reader would not show as themselves."""
     kept = "\n\t\u200c\u200d"
     return {each for each in text if each not in kept and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
 
@@ -102,7 +102,7 @@ def test_the_console_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def run_folder(folder: Path) -> Path:
-    """A run's folder that says POISON wherever it says anything."""
+    """A run's folder with POISON in every text."""
     run = folder / POISON.replace("/", "")
     slurm_folder(run).mkdir(parents=True)
     record_job(run, "7")
@@ -119,7 +119,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path) -> Path:
-    """A run's folder with a sound checkpoint whose recipe and progress are POISON, and beside it a damaged one."""
+    """A run's folder with a sound checkpoint whose recipe and progress contain POISON, and a damaged checkpoint."""
     folder = folder / POISON
     ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
     shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
@@ -136,7 +136,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def tokenizer(folder: Path) -> Path:
-    """A tokenizer every word of which is POISON."""
+    """A tokenizer in which every word is POISON."""
     folder.mkdir()
     made = Tokenizer(models.WordLevel({f"{number}{POISON}": number for number in range(65)}, unk_token="0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -210,7 +210,7 @@ def test_no_verb_prints_what_steers_a_terminal(verb: str, tmp_path: Path, capfd:
     out, error = capfd.readouterr()
     assert code in (0, 1, 2)
     assert not steering(out + error)
-    # Else the verb has shown nothing that was poisoned, and the test would prove nothing.
+    # If the output has no POISON, the verb has shown no poisoned text, and the test proves nothing.
     assert "x1b]0;owned" in out + error or "u001b]0;owned" in out + error
     if "--json" in verb and code == 0:
         json.loads(out)
@@ -234,7 +234,7 @@ def test_one_module_prints() -> None:
 
 
 def test_one_style_of_tables() -> None:
-    """Others are grids without a heading, of which the live line of a run is made."""
+    """Other tables are grids without a heading, such as the live line of a run."""
     found = {
         path.name for folder in ("trainer", "data") for path in (ROOT / folder).rglob("*.py") if "Table" in calls(path)
     }

@@ -1,4 +1,4 @@
-"""What the ranks of one stage do next, whatever has arrived at each."""
+"""The order of actions of one stage's ranks, whichever messages have arrived at each rank."""
 
 import queue
 import random
@@ -28,7 +28,7 @@ COUNT, LIMIT = 12, 3
 
 
 class Arrivals:
-    """Messages that arrive in an order of their own."""
+    """Messages that arrive in random order."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -74,7 +74,7 @@ def test_no_more_are_under_way_than_the_limit() -> None:
 
 
 class Recorder:
-    """An engine and a transport that note in which order a rank does what."""
+    """An engine and a transport that record the order of a rank's actions."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
-    """What one of three ranks does with five microbatches, by initials."""
+    """Return the actions of one of three ranks with five microbatches, by initials."""
     recorder, schedule = Recorder(), replace(make_schedule(name, 3, 1, 5), hands_back=hands_back)
     stage_layout = StageLayout(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
     weight, weight_gradients = nn.Parameter(torch.ones(1)), WeightGradientQueue()
@@ -134,11 +134,11 @@ def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
 
 
 def test_the_last_gradients_of_inputs_go_first() -> None:
-    """While forward passes are left, all gradients come first: they take no memory for longer so."""
+    """While forward passes remain, the weights' gradients come first, because that frees memory earlier."""
     assert did("1f1b", 0) == "aa" + "aw" * 3 + "ww"
     assert did("1f1b", 1) == "aa" + "wga" * 3 + "gpw" * 2
     assert did("1f1b", 2) == "wg" * 4 + "gpw"
     assert did("1f1b", 1, hands_back=False) == "aa" + "wga" * 3 + "wg" * 2
-    # Of five, the fullest rank holds five.
+    # With five microbatches, the fullest rank holds five.
     assert did("gpipe", 1) == "a" * 5 + "wg" + "gpw" * 4
     assert did("zero-bubble", 1, hands_back=True) == did("zero-bubble", 1, hands_back=False)

@@ -1,4 +1,4 @@
-"""Gradients come out the same to the bit, whichever of a backward pass's are handed on first."""
+"""Gradients are bit-equal, whichever gradients of a backward pass are sent first."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ TOKENS, MICROBATCHES = 16, 5
 
 
 class Neighbours:
-    """The stages before and behind, which send what a seed says."""
+    """The previous and the next stage, which send numbers from a seed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._random = dtype, torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ class Neighbours:
 def trained(
     family: str, name: ScheduleName, ranks: int, chunks: int, dtype: torch.dtype, hands_back: bool
 ) -> tuple[list[Tensor], dict[Channel, list[Tensor]]]:
-    """Return the last rank's summed gradients after each of three steps, and what it sent."""
+    """Return the last rank's summed gradients after each of three steps, and its messages."""
     config = replace(PRESETS[f"{family}-1m"], layers=2 * ranks * chunks)
     schedule = replace(make_schedule(name, ranks, chunks, MICROBATCHES), hands_back=hands_back)
     stage_layouts, weight_gradients = (

@@ -1,4 +1,4 @@
-"""Speeds of a pipeline's stages, by how fast their ranks turned out to be."""
+"""Speeds of a pipeline's stages, from the measured speeds of their ranks."""
 
 import pytest
 from llmtrain.cluster.layout import Axis, Layout
@@ -21,7 +21,7 @@ def test_ranks_that_are_alike_have_no_speeds(rates: tuple[float, ...]) -> None:
     ("rates", "speeds"),
     [
         ((200.0, 100.0, 195.0, 185.0), (1.0, 0.5, 1.0, 1.0)),
-        # A run of small steps down is not all alike.
+        # In a run, the ranks of small steps are not all equally fast.
         ((100.0, 94.0, 88.0, 82.0), (1.0, 1.0, 0.88, 0.88)),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a transport posts before it is needed, and how it knows what is there."""
+"""A transport posts receives before they are needed, and knows which messages have arrived."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ RECIPE = {
 
 
 class Message:
-    """The work of a message, which comes when it is told to, or whose sender goes."""
+    """The work of a message, which arrives, or whose sender is lost, when a test says so."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.numbers, self.awaited, self.there, self.lost = values.numel(), Event(), Event(), False
@@ -44,7 +44,7 @@ class Message:
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Message]]:
-    """What was posted so far, in order."""
+    """Return the messages posted so far, in order."""
     messages: list[Message] = []
 
     def irecv(values: torch.Tensor, peer: int, group: object) -> Message:
@@ -58,7 +58,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Message]]:
 
 
 def expecting(count: int, ahead: int, posting: Posting | None = None) -> Transport:
-    """Return a transport that expects messages of 1, 2 and so on numbers."""
+    """Return a transport that expects messages of 1, 2, 3... elements."""
     messages = GlooMessages({CHANNEL: (None, 0)}, ahead)  # type: ignore[dict-item]
     messages.posting = posting or messages.posting
     transport = Transport(messages, torch.float32, torch.device("cpu"))
@@ -67,7 +67,8 @@ def expecting(count: int, ahead: int, posting: Posting | None = None) -> Transpo
 
 
 def test_as_many_receives_are_posted_as_messages_are_under_way(posted: list[Message]) -> None:
-    """Where fewer are, gloo holds a message back until its sender has heard of the receive, a round trip later."""
+    """With fewer posted receives, gloo holds a message back until its sender knows of the receive, a round trip
+    later."""
     transport = expecting(5, 3)
     assert [message.numbers for message in posted] == [1, 2, 3]
     for number in range(5):
@@ -114,7 +115,7 @@ def test_a_gradient_releases_the_activation_that_it_answers(
         transport.expect(back, [torch.Size((1,))] * 3)
         for _ in range(3):
             transport.send(CHANNEL, torch.ones(1))
-        # One is over before its answer comes.
+        # The first send completes before its answer arrives.
         sends[0].over = True
         transport.progress()
         for answers in (1, 2):
@@ -134,7 +135,7 @@ def test_a_message_that_comes_during_a_computation_is_there_after_it(posted: lis
     assert not transport.arrived(CHANNEL)
     posted[0].there.set()
     transport.receive(CHANNEL)
-    # Nobody asks for the next one while something is computed.
+    # No one asks for the next message during a computation.
     assert posted[1].awaited.wait(20)
     assert not posted[2].awaited.is_set()
     assert not transport.arrived(CHANNEL)
@@ -144,7 +145,7 @@ def test_a_message_that_comes_during_a_computation_is_there_after_it(posted: lis
 
 
 def test_a_message_that_never_comes_holds_up_no_process(posted: list[Message]) -> None:
-    """One that crashes ends, or those that wait for what it would have sent never do."""
+    """A rank that crashes must end, because other ranks wait for its messages."""
     transport = expecting(1, 1)
     transport.arrived(CHANNEL)
     waiting = [thread for thread in threading.enumerate() if thread.name == "pipeline"]

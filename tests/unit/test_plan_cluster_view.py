@@ -1,4 +1,4 @@
-"""`llmtrain cluster show`: what it takes, and what it says of tiers, cards and groups."""
+"""`llmtrain cluster show`: its input, and its output on tiers, cards and groups."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What degrees a recipe comes to, and which are refused before anything starts."""
+"""The degrees that a recipe resolves to, and recipes that are refused before anything starts."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def degrees(world: int, node: int, *overrides: str) -> tuple[int, ...]:
         (8, 4, ["zero.partition={weights: 2, gradients: node, optimizer: all}"], (2, 4, 8, 0)),
         (8, 4, ["zero.partition={weights: 2, gradients: node, optimizer: all}", "zero.secondary=all"], (2, 4, 8, 8)),
         (8, 4, ["zero.partition={weights: auto, optimizer: all}"], (4, 4, 8, 0)),
-        # What is not auto decides which numbers there are to choose from.
+        # Given degrees limit the numbers to choose from.
         (8, 4, ["zero.stage=2", "zero.partition.optimizer=auto"], (1, 8, 8, 0)),
         (8, 4, ["zero.partition={weights: auto, gradients: 2, optimizer: 8}"], (2, 2, 8, 0)),
         (8, 1, ["zero.partition.weights=auto", "zero.secondary=2"], (2, 2, 2, 2)),
@@ -97,7 +97,7 @@ def test_degrees(world: int, node: int, overrides: list[str], expected: tuple[in
         (4, ["zero.preset=mics", "quantize.gradients=int4"], ("none", "none", "int4")),
         (4, ["zero.preset=topo", "zero.secondary=0"], ("int8", "none", "int4")),
         (4, [], ("none", "none", "none")),
-        # A recipe for many ranks runs on one as well, where nothing travels.
+        # A recipe for many ranks also runs on one, where there is no communication.
         (1, ["zero.preset=topo"], ("none", "none", "none")),
         (1, ["quantize={weights: int8, gradients: int4}"], ("none", "none", "none")),
     ],
@@ -167,7 +167,7 @@ REFUSED = {
     "zero.stage=3 zero.secondary=3": r"zero\.secondary is 3; expected a divisor or a multiple of 8",
     "zero.stage=3 zero.secondary=16": r"zero\.secondary is 16; expected",
     "zero.stage=3 zero.secondary=-1": r"zero\.secondary is -1; expected",
-    # Quantized what is not there.
+    # Quantization of traffic that does not exist.
     "quantize.weights=int8": r"quantize\.weights is int8, but no weights are gathered",
     "zero.stage=3 quantize.secondary=int8": r"quantize\.secondary is int8, but there is no secondary copy",
     "zero.preset=zero++ zero.secondary=0 quantize.secondary=int8": r"quantize\.secondary is int8, but there is no",
@@ -225,12 +225,12 @@ def test_bytes_are_those_of_zero_and_of_tables_v_and_vi() -> None:
     def of(weights: int, gradients: int, optimizer: int, secondary: int = 0, compute: int = 2) -> int:
         return Degrees(n, weights, gradients, optimizer, secondary).state_bytes(psi, compute)
 
-    # Gradients stay in fp32 here: 2 psi more than ZeRO's 16 psi.
+    # Gradients are fp32 here: 2 psi more than ZeRO's 16 psi.
     assert of(1, 1, 1) == 18 * psi
     assert of(1, 1, n) == 6 * psi + 12 * psi // n
     assert of(1, n, n) == 2 * psi + 16 * psi // n
     assert of(n, n, n) == 18 * psi // n
-    # In fp32 weights are the masters.
+    # In fp32 the weights are the masters.
     assert of(n, n, n, compute=4) == 16 * psi // n
-    # ZeRO++'s secondary copy (table V: 2 psi / n + 2 psi / P) comes on top.
+    # ZeRO++'s secondary copy (table V: 2 psi / n + 2 psi / P) is added.
     assert of(n, n, n, 8) - of(n, n, n) == 2 * psi // 8

@@ -1,4 +1,4 @@
-"""FLOPs against published sizes and torch's own counter; peaks by name; what a process measures of itself."""
+"""FLOPs against published sizes and torch's own counter; peaks by name; measurements of the process itself."""
 
 import mmap
 import time
@@ -61,7 +61,7 @@ def test_the_model_does_what_is_counted(family: str, kv_heads: int) -> None:
     model = GPT(shape, torch.device("meta"))
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(3, 32, dtype=torch.long, device="meta"))
-    # Backward is twice forward; the counter does not halve for the causal mask either.
+    # The backward pass is twice the forward pass; the counter does not halve for the causal mask either.
     assert 3 * counter.get_total_flops() == flops_per_token(shape, 32) * 3 * 32
 
 
@@ -107,7 +107,7 @@ def test_peak_that_is_not_known(name: str, precision: str) -> None:
         ("a new card", "cuda", {"fp32": "3TFLOP/s"}, 3e12),
         ("a new card", "cuda", {"bf16": "3TFLOP/s"}, None),
         ("NVIDIA L4", "cuda", {"fp32": "3TFLOP/s"}, 30.3e12),
-        # The description is of a cluster that CPUs stand for.
+        # CPUs only simulate the cluster of the description.
         ("CPU, 2 threads", "cpu", {"fp32": "3TFLOP/s"}, None),
     ],
 )
@@ -132,14 +132,15 @@ def test_measuring_leaves_random_numbers_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    # Some thousand products per second and thread is what the slowest machine does.
+    # Even the slowest machine does some thousand products per second and thread.
     assert 1e7 < measured_peak(CPU, torch.float32, budget=0.02) < 1e15
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_interrupted_products_do_not_lower_the_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     class Product:
-        """Takes a hundred times as long while threads start, then three of four times, as others have the cores."""
+        """A product that takes a hundred times as long while threads start, and then in three of four calls, as on a
+        busy machine."""
 
         size, calls = 512, 0
 
@@ -171,7 +172,7 @@ def test_bytes_are_counted_by_group_and_operation_until_taken() -> None:
 
 def test_memory_follows_what_is_held() -> None:
     before = memory_bytes(CPU, model_states=5)
-    # Of the kernel's, as an allocator may hand out what an earlier test has left to it.
+    # Measure the kernel's figure, because an allocator may reuse memory that an earlier test has freed.
     held = mmap.mmap(-1, 50_000_000)
     held[:: mmap.PAGESIZE] = bytes(len(range(0, len(held), mmap.PAGESIZE)))
     after = memory_bytes(CPU, model_states=5)

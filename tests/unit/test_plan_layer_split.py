@@ -1,4 +1,4 @@
-"""Layers to stages: optimal by brute force, Holmes's equation, and what cannot be split."""
+"""Splits of layers into stages: optimal by brute force, Holmes's equation, and layers that cannot be split."""
 
 from collections.abc import Iterator
 from math import floor
@@ -49,7 +49,7 @@ def test_no_cut_is_better(data: st.DataObject, ranks: int, kind: tuple[int, bool
 @pytest.mark.parametrize("layers", [24, 30, 36, 48, 96])
 @pytest.mark.parametrize(("fast", "slow"), [(197.0, 160.0), (148.0, 145.0), (3.0, 1.0)])
 def test_holmes_equation_2(layers: int, fast: float, slow: float) -> None:
-    """Its floor and the best cut differ by the layer that is rounded, at most."""
+    """The equation's floor and the best split differ by at most one layer, from rounding."""
     layers_fast = floor(1.05 * fast / (fast + slow) * layers)
     for speeds, place in (([fast, slow], 0), ([slow, fast], 1)):
         split = split_layers(layers, 2, "auto", StageCosts(1.0), speeds, 1.05)
@@ -74,12 +74,13 @@ def test_a_heavy_head_gets_fewer_layers() -> None:
     costs = StageCosts(1.0, head=3.0)
     assert split_layers(9, 4, "balanced", costs) == (2, 3, 3, 1)
     assert split_layers(9, 4, "auto", costs) == (2, 3, 3, 1)
-    # In a V the embedding and the head are both on the first rank.
+    # In a V, the first rank has both the embedding and the head.
     assert split_layers(9, 2, "balanced", costs, chunks=2, folded=True) == (2, 3, 3, 1)
 
 
 def test_chunks_of_a_rank_count_together() -> None:
-    """With as slow a stage, 3 3 2 2 is 5 layers for each rank, and 3 2 3 2 is 6 for the first."""
+    """3 3 2 2 and 3 2 3 2 have equally slow stages, but 3 3 2 2 gives each rank 5 layers, and 3 2 3 2 gives the first
+    6."""
     split = split_layers(10, 2, "balanced", StageCosts(1.0), chunks=2)
     assert (split[0] + split[2], split[1] + split[3]) == (5, 5)
     assert max(split) == 3

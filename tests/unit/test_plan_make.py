@@ -1,4 +1,4 @@
-"""A plan is complete: what each `auto` becomes, and that a plan's record makes the same plan again."""
+"""A plan is complete: the value of each `auto`, and that a plan's record makes the same plan again."""
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
@@ -42,7 +42,7 @@ def recipe(*overrides: str, model: str = "{preset: gpt2-124m}") -> Recipe:
 
 
 def values(section: Any) -> Iterator[Any]:
-    """Every value of a plan, those of its sections and lists too."""
+    """Yield every value of a plan, including those in its sections and lists."""
     if is_dataclass(section):
         for entry in fields(section):
             yield from values(getattr(section, entry.name))
@@ -66,7 +66,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
 def test_nothing_is_left_to_decide(overrides: tuple[str, ...]) -> None:
     made = plan(*overrides)
-    # A checkpoint's `resume: auto` is a choice that the run folder makes.
+    # The run's folder decides a checkpoint's `resume: auto`.
     assert [value for value in values(made) if value == "auto"] == ["auto"]
     assert made.checkpoint.resume == "auto"
     with pytest.raises(FrozenInstanceError):

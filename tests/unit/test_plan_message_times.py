@@ -1,4 +1,4 @@
-"""What messages between stages cost, by the description of a cluster: sharing, tiers, and `pipeline show --flops`."""
+"""Times of messages between stages from a cluster's description: sharing, tiers, and `pipeline show --flops`."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ clusters:
 between: {bandwidth: 1MB/s, latency: 50ms}
 """
 MB = 1_000_000
-# Seconds of a megabyte where all four ranks of a node send one, and the latency.
+# Seconds of a megabyte if all four ranks of a node send one, and the latency.
 IB, ROCE, BETWEEN = (4 / 4, 0.002), (4 / 2, 0.003), (4 / 1, 0.05)
 
 
@@ -50,12 +50,13 @@ def test_ranks_of_a_node_share_what_leaves_it(sites: Path) -> None:
 def test_inside_a_node_each_has_its_own(sites: Path) -> None:
     hops = times(load_cluster(sites), layout(16, 1, 1), Schedule(16, 1, 0, ()))
     assert [hop for place, hop in enumerate(hops) if place % 4 < 3] == [(1 / 8, 0.001)] * 12
-    # Of the ranks of a node only the last speaks to another one.
+    # Of a node's ranks, only the last communicates with another node.
     assert hops[3::4] == [(1 / 4, 0.002), (1.0, 0.05), (1 / 2, 0.003)]
 
 
 def test_chunks_go_around(sites: Path) -> None:
-    """From the last rank back to the first it is the way between clusters; a folded pipeline turns inside a rank."""
+    """From the last rank to the first, a message crosses between clusters; a folded pipeline turns around inside a
+    rank."""
     cluster = load_cluster(sites)
     around = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, ()))
     assert around == [IB, BETWEEN, ROCE, BETWEEN, IB, BETWEEN, ROCE]
@@ -64,13 +65,14 @@ def test_chunks_go_around(sites: Path) -> None:
 
 
 def test_clusters_of_unlike_sizes(sites: Path) -> None:
-    """Two nodes of one cluster stay near each other where the other has one."""
+    """Two nodes of one cluster stay neighbours if the other cluster has one node."""
     sites.write_text(SITES.replace("{name: roce, nodes: 2", "{name: roce, nodes: 1"))
     assert times(load_cluster(sites), layout(3, 1, 4), Schedule(3, 1, 0, ())) == [IB, BETWEEN]
 
 
 def test_clusters_on_one_network(sites: Path) -> None:
-    """Between them it is as slow as the slower one's cards; a node sends through all of its cards at once."""
+    """A message between the clusters is as slow as the slower cluster's cards; a node sends through all of its cards at
+    once."""
     both = {"name": "a", "nodes": 1, "nics": [{"bandwidth": "2MB/s", "latency": "1ms"}] * 2}
     one = {"name": "b", "nodes": 1, "nic": {"bandwidth": "8MB/s", "latency": "9ms"}}
     for clusters in ([both, one], [one, both]):
@@ -90,17 +92,17 @@ def test_what_is_not_stated_takes_no_time() -> None:
 
 
 def test_both_ways_from_a_node_go_through_its_card(sites: Path) -> None:
-    """What a rank sends back waits for what it sends on, but not where that is to another cluster."""
+    """A rank's backward messages wait for its forward messages, unless those go to another cluster."""
     cluster = load_cluster(sites)
     links = message_times(cluster, layout(4, 1, 4), Schedule(4, 1, 0, ()), MB).links
     assert links == (((0, "cards"), (1, "cards")), ((1, "between"), (2, "between")), ((2, "cards"), (3, "cards")))
-    # Two stages in each of three nodes: of the middle one's, one sends on and the other back, both through the card.
+    # Three nodes have two stages each: in the middle node, one stage sends forward and one backward, through one card.
     nodes = load_cluster({"node": {"ranks": 2}, "clusters": [{"name": "a", "nodes": 3, "nic": {"bandwidth": "1MB/s"}}]})
     assert [seconds for seconds, _ in times(nodes, layout(6, 1, 1), Schedule(6, 1, 0, ()))] == [0, 2, 0, 2, 0]
 
 
 def test_a_card_is_a_bound(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """However fast the ranks, the stages between the others send each microbatch on and its gradient back."""
+    """However fast the ranks, the stages in the middle send each microbatch forward and its gradient backward."""
     path = tmp_path / "line.yaml"
     path.write_text("{node: {ranks: 1}, clusters: [{name: a, nodes: 4, nic: {bandwidth: 10MB/s}}]}")
     keys = ["parallel.pipeline=4", "pipeline.split=[3,3,3,3]", "train.global_batch=32", "precision.compute=bf16"]
@@ -113,7 +115,7 @@ def test_a_card_is_a_bound(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 KEYS = ["parallel.pipeline=2", "parallel.data=1", "pipeline.split=[6,6]", "train.microbatch=1", "train.global_batch=1"]
-# Of gpt2-124m for a token: a layer's forward pass, and the head's.
+# FLOPs of gpt2-124m per token: a layer's forward pass, and the head's.
 LAYER, HEAD, TOKENS, HIDDEN = 2 * 12 * 768**2 + 4 * 768 * 1024, 2 * 768 * 50257, 1024, 768
 
 
@@ -124,7 +126,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
 def test_seconds(recompute: str, again: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """One microbatch goes there and back: what is said is what can be counted by hand."""
+    """One microbatch goes forward and backward; the output equals the times computed by hand."""
     path = tmp_path / "pair.yaml"
     path.write_text("{node: {ranks: 1}, clusters: [{name: a, nodes: 2, nic: {bandwidth: 10MB/s, latency: 20ms}}]}")
     keys = [f"cluster={path}", "precision.compute=bf16", f"activation_checkpointing={recompute}"]
@@ -154,7 +156,7 @@ def test_tensor_parallel_ranks_share_the_work_and_with_sequence_the_messages(
     less = shown(capsys, *keys, "parallel.sequence=true")["step_time"]
     assert isinstance(whole, float)
     assert isinstance(less, float)
-    # Two ranks share a card, there and back.
+    # Two ranks share a card in both directions.
     assert whole - less == pytest.approx(2 * TOKENS * HIDDEN * 2 / 10e6)
 
 

@@ -1,4 +1,4 @@
-"""`llmtrain pipeline show`: text that fits, numbers that agree, a picture."""
+"""`llmtrain pipeline show`: text that fits, consistent numbers, a picture."""
 
 import json
 from io import BytesIO, StringIO
@@ -60,7 +60,7 @@ def test_the_middle_of_a_long_one_is_left_out() -> None:
 
 
 def test_long_waits_cost_nothing() -> None:
-    """Only what is shown is drawn, however much there is between."""
+    """The view draws only what it shows, however long the waits between."""
     late = Durations.even(3, transfer=1e12)
     lines = [line.plain for line in timeline_lines(show(3, 1, 5, "1f1b", [1, 1, 1], late), 100)]
     assert lines[0].startswith("rank 0 F0")
@@ -79,7 +79,7 @@ def test_what_is_said() -> None:
 
 
 def test_durations_by_work_and_speed() -> None:
-    """A rank twice as fast, with a head of two layers, takes as long with as many layers more."""
+    """A rank that is twice as fast and has a head of two layers takes equally long with one layer more."""
     costs, speeds = StageCosts(6e9, 0.0, 12e9), [1.0, 2.0]
     split = split_layers(7, 2, "auto", costs, speeds)
     assert split == (3, 4)
@@ -109,7 +109,7 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert (shown["ranks"], shown["microbatches"], shown["peak_live"]) == (4, 8, [4, 3, 2, 1])
     assert [stage["layers"] for stage in shown["stages"]] == [3, 3, 3, 3]
-    # The head, of 4.9 layers, is on the last.
+    # The last rank has the head, which counts as 4.9 layers.
     assert shown["bubble"] > 3 / 11
     assert png.read_bytes().startswith(b"\x89PNG")
     assert main(["pipeline", "show", "gpt2-124m", *overrides, "--ranks", "8"]) == 0
@@ -123,7 +123,7 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["parallel.pipeline=4", "pipeline.split=[3,3,3,4]"], "which sums to 13"),
         (["parallel.pipeline=2", "train.global_batch=9", "train.microbatch=2"], "train.microbatch is 2"),
         (["parallel.pipeline=2", "pipeline.chunks=2"], "pipeline.chunks is 2"),
-        # The rule of the schedule, not what too many stages come to.
+        # The message names the schedule's rule, and not the number of stages that follows.
         (["parallel.pipeline=4", "pipeline.schedule=zero-bubble-v", "pipeline.chunks=9"], "expected 2 with pipeline"),
         (["parallel.pipeline=2", "parallel.tensor=5"], "parallel.tensor is 5"),
         (["parallel.pipeline=3", "parallel.data=2", "--ranks", "7"], "the run has 7 ranks"),

@@ -24,7 +24,8 @@ FIXED: list[tuple[ScheduleName, int]] = [
 
 
 def makespan(name: ScheduleName, p: int, v: int, m: int) -> int:
-    """The closed form, in forwards of one of the p v pieces, each as long as its two backwards."""
+    """Return the closed form, in forward passes of one of the p v chunks; each takes as long as its two backward
+    passes."""
     fewer = max(p - m, 0)
     if name == "interleaved":
         return 3 * (v * m + p - 1 + (v - 1) * fewer)
@@ -54,7 +55,7 @@ def test_small_and_round_sizes(name: ScheduleName, chunks: int) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), FIXED)
 def test_gradients_of_inputs_that_go_first(name: ScheduleName, chunks: int) -> None:
-    """At the end each rank before the last one's waits for a third less: for a forward and half a backward."""
+    """At the end, each rank but the last waits a third less: for a forward pass and half a backward pass."""
     for p, m in product(range(1, 9), (*range(1, 10), 16, 17, 32)):
         schedule = replace(make_schedule(name, p, chunks, m), hands_back=True)
         timeline = simulate(schedule, Durations.even(p * chunks))
@@ -94,7 +95,7 @@ def test_bubble(name: ScheduleName, chunks: int) -> None:
 
 
 def test_zero_bubble_needs_no_more_memory_than_1f1b() -> None:
-    """On the fullest rank; what ZB-V counts are halves of a rank's layers."""
+    """This compares the fullest ranks; ZB-V counts halves of a rank's layers."""
     for p, m in [(1, 3), (2, 4), (4, 4), (8, 32)]:
         most = max(peak_live(make_schedule("1f1b", p, 1, m)))
         assert max(peak_live(make_schedule("zero-bubble", p, 1, m))) <= most
@@ -102,7 +103,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b() -> None:
 
 
 def test_interleaved_as_published() -> None:
-    """Two ranks with two pieces each, four microbatches: figure 4 of Narayanan et al. 2021, in small."""
+    """Two ranks with two chunks each and four microbatches: figure 4 of Narayanan et al. 2021, in small."""
     schedule = make_schedule("interleaved", 2, 2, 4)
     assert " ".join(map(str, schedule.actions[0])) == (
         "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3"
@@ -147,7 +148,7 @@ def test_fewer_microbatches_than_ranks(name: ScheduleName, chunks: int) -> None:
     warning = schedule_warning(name, 4, chunks, 2)
     assert warning is not None
     assert "2 microbatches" in warning
-    # With even stages, what arrives first makes the order of 1F1B.
+    # With even stages, message-driven order is 1F1B's.
     assert f"{1 - 3 * chunks * 2 / makespan(name, 4, chunks, 2):.0%}" in warning
 
 
@@ -156,7 +157,7 @@ def test_fewer_under_way_than_stages() -> None:
     warning = schedule_warning("message-driven", 4, 1, 8, limit=1)
     assert warning is not None
     assert warning.startswith("pipeline.limit is 1, less than the 4 stages, so that ranks idle some 75% ")
-    # Where there are no more to have under way, that is what is wrong.
+    # With few microbatches, the warning names those instead of the limit.
     few = schedule_warning("message-driven", 4, 1, 2, limit=2)
     assert few is not None
     assert "2 microbatches" in few

@@ -1,4 +1,4 @@
-"""What tensor parallelism cannot cut is named before anything starts."""
+"""An error names what tensor parallelism cannot shard, before anything starts."""
 
 from dataclasses import replace
 

@@ -24,7 +24,7 @@ def durations(draw: st.DrawFn, stages: int) -> Durations:
 
 
 def arrivals(schedule: Schedule, chosen: Durations, timeline: Timeline) -> dict[tuple[int, Action], float]:
-    """When all that each rank's actions need is there."""
+    """Return when everything that each rank's actions need has arrived."""
     ends = {
         (span.action.kind, schedule.stage(rank, span.action.chunk), span.action.microbatch): span.end
         for rank, spans in enumerate(timeline.ranks)
@@ -44,7 +44,7 @@ def arrivals(schedule: Schedule, chosen: Durations, timeline: Timeline) -> dict[
 
 
 def check(schedule: Schedule, chosen: Durations, timeline: Timeline) -> None:
-    """Every action starts when its rank is free and all it needs has come, neither earlier nor later."""
+    """Every action starts exactly when its rank is free and everything it needs has arrived."""
     arrived = arrivals(schedule, chosen, timeline)
     for rank, spans in enumerate(timeline.ranks):
         free = 0.0
@@ -111,13 +111,13 @@ def test_one_under_way_is_one_after_the_other() -> None:
 
 
 def test_backward_goes_first() -> None:
-    """The first rank has a gradient and room for a forward at the same moment."""
+    """The first rank has a gradient and room for a forward pass at the same moment."""
     timeline = simulate_message_driven(2, 4, 3, Durations.even(2, weights=0.0))
     assert " ".join(map(str, timeline.actions[0])) == "F0 F1 F2 B0 F3 B1 B2 B3"
 
 
 def test_message_driven_is_faster_over_a_slow_uneven_link() -> None:
-    """1F1B's order makes ranks wait for messages that are late, when others are there."""
+    """1F1B's order makes ranks wait for late messages while others have arrived."""
     uneven = Durations([1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 2.0, 1.0], [1.0, 1.0, 2.0, 1.0], [0.0] * 3, [0.0, 4.0, 1.0])
     fixed = simulate(make_schedule("1f1b", 4, 1, 16), uneven).makespan
     assert simulate_message_driven(4, 16, 8, uneven).makespan < 0.9 * fixed

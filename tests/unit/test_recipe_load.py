@@ -1,4 +1,4 @@
-"""Reading recipes: what wins over what, and that nothing but their own text enters them."""
+"""Reading recipes: which source overrides which, and that recipes contain only their own text."""
 
 import re
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ def test_plain_data_and_back() -> None:
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_recipes_are_short_and_load(name: str) -> None:
-    """Those that leave the data to the user do so in a sentence; each fits a screen."""
+    """A recipe without data names the missing key in a sentence; each recipe fits a screen."""
     if name != "quickstart":
         with pytest.raises(BadInputError, match=r"data\.path is missing; .* leaves it to you"):
             load_recipe(name)
@@ -120,7 +120,7 @@ def test_every_key_of_the_schema_is_known() -> None:
     for section in (schema, *schema["$defs"].values()):
         for key, about in section["properties"].items():
             assert len(about.get("description", "").split()) > 1, f"{section['title']}.{key} has no description"
-        # All of what is said of keys is with the keys.
+        # The description of a key is with the key, not with its section.
         assert not re.search(rf"(^|\s)({'|'.join(section['properties'])}):\s", section["description"])
     checkpoint = schema["$defs"]["CheckpointConfig"]["properties"]
     assert checkpoint["async"]["description"].startswith("write in the background")
@@ -151,7 +151,7 @@ def test_there_is_such_a_key() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    """A section inside of another."""
+    """A section inside another section."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -161,7 +161,7 @@ class Inner:
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """A section with keys of every kind that has words or whole numbers."""
+    """A section with keys of every kind that holds words or whole numbers."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 

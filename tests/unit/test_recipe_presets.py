@@ -1,10 +1,10 @@
-"""Presets have the sizes that were published."""
+"""Presets have the published sizes."""
 
 import pytest
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import parameter_count
 
-# Parameters of the released weights, to the last one.
+# Parameters of the released weights, exactly.
 EXACT = {
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
@@ -28,7 +28,8 @@ EXACT = {
     "gpt-neox-20b": 20_554_567_680,
 }
 
-# Billions of parameters as a paper prints them, and how far from it ours may lie: half of the last digit it prints, but
+# Billions of parameters as a paper prints them, and our largest allowed distance: half of the last printed digit,
+# except
 # for AxoNN, MiCS and GPT-3, whose figures are names of sizes more than counts.
 ROUNDED = {
     "gpt3-125m": (0.125, 0.0005),

@@ -1,4 +1,4 @@
-"""What the comments of recipes that come along say of hardware and work, against what the recipes come to."""
+"""The hardware and work in the comments of shipped recipes, against the values that the recipes resolve to."""
 
 import re
 from typing import Literal
@@ -20,7 +20,7 @@ UNIT = {"GB": 1e9, "MB": 1e6}
 
 
 def needs(name: str) -> tuple[re.Match[str], str]:
-    """Return what a recipe's comment says that it needs, and the comment."""
+    """Return the needs in a recipe's comment, and the comment."""
     lines = (shipped_folder() / f"{name}.yaml").read_text().splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
     found = NEEDS.search(comment)
@@ -29,7 +29,7 @@ def needs(name: str) -> tuple[re.Match[str], str]:
 
 
 def plan_on(name: str, ranks: int, device: Literal["cpu", "cuda"]) -> Plan:
-    # What is left to the user; quickstart's vocabulary is the size of its tokenizer.
+    # Keys that the user must set; quickstart's vocabulary is the size of its tokenizer.
     overrides = ["data.path=corpus", "data.tokenizer=null", *(["model.vocab=2048"] if name == "quickstart" else [])]
     return make_plan(load_recipe(name, overrides), Facts(world=ranks, device=device, ranks_per_node=min(ranks, 8)))
 
@@ -41,7 +41,7 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
     plan = plan_on(name, int(ranks), "cpu" if kind.startswith("CPU") else "cuda")
     held = state_bytes(plan)
     assert f"{held / UNIT[unit]:.{len(states.partition('.')[2])}f}" == states
-    # Activations and gathered weights need the rest; a microbatch's logits, of the largest of them, are there in the
+    # Activations and gathered weights need the rest. The largest of them, a microbatch's logits, exist in the
     # compute dtype, in fp32, and as a gradient.
     assert held <= STATES_SHARE * int(memory) * 1e9
     logits = plan.batch.microbatch * plan.batch.sequence_length * plan.model.vocab * (2 + 4 + 4)

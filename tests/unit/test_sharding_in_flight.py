@@ -1,4 +1,4 @@
-"""Gathers and reductions under way keep their order, their buffers, and errors."""
+"""Gathers and reductions in flight keep their order, their buffers, and errors."""
 
 from typing import cast
 
@@ -12,7 +12,7 @@ from llmtrain.sharding.in_flight import InFlight
 
 
 class OnLane:
-    """The part of a hop that flights need."""
+    """The part of a hop that in-flight operations need."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -23,7 +23,7 @@ def step(stream: Stream, job: object) -> HopStep:
 
 
 def test_all_buffers_have_grown_when_each_size_was_seen() -> None:
-    """Whichever flight a large unit meets later, there is nothing to allocate."""
+    """Whichever slot a large unit gets later, nothing is allocated."""
     stream, in_flight = ThreadStream("test"), InFlight(torch.device("cpu"), 3)
 
     def start(numel: int) -> None:

@@ -1,4 +1,5 @@
-"""Degrees, levels and cuts, for every nesting of degrees up to 24 ranks: who holds what, and what it takes."""
+"""Degrees, levels and shard ranges, for every nesting of degrees up to 24 ranks: what each rank holds, and its
+traffic."""
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -25,7 +26,7 @@ def divisors(number: int) -> list[int]:
 
 
 def every() -> Iterator[Degrees]:
-    """Every degrees that a recipe may come to."""
+    """Yield all degrees that a recipe may resolve to."""
     for ranks in TIERS:
         for optimizer in divisors(ranks):
             for gradients in divisors(optimizer):
@@ -81,7 +82,7 @@ def test_cuts_tile_the_unit_and_lie_in_each_other() -> None:
                     (i * padded // degree, (i + 1) * padded // degree) for i in range(degree)
                 ]
                 assert {count for _, count in copies} == {degrees.ranks // degree}
-                # The ranks of one aligned group hold the whole.
+                # The ranks of one aligned group together hold the entire unit.
                 assert len({getattr(cut, state) for cut in cuts[:degree]}) == degree
             for cut in cuts:
                 assert cut.weights[0] <= cut.gradients[0] <= cut.optimizer[0]
@@ -89,7 +90,8 @@ def test_cuts_tile_the_unit_and_lie_in_each_other() -> None:
 
 
 def test_gathers_land_in_place() -> None:
-    """After each hop, slowest first, what a rank holds is contiguous and in order, and is whole after the last."""
+    """After each hop, slowest first, a rank holds a contiguous range in order; after the last hop, it holds the
+    unit."""
     for degrees in EVERY:
         levels = levels_of(degrees, TIERS[degrees.ranks])
         unit = degrees.ranks * ALIGNMENT
@@ -104,13 +106,13 @@ def test_gathers_land_in_place() -> None:
 
 
 def test_what_a_node_holds_together_is_contiguous() -> None:
-    """Shards of 8 ranks in nodes of 4: across nodes each rank gathers its neighbours' (MiCS, section 3.3)."""
+    """Shards of 8 ranks in nodes of 4: across nodes, each rank gathers the shards of its peers (MiCS, section 3.3)."""
     levels = levels_of(Degrees(8, 8, 8, 8), (Tier("node", 4), Tier("all", 8)))
     assert [shard_range(levels, place, 8, 8)[0] for place in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def sent(degrees: Degrees, inner: int, outer: int, numel: int) -> dict[str, int]:
-    """Bytes that a rank sends by tier, to gather 16-bit elements."""
+    """Return the bytes that a rank sends by tier, to gather 16-bit elements."""
     levels = [level for level in levels_of(degrees, TIERS[degrees.ranks]) if inner < level.span <= outer]
     found: dict[str, int] = {}
     for call in gather_traffic("weights", levels, numel, 2, None):
@@ -120,14 +122,14 @@ def sent(degrees: Degrees, inner: int, outer: int, numel: int) -> dict[str, int]
 
 @pytest.mark.parametrize(("ranks", "node"), [(8, 4), (12, 4), (6, 3), (24, 6)])
 def test_hierarchical_gathers_send_what_mics_says(ranks: int, node: int) -> None:
-    """MiCS, section 3.3: (p - k) M / p bytes, of M over p ranks in nodes of k, cross into each node."""
+    """MiCS, section 3.3: (p - k) M / p bytes cross into each node, for M bytes over p ranks in nodes of k."""
     numel = 1000 * ranks * ALIGNMENT
     size = 2 * numel
     by_tier = sent(Degrees(ranks, ranks, ranks, ranks), 1, ranks, numel)
     inside = {tier.name for tier in TIERS[ranks] if tier.ranks <= node}
     between = sum(count for tier, count in by_tier.items() if tier not in inside)
     assert between * node == (ranks - node) * size // ranks
-    # A gather over all at once would send this much: from each rank its shard to all others.
+    # In one gather over all ranks, each rank would send its shard to all others.
     assert sum(by_tier.values()) == size * (ranks - 1) // ranks
 
 

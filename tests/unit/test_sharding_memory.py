@@ -1,9 +1,9 @@
 """Bytes of model states per rank, against ZeRO's formulas and ZeRO-topo's tables V and VI.
 
 ZeRO (section 5) counts 2 bytes of weights, 2 of gradients and K = 12 of optimizer states for each of psi parameters.
-Ours differ from both papers in one place: gradients are fp32 sums, 4 bytes, where the papers keep 2; so a rank holds
-2 psi / N_g bytes more, for gradients over N_g ranks. Beside that, each unit is padded to a multiple of 32 elements for
-every rank, and a packed secondary copy has an fp32 scale for each block.
+Ours differ from both papers in one place: gradients are fp32 sums of 4 bytes, where the papers keep 2, so a rank holds
+2 psi / N_g bytes more for gradients over N_g ranks. In addition, each unit is padded to a multiple of 32 elements for
+every rank, and a quantized secondary copy has an fp32 scale for each block.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def test_zero_s_formulas() -> None:
         degrees = Degrees(ranks, *stage)
         wider_sums = 2 * psi // degrees.gradients
         assert round((degrees.state_bytes(psi, BF16) - wider_sums) / GB, 1) == stated
-    # In fp32 weights are their own masters: 4 bytes of weights, of gradients, and of two moments each.
+    # In fp32 the weights are the masters: 4 bytes of weights, of gradients, and of two moments each.
     assert [Degrees(ranks, *stage).state_bytes(psi, FP32) for stage in stages] == [
         16 * psi, 8 * psi + 8 * psi // ranks, 4 * psi + 12 * psi // ranks, 16 * psi // ranks,
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_tables_v_and_vi(psi: int, nodes: int) -> None:
 
 
 def held(units: Iterable[UnitSpec], degrees: Degrees, place: int) -> tuple[int, int, int]:
-    """Elements of weights, gradients and optimizer states that the rank at `place` holds."""
+    """Return the elements of weights, gradients and optimizer states on the rank at `place`."""
     levels = levels_of(degrees, (Tier("die", 2), Tier("node", DIES), Tier("all", degrees.ranks)))
     cuts = [ShardRanges.of(unit.numel, degrees, levels, place) for unit in units]
     ranges = ([getattr(cut, state) for cut in cuts] for state in ("weights", "gradients", "optimizer"))
@@ -91,7 +91,7 @@ BLOCK = 128
 
 
 def built(degrees: Degrees, dtype: torch.dtype, int8_weights: bool, int8_secondary: bool) -> Engine:
-    """A rank's engine with all its tensors; it needs no other ranks as long as nothing is gathered."""
+    """Return a rank's engine with all its tensors; without gathers, it needs no other ranks."""
     device, packing = torch.device("cpu"), Packing(8, BLOCK)
     model = GPT(SMALL, device)
     levels = levels_of(degrees, (Tier("die", 2), Tier("node", DIES), Tier("all", degrees.ranks)))
@@ -124,7 +124,7 @@ def int8(numel: int) -> int:
 @pytest.mark.parametrize("ranks", [8, 24])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_units_take_what_the_tables_say(ranks: int, dtype: torch.dtype) -> None:
-    """Every byte of every tensor that is really made, for each scheme of tables V and VI, with padding."""
+    """Every byte of every allocated tensor, for each scheme of tables V and VI, with padding."""
     wide, masters = dtype.itemsize, 0 if dtype == torch.float32 else 4
     sizes = padded(ranks)
     psi = sum(sizes)
@@ -144,7 +144,7 @@ def test_units_take_what_the_tables_say(ranks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("second", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_topo_s_secondary_of_8_bits(second: int, dtype: torch.dtype) -> None:
-    """Table V, psi + psi / 8 or psi + psi / 2 bytes of 16-bit weights and their copy, and its scales."""
+    """Table V: psi + psi / 8 or psi + psi / 2 bytes of 16-bit weights and their copy, plus the copy's scales."""
     ranks = 16
     degrees, psi = Degrees(ranks, 2, DIES, ranks, second), sum(padded(ranks))
     engine = built(degrees, dtype, True, True)
@@ -153,6 +153,6 @@ def test_topo_s_secondary_of_8_bits(second: int, dtype: torch.dtype) -> None:
     scales = sum(copy.nbytes for copy in copies) - psi // second
     assert 0 < scales <= 4 * (psi // second // BLOCK + len(copies))
     weights = dtype.itemsize * psi // 2 + psi // second + scales
-    # Masters of their own even where weights are fp32, as those were packed on their way.
+    # Masters are separate even if weights are fp32, because the weights were quantized on their way.
     assert engine.state_bytes == weights + 4 * psi // DIES + 12 * psi // ranks
     engine.close()

@@ -1,4 +1,4 @@
-"""Which units a pass needs next."""
+"""The units that a pass needs next."""
 
 from llmtrain.sharding.prefetch_order import PrefetchOrder
 
@@ -7,7 +7,7 @@ PASS = [*FORWARD, "head", "3", "2", "1", *FORWARD]
 
 
 def passed(order: PrefetchOrder, units: list[str]) -> list[list[str]]:
-    """Go through a pass and return which two units are ahead after each."""
+    """Run through a pass, and return the next two units after each unit."""
     order.start()
     found = []
     for unit in units:
@@ -21,7 +21,7 @@ def test_nothing_is_known_of_a_first_pass() -> None:
 
 
 def test_units_ahead_are_named_once() -> None:
-    """So what was needed last is still among them where a forward and a backward pass turn into each other."""
+    """When the backward pass begins, the last units of the forward pass are the next ones."""
     order = PrefetchOrder()
     passed(order, PASS)
     ahead = dict(zip(range(len(PASS)), passed(order, PASS), strict=True))

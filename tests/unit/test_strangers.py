@@ -1,4 +1,4 @@
-"""Files from a stranger: nothing in them runs, nothing outside their folder is read, each is refused in a sentence."""
+"""Untrusted files: nothing in them runs, nothing outside their folder is read, and each is refused in a sentence."""
 
 import json
 import os
@@ -43,7 +43,7 @@ REFUSED = (BadInputError, DataError, RunFailedError)
 
 @pytest.fixture
 def went_off(tmp_path: Path) -> Path:
-    """What a bomb makes when it goes off."""
+    """The file that a bomb creates when it runs."""
     return tmp_path / "went-off"
 
 
@@ -70,14 +70,14 @@ def shards() -> list[StateShard]:
 
 
 def load(checkpoint: Path) -> list[str]:
-    """Load a checkpoint; return what was said of it. Raises RunFailedError when it is not sound."""
+    """Load a checkpoint; return its warnings. Raises RunFailedError if it is not sound."""
     said: list[str] = []
     load_latest(checkpoint, shards(), RANKS, said.append)
     return said
 
 
 def test_the_bomb_would_go_off(bomb: bytes, went_off: Path) -> None:
-    """Else the tests below would prove nothing."""
+    """This shows that the tests below can fail."""
     loads = __import__("pick" + "le").loads
     loads(bomb)
     assert went_off.exists()
@@ -101,7 +101,7 @@ def test_a_bomb_beside_a_checkpoint(checkpoint: Path, bomb: bytes, went_off: Pat
 
 
 def forge(checkpoint: Path, change: Callable[[str], str]) -> None:
-    """Change the manifest as one who also corrects its checksum."""
+    """Change the manifest, and correct its checksum."""
     text = change((checkpoint / "manifest.json").read_text()).encode()
     (checkpoint / "manifest.json").write_bytes(text)
     (checkpoint / "manifest.json.xxh3").write_text(f"XXH3_{digest(text)}  manifest.json\n")
@@ -133,10 +133,10 @@ def test_a_checkpoint_under_the_name_of_another(checkpoint: Path) -> None:
     assert verify(checkpoint.with_name("step-00000040")) == [
         "manifest.json is of step 1, but its folder is named step-00000040; rename it back"
     ]
-    # The run goes on from the one that is what it says.
+    # The run resumes from the only checkpoint whose name matches its step.
     assert load(checkpoint.parent)[0].startswith("skipped the checkpoint")
     assert "damage" in list_checkpoints(checkpoint.parent)[0]
-    # A copy of another kind of name says nothing of its step.
+    # A copy with another kind of name does not claim a step.
     assert verify(checkpoint.rename(checkpoint.with_name("kept"))) == []
 
 
@@ -171,7 +171,7 @@ def test_an_index_of_weights_that_climbs_out(name: str, tmp_path: Path) -> None:
 
 
 def code(went_off: Path, base: str) -> str:
-    """A module that runs as soon as it is imported."""
+    """A module that runs when it is imported."""
     return f"open({str(went_off)!r}, 'w')\nfrom transformers import {base}\nclass Evil({base}): pass\n"
 
 
@@ -190,7 +190,7 @@ def test_code_in_a_tokenizer(tmp_path: Path, bomb: bytes, went_off: Path, monkey
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": config["auto_map"]}))
     (tmp_path / "vocab.pkl").write_bytes(bomb)
-    # As one who says yes to whatever is asked.
+    # This user answers yes to every question.
     monkeypatch.setattr("builtins.input", lambda prompt="": "y")
     for read in (tokenizer_size, load_tokenizer):
         with pytest.raises(DataError):
@@ -251,7 +251,7 @@ def test_a_recipe_that_would_read_the_environment(text: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["${${logging.dir}:HOME}", "${oc.${name}:HOME}", "${ ${logging.dir} :HOME}"])
 def test_a_resolver_whose_name_is_put_together(text: str, tmp_path: Path) -> None:
-    """In a key that takes any text, so that nothing else is wrong with what comes of it."""
+    """The key takes any text, so that nothing else is wrong with the result."""
     path, parts = tmp_path / "evil.yaml", ["name=env", "logging.dir=oc.env"]
     path.write_text(f"extends: gpt2-124m\nlogging: {{wandb_project: '{text}'}}\n")
     for recipe, overrides in ((str(path), parts), ("gpt2-124m", [*parts, f"logging.wandb_project={text}"])):
@@ -259,7 +259,7 @@ def test_a_resolver_whose_name_is_put_together(text: str, tmp_path: Path) -> Non
             load_recipe(recipe, overrides)
 
 
-# What they refer to must not be looked up.
+# The references must not be resolved.
 REFERENCES = ["${name}", "${oc.env:HOME}", "${extends}", "???", "'${a'"]
 
 
@@ -272,7 +272,7 @@ def test_a_recipe_that_extends_what_is_no_recipe(parent: str, tmp_path: Path) ->
     path.write_text(f"extends: {parent}\n")
     with pytest.raises(BadInputError) as refused:
         load_recipe(str(path))
-    # What it says of a file that is no recipe must not show the file.
+    # The error about a file that is not a recipe must not show the file.
     assert "root:" not in str(refused.value)
     assert "PATH=" not in str(refused.value)
     assert os.environ["HOME"] not in str(refused.value).replace(str(tmp_path), "")
@@ -284,7 +284,7 @@ def test_a_recipe_that_extends_one_with_a_strange_name(name: str, tmp_path: Path
     (tmp_path / "base.yaml").write_text(f"name: {name}\nmodel: {{preset: gpt2-124m}}\ndata: {{path: x}}\n")
     (tmp_path / "mine.yaml").write_text("extends: base.yaml\n")
     if name == "'${a'":
-        # No YAML of OmegaConf's: refused when it is read.
+        # OmegaConf cannot load this YAML, so reading refuses it.
         with pytest.raises(BadInputError):
             load_recipe(str(tmp_path / "mine.yaml"))
     else:
@@ -292,7 +292,7 @@ def test_a_recipe_that_extends_one_with_a_strange_name(name: str, tmp_path: Path
 
 
 def test_a_recipe_that_grows_when_it_is_read(tmp_path: Path) -> None:
-    """Each line doubles the last, forty times over."""
+    """Each line doubles the last, forty times."""
     lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
     for read in (load_recipe, load_cluster):
         (tmp_path / "evil.yaml").write_text("\n".join(lines))
@@ -302,7 +302,7 @@ def test_a_recipe_that_grows_when_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["texts", "lists"])
 def test_references_that_multiply(kind: str, tmp_path: Path) -> None:
-    """Each key stands for two of the one before it."""
+    """Each key refers to the one before it twice."""
     keys = [f"k{n}" for n in range(60)]
     double = {"texts": "${{{0}}}${{{0}}}", "lists": "['${{{0}}}', '${{{0}}}']"}[kind]
     lines = [f"{key}: {double.format(before)}" for before, key in pairwise(keys)]

@@ -1,4 +1,4 @@
-"""Files from a stranger that hang a reader, or hold more or other than it expects, are refused in a sentence."""
+"""Untrusted files that would hang a reader, or hold more than it expects, are refused in a sentence."""
 
 import gzip
 import json
@@ -59,7 +59,7 @@ def beside_a_tokenizer(path: Path) -> None:
     tokenizer_size(path.parent)
 
 
-# Every reader of a file that is named, or found in a folder that is.
+# Every reader of a file that is named, or found in a named folder.
 READERS: dict[str, tuple[str, Read]] = {
     "recipe": ("a.yaml", lambda path: load_recipe(str(path))),
     "cluster": ("a.yaml", load_cluster),
@@ -124,7 +124,7 @@ def test_no_more_is_read_of_a_file_than_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"[1, 2]")
     assert read_bytes(tmp_path / "a", 6) == b"[1, 2]"
     assert read_json(tmp_path / "a", 6) == [1, 2]
-    # One whose length the system does not tell has no limit of its own.
+    # The system does not report this file's length, so only the reader's limit ends it.
     for path in (tmp_path / "a", Path("/proc/self/maps")):
         with pytest.raises(UnreadableError, match="expected at most 5"):
             read_bytes(path, 5)
@@ -132,7 +132,7 @@ def test_no_more_is_read_of_a_file_than_its_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_document_without_end(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told when it is longer than the limit, not when all of it is in memory."""
+    """The error comes when the document exceeds the limit, not when all of it is in memory."""
     monkeypatch.setattr(streams, "LONGEST", 3 << 20)
     records = b'{"text":"a"}\n\n{"text":"' + b"x" * (8 << 20) + b'"}\n'
     pack = gzip.compress if suffix else bytes
@@ -142,7 +142,7 @@ def test_a_document_without_end(suffix: str, tmp_path: Path, monkeypatch: pytest
         corpus(tmp_path / f"a.jsonl{suffix}")
     with pytest.raises(DataError, match=rf"a\.txt{suffix}: the document at line 2, up to b'\|', has more than 3 MiB"):
         corpus(tmp_path / f"a.txt{suffix}", separator="|")
-    # Text that is cut anyway may have lines of any length.
+    # Text without a separator is split anyway, so its lines may have any length.
     assert "".join(corpus(tmp_path / f"a.txt{suffix}")) == "one\n|two\n" + "x" * (8 << 20)
 
 
@@ -152,7 +152,7 @@ def test_a_document_without_end(suffix: str, tmp_path: Path, monkeypatch: pytest
 def test_documents_between_separators(
     content: str, separator: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a separator lies across two reads."""
+    """This includes a separator that spans two reads."""
     monkeypatch.setattr(streams, "CHUNK", chunk)
     (tmp_path / "a.txt").write_text(content)
     assert corpus(tmp_path / "a.txt", separator=separator) == content.split(separator)
@@ -169,7 +169,7 @@ def test_long_lines_are_cut_between_characters(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_bytes_that_continue_no_character(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run of them is cut into pieces of the usual size, in blocks that end soon after CHUNK bytes."""
+    """A long run of such bytes is split into chunks of the usual size, in blocks that end soon after CHUNK bytes."""
     monkeypatch.setattr(streams, "CHUNK", 100)
     monkeypatch.setattr(readers, "CHUNK", 100)
     monkeypatch.setattr(readers, "WHOLE_FILE", 200)
@@ -178,7 +178,7 @@ def test_bytes_that_continue_no_character(whole: bool, tmp_path: Path, monkeypat
     pieces = list(readers.read_text(tmp_path / "a.txt", None, whole, LeftOut()))
     assert b"".join(piece.content for piece in pieces) == content
     sizes = [len(piece.content) for piece in pieces]
-    # What a block has beyond the size of a piece is a short piece of its own.
+    # The part of a block beyond the size of a chunk is a short chunk of its own.
     assert max(sizes) <= (200 if whole else 4096)
     assert len(sizes) < 3 * len(content) / max(sizes)
     assert max(len(block) for block, _, _ in streams.blocks(tmp_path / "a.txt", 100, whole_lines=False)) <= 203
@@ -201,7 +201,7 @@ def test_what_is_no_text_is_refused(content: bytes, separator: str | None, tmp_p
     for read in (lambda: list(found.chunks()), lambda: list(sampled_texts(found, 10**6))):
         with pytest.raises(DataError, match="is not text"):
             read()
-    # In a folder it is passed over, and a folder of nothing else has no text.
+    # In a folder such a file is skipped, and a folder with only such files has no text.
     with pytest.raises(DataError, match="no text"):
         list(sampled_texts(open_corpus(str(tmp_path), CorpusOptions(separator=separator)), 10**6))
 

@@ -1,4 +1,4 @@
-"""YAML from a stranger that readers would take for something else, or would take too long to read."""
+"""Untrusted YAML that readers would misread, or that takes too long to read."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from llmtrain.recipe.load import load_recipe
 
 
 def test_a_file_of_blank_lines(tmp_path: Path) -> None:
-    """Read line by line once, not from each of its lines on."""
+    """The file is read once line by line, and not again from each line on."""
     (tmp_path / "evil.yaml").write_text("\n" * 200_000)
     with pytest.raises(BadInputError, match="node is missing"):
         load_cluster(tmp_path / "evil.yaml")
@@ -33,7 +33,7 @@ def test_a_file_of_another_kind_of_mapping(text: str, tmp_path: Path) -> None:
     ids=["spaces", "opened", "repeated"],
 )
 def test_references_that_take_long_to_read(text: str, tmp_path: Path) -> None:
-    """Refused before they are read."""
+    """Such files are refused before they are parsed."""
     (tmp_path / "evil.yaml").write_text(text)
     for read in (load_recipe, load_cluster):
         with pytest.raises(BadInputError, match="characters of texts with references"):

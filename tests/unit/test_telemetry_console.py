@@ -1,4 +1,4 @@
-"""What the person who watches a run sees: plain lines, a live line, quantities in words."""
+"""The console's output: plain lines, a live line, quantities for people."""
 
 import re
 import time
@@ -62,12 +62,12 @@ def test_live_line_on_a_terminal() -> None:
     show(run)
     run.close()
     drawn = text.getvalue()
-    # In one line, of which a narrow terminal sees the beginning.
+    # The output is one line, and a narrow terminal shows its beginning.
     lines = [line for line in drawn.splitlines() if "4/10  elapsed 1:05" in line]
     assert lines
     assert all(line.rstrip().endswith("\N{HORIZONTAL ELLIPSIS}") for line in lines)
     assert ", left 1:00:00  " in lines[0] or ", left 59:59  " in lines[0]
-    # The live line is drawn again below what is printed.
+    # The live line is drawn again below other output.
     assert drawn.index("warning: step 5 was skipped") < drawn.rindex("4/10  elapsed 1:05")
     assert "step 4/10  loss" not in drawn
 

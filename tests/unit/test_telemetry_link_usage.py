@@ -1,4 +1,4 @@
-"""What links carry during training: spreads of rates, who hears of them, and machines where little can be read."""
+"""Link rates during training: histograms, collection on the main rank, and machines with few counters."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
 class Counting:
-    """A link whose every reading is given."""
+    """A link with given readings."""
 
     def __init__(self, *readings: Counts) -> None:
         self.readings: Iterator[Counts] = iter(readings)
@@ -31,7 +31,7 @@ class Counting:
 
 
 class Growing:
-    """A card that sends a megabyte and receives half of it from one reading to the next."""
+    """A card that sends a megabyte and receives half a megabyte between readings."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -138,7 +138,7 @@ def test_the_main_rank_hears_of_every_node(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_lost_store_ends_the_thread_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What ended the thread is looked at in this one: a failure raised in the other would be no test's.
+    # The main thread checks what ended the other thread: pytest does not see a failure raised there.
     asked, died = list[str](), list[threading.ExceptHookArgs]()
 
     class Lost(dist.HashStore):
@@ -180,7 +180,7 @@ def test_where_nothing_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def nvml(fail: bool = False) -> SimpleNamespace:
-    """What NVML of two cards says, by its documentation: KiB so far, and KB/s at the moment."""
+    """The values of NVML for two cards, by its documentation: KiB so far, and KB/s at the moment."""
 
     class NVMLError(Exception):
         pass
@@ -205,7 +205,7 @@ def nvml(fail: bool = False) -> SimpleNamespace:
 def test_cards_of_nvidia(clock: SimpleNamespace) -> None:
     cards = NvidiaLinks(nvml(), [0, 1])
     clock.now = 2.0
-    # Two cards together.
+    # The sum of both cards.
     assert cards.counts() == {"nvlink": (20 * 1024, 40 * 1024), "pcie": (2 * 3e6, 2 * 3.002e6)}
     clock.now = 3.0
     assert cards.counts()["pcie"] == (3 * 3e6, 3 * 3.002e6)

@@ -1,4 +1,4 @@
-"""What a run leaves behind and says: metrics, console and wandb through the one object that the loop uses."""
+"""A run's metrics, console output and wandb log, through the logger that the loop uses."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def train(log: RunLogger, first: int, last: int) -> None:
         log.comm.add([Traffic("weights", "all_gather", "node", 1000, 500, packed=False)])
         log.comm.add([Traffic("gradients", "all_to_all", "all", 2000, 1500, packed=True)])
         log.step(record(step))
-        # Just before a step that is logged.
+        # Just before a logged step.
         if step % 4 == 3:
             log.comm.add([Traffic("weights", "all_gather", "node", 7, 7, packed=False)])
             log.evaluation(step, "validation", 6 / step)
@@ -88,7 +88,7 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert step["mfu"] is None
     assert step["mfu_measured"] == pytest.approx(step["tflops_per_rank"] * 1e12 / run["measured_peak"])
     assert step["memory_bytes"]["model_states"] == 77
-    # Of the step alone: neither of the steps before it nor of the evaluation.
+    # The bytes of this step only, without those of the steps before it and of the evaluation.
     assert step["comm_bytes"] == {"weights": {"all_gather": 1000}, "gradients": {"all_to_all": 2000}}
     assert step["comm_sent_bytes"] == {"node": 500, "all": 1500}
     assert step["comm_quantized_share"] == 0.75
@@ -238,7 +238,7 @@ def test_no_utilisation_is_logged_from_a_step_on_that_was_faster_than_the_peak(
     monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e6)
     with logger(tmp_path, recipe()) as log:
         log.start(0, [])
-        # Half of the measured peak, twice of it on a machine that others have stopped using, and half again.
+        # Half the measured peak; then twice the peak, as other processes have stopped; then half again.
         rate = json.loads((tmp_path / "run.json").read_text())["flops_per_token"] * 64 / 2
         for step, share in ((1, 0.5), (4, 2.0), (8, 0.5)):
             log.step(record(step, seconds=rate / (share * 1e6)))
@@ -259,7 +259,7 @@ def test_the_best_measured_peak_of_all_starts_on_a_device_stays(
 
 
 def wandb_reads(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What wandb's own reader of its transaction logs finds: the summary of the run, and all its records."""
+    """Return what wandb's own reader of transaction logs finds: the run's summary, and all its records."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
     environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
     texts = [

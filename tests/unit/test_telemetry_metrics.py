@@ -1,4 +1,4 @@
-"""The metrics file: valid JSON at any moment, and a curve that goes on where it was cut."""
+"""The metrics file: valid JSON at any moment, and a curve that resumes where it stopped."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_rows_written_before_a_kill_are_there(tmp_path: Path) -> None:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Let no file grow beyond 64 bytes, as on a disk that is full."""
+    """Limit files to 64 bytes, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     yield
@@ -101,7 +101,7 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_stops_the_run_with_a_sentence(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m", 0)
     file.write({"step": 1, "text": "x" * 20})
-    # Only around the write, as pytest's own output may go to a file too.
+    # Limit only the write, because pytest's own output may go to a file too.
     with small_files(), pytest.raises(RunFailedError, match=r"m cannot be written .*make room"):
         file.write({"step": 2, "text": "x" * 80})
     assert rows_of(tmp_path / "m") == [(None, 1)]

@@ -1,4 +1,4 @@
-"""The report: pictures and one page from whatever a run has left so far."""
+"""The report: figures and one page from whatever a run has logged so far."""
 
 import json
 import math
@@ -114,7 +114,7 @@ def pixels(picture: bytes) -> Any:
 
 
 def blue_rows(picture: bytes) -> Any:
-    """Heights, as shares of the picture from its top, at which the curve's first part is drawn."""
+    """Return the heights at which the curve's first part is drawn, as shares of the picture from its top."""
     image = pixels(picture)
     red, green, blue = image[..., 0], image[..., 1], image[..., 2]
     drawn = (red < 0.1) & (abs(green - 0.45) < 0.1) & (abs(blue - 0.7) < 0.1)

@@ -1,4 +1,4 @@
-"""Which ranks are called slow, and beside which others."""
+"""The ranks that are called slow, and the ranks that they are compared with."""
 
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.telemetry.stragglers import SAMPLES, Stragglers
@@ -13,7 +13,7 @@ def test_a_rank_is_held_against_those_of_its_stage() -> None:
 
 
 def test_a_rank_whose_work_nobody_else_has_is_not_judged() -> None:
-    """Stages may have more work than others, by choice or because layers do not divide."""
+    """A stage may have more work than others, by choice or because layers do not divide evenly."""
     seen = Stragglers(Layout({Axis.PIPELINE: 3}))
     samples = [seen.take([1.0, 5.0, 1.0]) for _ in range(2 * SAMPLES)]
     assert [found for _, found in samples] == [None] * 2 * SAMPLES

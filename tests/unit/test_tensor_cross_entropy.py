@@ -1,4 +1,4 @@
-"""The loss over a shared vocabulary, its ranks in threads."""
+"""The loss over a sharded vocabulary, with ranks in threads."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ BATCH, SEQUENCE, HIDDEN = 3, 16, 8
 
 
 class Board:
-    """Where ranks in threads put what they give each other."""
+    """Where ranks in threads exchange tensors."""
 
     def __init__(self, ranks: int) -> None:
         self.given: list[Any] = [None] * ranks
@@ -30,7 +30,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Threads(TensorMesh):
-    """Ranks in threads, which meet when they wait."""
+    """Ranks in threads, which wait for each other in `wait`."""
 
     board: Board = field(default_factory=lambda: Board(1))
 
@@ -69,7 +69,7 @@ def own_loss(mesh: TensorMesh, x: Tensor, weight: Tensor, targets: Tensor) -> tu
     start, end = even_share(len(weight), mesh.degree, mesh.place)
     own = (x.chunk(mesh.degree, dim=1)[mesh.place] if mesh.sharded else x).clone().requires_grad_()
     rows = weight[start:end].clone().requires_grad_()
-    with torch.enable_grad():  # a setting of each thread
+    with torch.enable_grad():  # This is a setting of each thread.
         loss = parallel_cross_entropy(own, rows, targets, mesh, len(weight))
         (loss * 3).backward()
     assert own.grad is not None
@@ -121,7 +121,7 @@ def test_half_precision(sequence: bool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the most elements that any operation's result had."""
+    """Records the largest number of elements of any operation's result."""
 
     elements = 0
 
@@ -135,7 +135,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_logits_of_all_tokens(ranks: int, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor has all tokens' logits, not even of a rank's own vocabulary: a chunk's are the largest there are."""
+    """No tensor has all tokens' logits, not even of a rank's own vocabulary: a chunk's are the largest."""
     rows, vocab = 4, 2003
     monkeypatch.setattr(cross_entropy, "MIN_ROWS", rows)
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 0})
@@ -148,5 +148,5 @@ def test_no_logits_of_all_tokens(ranks: int, sequence: bool, monkeypatch: pytest
 
     share = -(-vocab // ranks)
     assert BATCH * SEQUENCE * (vocab // ranks) > 4 * share * HIDDEN
-    # The copy of the weight that this test makes is whole, and smaller than its slice of logits.
+    # This test's full copy of the weight is smaller than its slice of logits.
     assert all(size <= share * max(rows, HIDDEN) for size in on_ranks(ranks, sequence, largest))

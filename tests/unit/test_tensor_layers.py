@@ -1,4 +1,4 @@
-"""Parallel layers in one process: when collectives begin, what is kept, and what is put off."""
+"""Parallel layers in one process: when collectives begin, what is saved, and what is deferred."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ RANKS, BATCH, SEQUENCE, INPUTS, OUTPUTS = 2, 3, 8, 10, 14
 
 @dataclass(frozen=True)
 class Told(TensorMesh):
-    """Ranks that are all like this one; `events` tells what they do when."""
+    """Simulates ranks that are all equal to this one, and records its collectives in `events`."""
 
     events: list[str] = field(default_factory=list)
 
@@ -112,7 +112,7 @@ def test_row_parallel_gathers_once() -> None:
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_put_off(kind: type[nn.Module], sequence: bool) -> None:
-    """Products of weights come later, microbatch by microbatch; whoever does not collect them gets them at once."""
+    """Weight gradients are deferred, microbatch by microbatch; outside `collecting` they are computed at once."""
     mesh, queue = Told(0, RANKS, sequence=sequence), WeightGradientQueue()
     now, later = layer_of(kind, mesh), layer_of(kind, mesh, queue)
     expected, found = [], []
@@ -150,7 +150,7 @@ def test_what_a_product_waits_for_comes_ahead() -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
-    """Whoever takes a parameter's memory away after the forward pass, and puts it back when it is unpacked, may."""
+    """Hooks may take a parameter's memory away after the forward pass, and put it back when autograd unpacks it."""
     mesh, x = Told(0, RANKS), inputs_of(kind, Told(0, RANKS))
     layer = layer_of(kind, mesh)
     weight = layer.weight.data
@@ -168,7 +168,8 @@ def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
 
 
 def test_last_product_is_not_recomputed() -> None:
-    """Recomputation ends once it has what the backward pass keeps, which the row-parallel product is no part of."""
+    """Recomputation ends when it has the saved tensors of the backward pass; these do not need the row-parallel
+    product."""
     mesh = Told(0, RANKS)
     layer, x = layer_of(RowParallelLinear, mesh), inputs_of(RowParallelLinear, mesh)
     loss = checkpoint(lambda x: layer(x.tanh()), x, use_reentrant=False).square().sum()
@@ -190,7 +191,7 @@ def test_ranks_in_order() -> None:
 @pytest.mark.parametrize("name", ["gpt2-1m", "llama-1m", "neox-1m"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_shapes_are_those_of_the_slices(name: str, place: int) -> None:
-    """Parameters keep their names and take the part that the flat units hold, on the meta device."""
+    """Parameters keep their names and get the shapes of the flat units' slices, on the meta device."""
     plain, ours = (GPT(PRESETS[name], torch.device("cpu")) for _ in range(2))
     parallelize(ours, TensorMesh(place, 2))
     assert [key for key, _ in ours.named_parameters()] == [key for key, _ in plain.named_parameters()]
@@ -202,7 +203,7 @@ def test_shapes_are_those_of_the_slices(name: str, place: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-1m", "llama-1m"])
 def test_one_rank_can_put_off(name: str) -> None:
-    """Without tensor parallelism the same layers compute the same, and put off what they are told to."""
+    """Without tensor parallelism the same layers compute the same values, and can defer weight gradients too."""
     config, found = PRESETS[name], []
     tokens = torch.randint(0, config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
     for queue in (None, WeightGradientQueue()):

@@ -1,4 +1,4 @@
-"""The loop in one process: what must not change the curve, what ends a run, where a run may start from."""
+"""The loop in one process: what must not change the curve, what ends a run, and where a run may start from."""
 
 import json
 import re
@@ -112,7 +112,7 @@ def test_fp16_takes_its_own_scale_where_there_was_none(train: Train, folder: Pat
 def test_a_run_that_is_refused_leaves_the_folder_free(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by what goes wrong before the first step."""
+    """The folder stays free also after an error before the first step."""
     monkeypatch.setattr(compose, "build", lambda *parts: pytest.fail("no memory"))
     with pytest.raises(pytest.fail.Exception):
         train()
@@ -142,7 +142,7 @@ def test_a_run_whose_folder_was_taken_ends(train: Train, folder: Path, monkeypat
     def take(run: Run, step: int) -> loop.Passes:
         if step == 7:
             (folder / "runs" / "tiny" / lock.LOCK).write_text("{}")
-            # Until the thread that renews the lock has seen it.
+            # Wait until the thread that renews the lock has seen the change.
             end = time.monotonic() + 60
             while time.monotonic() < end and not run.lock._lost:
                 time.sleep(0.01)
@@ -159,10 +159,10 @@ def test_non_finite_step_is_skipped_whole(train: Train, folder: Path, monkeypatc
     before = train("train.steps=8", "optimizer.schedule=constant")
     break_step(monkeypatch, lambda step: step == 7)
     after = train("name=broken", "train.steps=8", "optimizer.schedule=constant")
-    assert after == before  # the loss of a step comes before its update
+    assert after == before  # The loss of a step is computed before its update.
     end = rows(folder / "runs" / "broken")[-1]
     assert end["skipped_steps"] == 1
-    # Nothing of the skipped step reached the weights: its validation loss is that of one step less.
+    # The skipped step has not changed the weights: its validation loss is that of the step before.
     shorter = [row for row in rows(folder / "runs" / "broken") if row.get("event") == "eval"][-1]["loss"]
     monkeypatch.undo()
     train("name=short", "train.steps=7", "optimizer.schedule=constant")
@@ -321,7 +321,7 @@ def test_another_batch_goes_on_where_the_data_stopped(
 
 
 def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four microbatches, three at a time."""
+    """Evaluate four microbatches, three at a time."""
     keys = ("train.steps=5", "train.eval_every=5", "train.eval_batches=1")
     train(*keys)
     monkeypatch.setattr(evaluate, "TOGETHER", 3)

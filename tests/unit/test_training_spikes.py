@@ -1,4 +1,4 @@
-"""A loss that jumps: its step is left out, or the run goes back and passes over the data."""
+"""Loss spikes: the run skips the step, or it rewinds and passes over the data."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def train(tmp_path: Path) -> Train:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: range, stop_after: int | None = None) -> None:
-    """Have some global batches of data make the loss jump, and ask the run to stop after a step."""
+    """Make the loss spike on some global batches of data, and ask the run to stop after a step."""
     original = loop.forward_backward
 
     def spoilt(run: Run, step: int) -> loop.Passes:
@@ -88,7 +88,7 @@ def test_skipped_spike_leaves_the_weights_alone(train: Train, monkeypatch: pytes
     assert steps(rows)[:13] == steps(calm)[:13]
     assert steps(rows)[13] == (14, pytest.approx(10 * steps(calm)[13][1]))
     assert rows[-1]["skipped_steps"] == 1
-    # Its weights at the end are those before the spike.
+    # The final weights are those before the spike.
     assert last_validation(rows) == last_validation(shorter) != last_validation(calm)
 
 
@@ -100,7 +100,7 @@ def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.Monk
     assert [step for step, _ in curve] == list(range(1, 21))
     assert curve[:12] == calm[:12]
     assert max(loss for _, loss in curve[12:]) < 2 * calm[12][1]
-    # Back from 14 to 12 past 2 batches, of which the next one spikes at once: 3 in all.
+    # The run rewinds from 14 to 12 and passes over 2 batches; the next one spikes at once: 3 in all.
     assert [row["passed_batches"] for row in rows if "event" not in row] == [0] * 12 + [3] * 8
     evaluations = [row["step"] for row in rows if row.get("event") == "eval"]
     assert evaluations == [0, 10, 20]
@@ -110,7 +110,7 @@ def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.Monk
     ("spiking", "stops"),
     [
         *((range(13, 15), [stop]) for stop in (9, 12, 13, 14, 17)),
-        # A stop leaves a checkpoint of step 15; the run then goes back to step 12, and is stopped again at step 13.
+        # A stop leaves a checkpoint of step 15; the run then rewinds to step 12, and is stopped again at step 13.
         (range(16, 17), [15, 13]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Quantities: how they are shown, and that what is shown is read back."""
+"""Quantities: how they are shown, and that shown values can be read back."""
 
 import math
 import re
@@ -54,5 +54,5 @@ def test_quantities_for_people(text: str, expected: str) -> None:
 def test_what_is_shown_is_read_back(shown: Callable[[float], str], unit: Unit, value: float) -> None:
     text = shown(value)
     assert re.fullmatch(r"[\d.]+ \S+", text)
-    # Rounded to three digits, bytes to a thousandth of one.
+    # Values are rounded to three digits, bytes to a thousandth.
     assert quantity(text, unit) == pytest.approx(value, rel=0.006, abs=6e-4)
