@@ -113,9 +113,9 @@ def operations(ours: shared.SharedMemoryCollectives, under_way: int, late: rando
         if late.random() < 0.2:
             time.sleep(late.random() * 0.005)
         started.append((name, kinds[name](own)))
-        # Mostly the oldest is waited for first, now and then the newest.
+        # Usually wait for the oldest first, sometimes for the newest.
         while len(started) == under_way:
-            name, answer = started.popleft() if alike.random() < 0.8 else started.pop()
+            name, answer = started.popleft() if common.random() < 0.8 else started.pop()
             right[name] &= answer()
     for name, answer in started:
         right[name] &= answer()
