@@ -21,10 +21,10 @@ from llmtrain.comm.backend import collectives_of
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
-from llmtrain.parallel.pipeline.weight_gradient_queue import gradients as put_off
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
+from llmtrain.parallel.weight_gradients import gradients as put_off
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens

@@ -16,7 +16,7 @@ from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import FixedOrder, MessageDrivenOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout

@@ -14,9 +14,9 @@ from llmtrain.parallel.pipeline.action_order import FixedOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName

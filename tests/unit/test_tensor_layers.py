@@ -11,10 +11,10 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import model_units
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue, gradients
 from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.parallel.weight_gradients import WeightGradientQueue, gradients
 from llmtrain.sharding.unit import ShardRanges, build_unit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,7 +65,7 @@ class Products(TorchDispatchMode):
 def layer_of(
     kind: type[nn.Module], mesh: TensorMesh, queue: WeightGradientQueue | None = None, ordered: bool = True
 ) -> nn.Module:
-    layer = kind(INPUTS, OUTPUTS, True, mesh, queue, ordered)  # type: ignore[call-arg]
+    layer = kind(INPUTS, OUTPUTS, True, mesh, queue or WeightGradientQueue(), ordered)  # type: ignore[call-arg]
     torch.manual_seed(0)
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(torch.randn(parameter.shape)))

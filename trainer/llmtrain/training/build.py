@@ -10,9 +10,9 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.sharding.collectives import Packing

@@ -24,7 +24,7 @@ from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks, channels
 from llmtrain.parallel.pipeline.transport import Transport
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.plan import Plan
 from llmtrain.sharding.engine import Engine

@@ -12,7 +12,7 @@ from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import ActionOrder
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.pipeline.weight_gradient_queue import PendingProducts, WeightGradientQueue, gradients
+from llmtrain.parallel.weight_gradients import PendingProducts, WeightGradientQueue, gradients
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.gradients import BackwardPass, Received

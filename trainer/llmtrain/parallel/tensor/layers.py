@@ -1,16 +1,15 @@
-"""Parts of a block cut over tensor-parallel ranks, with the names that the plain ones' parameters have.
+"""Layers that are sharded over tensor-parallel ranks. Their parameters have the names of the plain layers' parameters.
 
 After Megatron-LM (Shoeybi et al. 2019, section 3) and Korthikanti et al. 2022, section 4.2.2 (sequence parallelism).
-Products of weights may be put off (`WeightGradientQueue`).
+Weight gradients can be deferred (`llmtrain.parallel.weight_gradients`).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.matmul import linear, matmul
+from llmtrain_kernels.matmul import Product, linear, matmul
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -18,14 +17,15 @@ from llmtrain.cluster.layout import even_share
 from llmtrain.comm.device import own_generators
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.layers import Attention, Embedding, empty_parameter
-from llmtrain.parallel.pipeline.weight_gradient_queue import WeightGradientQueue
 from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.weight_gradients import WeightGradientQueue
 
 
-class ColumnParallelLinear(nn.Module):
-    """Affine map of which this rank has a share of the outputs: weight `[outputs / degree, inputs]`.
+class _ParallelLinear(nn.Module):
+    """Affine map with one dim of its weight sharded over the ranks.
 
-    ordered: whether the result is in the order of the sequence where tokens are sharded, and not rank by rank.
+    ordered: whether the activations that the ranks shard by features have their tokens in the order of the sequence;
+    otherwise, where tokens are sharded, they are rank by rank (see TensorMesh).
     """
 
     def __init__(
@@ -34,13 +34,33 @@ class ColumnParallelLinear(nn.Module):
         outputs: int,
         bias: bool,
         mesh: TensorMesh,
-        queue: WeightGradientQueue | None,
+        queue: WeightGradientQueue,
         ordered: bool = False,
     ) -> None:
         super().__init__()
         self.mesh, self.queue, self.ordered = mesh, queue, ordered
-        self.weight = empty_parameter(outputs // mesh.degree, inputs)
-        self.bias = empty_parameter(outputs // mesh.degree) if bias else None
+        weight, bias_size = self._shapes(inputs, outputs, mesh.degree)
+        self.weight = empty_parameter(*weight)
+        self.bias = empty_parameter(bias_size) if bias else None
+
+    @staticmethod
+    def _shapes(inputs: int, outputs: int, degree: int) -> tuple[tuple[int, int], int]:
+        """Return the shape of this rank's weight, and the size of its bias."""
+        raise NotImplementedError
+
+    def _by_rank(self, x: Tensor) -> Tensor:
+        return self.mesh.by_rank(x) if self.ordered else x
+
+    def _by_sequence(self, x: Tensor) -> Tensor:
+        return self.mesh.by_sequence(x) if self.ordered else x
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Affine map of which this rank has a share of the outputs: weight `[outputs / degree, inputs]`."""
+
+    @staticmethod
+    def _shapes(inputs: int, outputs: int, degree: int) -> tuple[tuple[int, int], int]:
+        return (outputs // degree, inputs), outputs // degree
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
@@ -48,31 +68,20 @@ class ColumnParallelLinear(nn.Module):
         return _Column.apply(x, self.weight, self.bias, self)
 
 
-class RowParallelLinear(nn.Module):
-    """Affine map of which this rank has a share of the inputs: weight `[inputs / degree, outputs]`; the bias is whole.
+class RowParallelLinear(_ParallelLinear):
+    """Affine map of which this rank has a share of the inputs: weight `[inputs / degree, outputs]`, and the whole
+    bias."""
 
-    ordered: whether tokens come in the order of the sequence where they are sharded, and not rank by rank.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        mesh: TensorMesh,
-        queue: WeightGradientQueue | None,
-        ordered: bool = False,
-    ) -> None:
-        super().__init__()
-        self.mesh, self.queue, self.ordered = mesh, queue, ordered
-        self.weight = empty_parameter(inputs // mesh.degree, outputs)
-        self.bias = empty_parameter(outputs) if bias else None
+    @staticmethod
+    def _shapes(inputs: int, outputs: int, degree: int) -> tuple[tuple[int, int], int]:
+        return (inputs // degree, outputs), outputs
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Map all tokens' `[..., inputs / degree]` to this rank's tokens `[batch, sequence or a share, outputs]`."""
-        # The backward pass's node comes before the product: autograd keeps what a function saves once it has run, and
-        # a checkpoint that recomputes ends there. This product is a block's last, and is then not computed again.
+        # The node of the backward pass comes before the product. Autograd saves a function's tensors once the function
+        # has run, and recomputation of a checkpoint stops at the last tensor that was saved. This product is the last
+        # one of a block, so it is not recomputed.
         node = _RowBackward.apply(x, self.weight, self.bias, self)
         bias = None if self.bias is None else self.bias.detach()
         return _RowForward.apply(node, x.detach(), self.weight.detach(), bias, self)
@@ -81,7 +90,7 @@ class RowParallelLinear(nn.Module):
 class ParallelAttention(Attention):
     """Attention with this rank's share of the heads."""
 
-    def __init__(self, config: GPTConfig, mesh: TensorMesh, queue: WeightGradientQueue | None) -> None:
+    def __init__(self, config: GPTConfig, mesh: TensorMesh, queue: WeightGradientQueue) -> None:
         super().__init__(config)
         bias = config.family != "llama"
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -93,7 +102,8 @@ class ParallelAttention(Attention):
         """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the same shape."""
         if not (self.training and self.dropout) or self.mesh.degree == 1 or self.mesh.sharded:
             return super().forward(x, rotary)
-        # All ranks draw the same random numbers, as residual dropout must be the same on them; heads must not be.
+        # All ranks draw the same random numbers, because residual dropout must drop the same elements on each of them.
+        # Each rank's heads need numbers of their own.
         seed = int(torch.randint(1 << 62, ()))
         with torch.random.fork_rng(own_generators(x.device)):
             torch.manual_seed(seed + self.mesh.place)
@@ -101,7 +111,7 @@ class ParallelAttention(Attention):
 
 
 class VocabParallelEmbedding(Embedding):
-    """Embedding of which this rank has a share of the tokens; positions are whole."""
+    """Embedding of which this rank has a share of the vocabulary, and all positions."""
 
     def __init__(self, config: GPTConfig, mesh: TensorMesh) -> None:
         super().__init__(config)
@@ -123,34 +133,30 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        y = linear(layer.mesh.gather(x).wait(), weight, bias)
-        return layer.mesh.by_sequence(y) if layer.ordered else y
+        return layer._by_sequence(linear(layer.mesh.gather(x).wait(), weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, ctx.saved_tensors
-        grad = mesh.by_rank(grad) if layer.ordered else grad
+        grad = layer._by_rank(grad)
 
-        def begin() -> Callable[[], Tensor]:
-            # The inputs that other ranks hold arrive while something else is computed.
-            whole = mesh.gather(x)
-            return lambda: matmul(_rows(grad).t(), _rows(whole.wait()))
+        def begin() -> Product:
+            # The other ranks' inputs arrive while something else is computed.
+            gathered = mesh.gather(x)
+            return lambda: matmul(_rows(grad).t(), _rows(gathered.wait()))
 
-        later = layer.queue is not None and layer.queue.active
-        product = None if later else begin()
+        product = layer.queue.begin(layer.weight, begin)
         reduced = mesh.reduce(matmul(grad, weight))
-        # The sum over the ranks is under way while this rank's weights get their gradient.
-        grad_weight = _now_or_later(layer.queue, layer.weight, begin, product)
-        grad_bias = None
+        # The sum over the ranks runs during this product.
+        grad_weight, grad_bias = product(), None
         if layer.bias is not None:
-            total = partial(_rows(grad).sum, 0)
-            grad_bias = _now_or_later(layer.queue, layer.bias, lambda: total, None if later else total)
+            grad_bias = layer.queue.begin(layer.bias, lambda: partial(_rows(grad).sum, 0))()
         return reduced.wait(), grad_weight, grad_bias, None
 
 
 class _RowBackward(torch.autograd.Function):
-    """Has the gradients of a row-parallel product; its result has the product's shape and no memory."""
+    """Computes the gradients of a row-parallel product. Its result has the product's shape and no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear) -> Tensor:
@@ -164,30 +170,31 @@ class _RowBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, ctx.saved_tensors
-        later = layer.queue is not None and layer.queue.active
         gathered = mesh.gather(grad)
         grad_bias = None if layer.bias is None else _rows(grad).sum(0)
         whole = gathered.wait()
-        grad_x = matmul(whole, weight.t())
+        grad_x, grad_weight = layer._by_sequence(matmul(whole, weight.t())), None
 
-        def begin() -> Callable[[], Tensor]:
-            # Kept sharded until then, and gathered a second time.
+        def begin() -> Product:
+            # The gradient stays sharded in the queue, so it is gathered a second time.
             again = mesh.gather(grad)
-            return lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(again.wait()))
+            return lambda: matmul(_rows(layer._by_rank(x)).t(), _rows(again.wait()))
 
-        product = None if later else lambda: matmul(_rows(_by_rank(x, layer)).t(), _rows(whole))
-        grad_weight = _now_or_later(layer.queue, layer.weight, begin, product)
-        return mesh.by_sequence(grad_x) if layer.ordered else grad_x, grad_weight, grad_bias, None
+        if layer.queue.active:
+            layer.queue.push(layer.weight, begin)
+        else:
+            grad_weight = matmul(_rows(layer._by_rank(x)).t(), _rows(whole))
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowForward(torch.autograd.Function):
-    """Computes a row-parallel product; its gradient goes to the node of `_RowBackward`."""
+    """Computes a row-parallel product. Its gradient goes to the node of `_RowBackward`."""
 
     @staticmethod
     def forward(
         ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear
     ) -> Tensor:
-        y = layer.mesh.reduce(matmul(_by_rank(x, layer), weight)).wait()
+        y = layer.mesh.reduce(matmul(layer._by_rank(x), weight)).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -211,7 +218,7 @@ class _Embed(torch.autograd.Function):
         (tokens,), mesh, count = ctx.saved_tensors, ctx.mesh, ctx.count
         whole = mesh.gather(grad)
         places, others = _held_places(mesh.by_rank(tokens), ctx.start, count)
-        # Other ranks' tokens go to a row more, which is left out as padding.
+        # Other ranks' tokens go to one more row, which is left out as padding.
         places = places.masked_fill(others, count)
         rows = torch.ops.aten.embedding_dense_backward(whole.wait(), places, count + 1, count, False)
         return None, rows[:count], None, None
@@ -225,18 +232,3 @@ def _held_places(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor
 
 def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
-
-
-def _by_rank(x: Tensor, layer: RowParallelLinear) -> Tensor:
-    return layer.mesh.by_rank(x) if layer.ordered else x
-
-
-def _now_or_later(
-    queue: WeightGradientQueue | None, parameter: nn.Parameter, begin: Callable[[], Callable[[], Tensor]], product: Any
-) -> Tensor | None:
-    """Return the gradient of `parameter`, or None and put it off where `product` has not begun."""
-    if product is not None:
-        return product()
-    assert queue is not None
-    queue.push(parameter, begin)
-    return None
