@@ -165,7 +165,7 @@ def test_decisions_name_every_key_that_was_open() -> None:
     [
         (1, 100_000, None),
         (1, 2**19, "has 524,288 microbatches; expected at most 262,144"),
-        (2, 2**16, "has 65,536 microbatches through 2 pieces of the model; expected a product of at most 65,536"),
+        (2, 2**16, "has 65,536 microbatches through 2 stages; expected a product of at most 65,536"),
     ],
 )
 def test_microbatches_are_counted_before_lists_of_them_are_made(stages: int, batch: int, refusal: str | None) -> None:

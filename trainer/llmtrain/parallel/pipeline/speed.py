@@ -1,4 +1,4 @@
-"""How fast each stage's ranks compute, measured before layers are split among them (Holmes, section 3.3)."""
+"""Measures how fast each stage's ranks compute, before layers are split among them (Holmes, section 3.3)."""
 
 import time
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.device import synchronize
 from llmtrain.comm.ranks import Ranks
 
-# Several windows: what else runs on a machine comes and goes, how fast it is stays.
+# Several windows, because other programs on the machine may slow some of them.
 WINDOWS, SECONDS = 8, 0.1
-# Rows of the matrices multiplied; more of them take longer and tell no more.
+# The most rows of the matrices. More rows take longer and do not change the result.
 MOST_ROWS = 1024
-# Speeds that differ by less are taken as equal, so that ranks which are alike get the same layers in every run.
+# Speeds that differ by less count as equal, so that equal ranks get the same layers in every run.
 ALIKE = 0.1
 
 
 @dataclass(frozen=True)
 class Work:
-    """The matrix product that a model mostly consists of: `[rows, hidden] x [hidden, ffn]`."""
+    """The matrix product that takes most of a model's time: `[rows, hidden] x [hidden, ffn]`."""
 
     rows: int
     hidden: int
@@ -32,16 +32,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Rate:
-    """Products that a rank makes in a second: at best, and usually, which is less where something else runs beside."""
+    """Products that a rank computes per second. best: of all windows. usual: their median, which is lower if other
+    programs run on the machine."""
 
     best: float
     usual: float
 
 
 def measured_speeds(work: Work, ranks: Ranks) -> tuple[float, ...] | None:
-    """Return the speed of each place along the pipeline beside the fastest one's, 1, the same on every rank; None where
-    they are alike. Takes a second. Collective."""
-    # All begin together, as ranks that share a machine slow each other in training too.
+    """Return the speed of each pipeline rank relative to the fastest, equal on every rank; None if all are equal. It
+    takes a second. Collective."""
+    # All ranks start together: ranks that share a machine slow each other in training too.
     ranks.all_agree(True)
     own, values = _rate(work, ranks.device), [0.0] * (2 * ranks.layout.world)
     values[2 * ranks.rank : 2 * ranks.rank + 2] = [own.best, own.usual]
@@ -51,8 +52,11 @@ def measured_speeds(work: Work, ranks: Ranks) -> tuple[float, ...] | None:
 
 
 def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] | None:
-    """Return the speed of each place along the pipeline, that of its slowest rank, by every rank's rate; None where
-    they are alike. One that is at best nearly as fast as a faster one usually is gets that one's speed."""
+    """Return the speed of each pipeline rank relative to the fastest, from every rank's rate; None if all are equal.
+
+    A pipeline rank is as fast as the slowest of its replicas. If its best rate is close to the usual rate of a faster
+    one, the two count as equal.
+    """
     slowest = [Rate(inf, inf)] * layout.degree(Axis.PIPELINE)
     for rank, rate in enumerate(rates):
         stage = layout.coordinate(rank, Axis.PIPELINE)
@@ -66,7 +70,7 @@ def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] 
 
 
 def _rate(work: Work, device: torch.device) -> Rate:
-    """Return how often this rank computes what a forward and a backward pass need of one matrix."""
+    """Return how often per second this rank computes the products of one matrix in a forward and a backward pass."""
     inputs = torch.randn(min(work.rows, MOST_ROWS), work.hidden, dtype=work.dtype, device=device)
     weights = torch.randn(work.hidden, work.ffn, dtype=work.dtype, device=device)
     rates = []

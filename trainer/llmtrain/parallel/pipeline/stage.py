@@ -1,4 +1,4 @@
-"""A piece of the model as a pipeline's rank computes it."""
+"""A pipeline stage: the part of the model that one rank computes at a time."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from llmtrain.plan.pipeline.stage_layout import StageLayout
 
 
 def keep(model: GPT, stage_layouts: Sequence[StageLayout]) -> None:
-    """Take out of `model`, which has no storage yet, all units but those of `stage_layouts`."""
+    """Remove all units but those of `stage_layouts` from a model on the meta device."""
     kept = {name for stage_layout in stage_layouts for name in stage_layout.units}
     for name in [name for name in model.blocks if f"blocks.{name}" not in kept]:
         del model.blocks[name]
@@ -19,14 +19,14 @@ def keep(model: GPT, stage_layouts: Sequence[StageLayout]) -> None:
 
 
 class Stage:
-    """One piece of a model, from what comes in to what goes out."""
+    """One stage of a model."""
 
     def __init__(self, model: GPT, stage_layout: StageLayout) -> None:
         self.model, self.layout = model, stage_layout
 
     def forward(self, given: Tensor, targets: Tensor | None) -> Tensor:
-        """Map tokens (of the piece that opens the model) or activations to activations, or (of the one that closes it)
-        to the mean loss of `targets`."""
+        """Map activations to activations. The first stage takes tokens, int64 `[batch, sequence]`; the last one returns
+        the mean loss of `targets`, of the same shape."""
         x = self.model.embedding(given) if self.layout.opens else given
         x = self.model.run(x, self.layout.first, self.layout.end)
         return self.model.finish(x, targets) if self.layout.closes else x

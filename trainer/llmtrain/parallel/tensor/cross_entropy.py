@@ -1,7 +1,7 @@
-"""Output projection and cross-entropy over a vocabulary that tensor-parallel ranks share, a few rows at a time.
+"""Output projection and cross-entropy over a vocabulary that is sharded over tensor-parallel ranks, in chunks of rows.
 
-A rank makes the logits of its own tokens alone, for a chunk of rows; of them the ranks tell each other three numbers a
-row. As in `llmtrain_kernels.cross_entropy`, gradients are made in the forward pass while a chunk's logits are at hand.
+For each chunk, a rank computes the logits of its own part of the vocabulary. The ranks then exchange three numbers per
+row. As in `llmtrain_kernels.cross_entropy`, the forward pass computes the gradients too, while it has a chunk's logits.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 
 
 class VocabParallelHead(Head):
-    """Final norm and this rank's share of the rows of the output matrix."""
+    """The final norm, and this rank's share of the rows of the output matrix."""
 
     def __init__(self, config: GPTConfig, mesh: TensorMesh) -> None:
         super().__init__(config)
@@ -29,8 +29,9 @@ class VocabParallelHead(Head):
         self.weight = None if config.tie_embeddings else empty_parameter(end - start, config.hidden)
 
     def forward(self, x: Tensor, embedding: Tensor | None, targets: Tensor | None) -> Tensor:
-        """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the logits of all, or to the mean loss
-        of all tokens' `targets`, int64 `[batch, sequence]`: the same on every rank. embedding: the tied matrix's share.
+        """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the logits of all tokens, or to the
+        mean loss of `targets`, int64 `[batch, sequence]`. The result is equal on every rank. embedding: this rank's
+        share of the tied matrix.
         """
         x, weight = self.norm(x), embedding if self.weight is None else self.weight
         assert weight is not None
@@ -45,7 +46,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
     x: `[batch, sequence or this rank's share of it, hidden]`; weight: this rank's `even_share` of `[vocab, hidden]`, of
     the same dtype; targets: int64 `[batch, sequence]`. Collective.
     """
-    # All ranks take the same steps, whoever has a row more.
+    # All ranks use the same chunks, though some have one more row of the vocabulary.
     rows = chunk_rows(x.device, -(-vocab // mesh.degree))
     start, _ = even_share(vocab, mesh.degree, mesh.place)
     return _ParallelCrossEntropy.apply(x, weight, targets, mesh, start, rows, torch.is_grad_enabled())
@@ -53,11 +54,11 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
 
 @torch.no_grad()
 def _all_logits(x: Tensor, weight: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
-    """Return logits `[batch, sequence, vocab]` of all tokens. For sampling: no gradient passes through."""
+    """Return logits `[batch, sequence, vocab]` of all tokens, for sampling. It has no backward pass."""
     logits = mesh.by_sequence(linear(mesh.gather(x).wait(), weight))
     shares = [even_share(vocab, mesh.degree, place) for place in range(mesh.degree)]
     most = max(end - start for start, end in shares)
-    # Vocabulary first, and as much of it from every rank.
+    # The gather needs the vocabulary as dim 0, and the same size from every rank.
     padded = F.pad(logits, (0, most - logits.shape[-1])).movedim(-1, 0)
     parts = mesh.all_gather(padded).wait().chunk(mesh.degree)
     return torch.cat([part[: end - start] for part, (start, end) in zip(parts, shares, strict=True)]).movedim(0, -1)
@@ -69,17 +70,17 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, mesh: TensorMesh, start: int, rows: int, wanted: bool
     ) -> Tensor:
         own, shares = x.flatten(0, 1), mesh.degree if mesh.sharded else 1
-        # Each chunk is as many of every rank's tokens.
+        # Each chunk has the same number of tokens from every rank.
         wished, step = mesh.by_rank(targets).reshape(shares, -1) - start, max(1, rows // shares)
         grad_x = torch.empty_like(own) if wanted else None
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        # One buffer for all chunks: fresh memory of this size is mapped anew each time on a CPU.
+        # One buffer for all chunks: a CPU would map new memory of this size each time.
         all_logits = x.new_empty(min(step, len(own)) * shares, weight.shape[0])
         arriving, leaving = mesh.gather(own[:step]), Pending(lambda: own[:0])
         for first in range(0, len(own), step):
             part, last = arriving.wait(), first + step
-            # The next chunk arrives, and the gradient of the one before leaves, while this one is computed.
+            # The next chunk arrives, and the gradient of the previous chunk leaves, during this chunk's computation.
             arriving = mesh.gather(own[last : last + step]) if last < len(own) else arriving
             logits = matmul(part, weight.t(), all_logits[: len(part)])
             total += _losses(logits, wished[:, first:last].flatten(), mesh, wanted).sum()
@@ -98,15 +99,15 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
-        # Scaled where they lie, so they serve once: a second backward through the same graph fails.
+        # They are scaled in place, so a second backward pass through the same graph fails.
         ctx.gradients = None
         return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype), None, None, None, None, None
 
 
 def _losses(logits: Tensor, wished: Tensor, mesh: TensorMesh, wanted: bool) -> Tensor:
-    """Return each row's cross-entropy over all ranks' logits, fp32; where wanted, the logits become its gradient.
+    """Return each row's cross-entropy over all ranks' logits, fp32. wanted: replace the logits with its gradient.
 
-    wished: place of each row's target, counted from this rank's first token.
+    wished: each row's target, counted from the first token of this rank's share.
     """
     held = (wished >= 0) & (wished < logits.shape[1])
     place = wished.masked_fill(~held, 0).unsqueeze(1)

@@ -1,11 +1,12 @@
-"""What a pipeline's ranks do, as pure data. No torch in here."""
+"""The actions of a pipeline's ranks, as pure data without torch."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Kind(Enum):
-    """Forward pass; backward pass, of the inputs alone where W is apart; backward pass of the weights."""
+    """F: forward pass. B: backward pass; of the inputs alone if the backward pass is split. W: backward pass of the
+    weights, if it is split."""
 
     F = "F"
     B = "B"
@@ -14,7 +15,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One computation of one rank. chunk: which of the rank's pieces of the model, from 0."""
+    """One computation of one rank. chunk: which of the rank's stages, from 0."""
 
     microbatch: int
     chunk: int
@@ -28,10 +29,11 @@ class Action:
 class Schedule:
     """Every rank's actions in order.
 
-    ranks: of the pipeline axis. chunks: pieces of the model on each rank: stage number `chunk * ranks + rank` of
-    `ranks * chunks` in the order of the model; where `folded` (two chunks in a V), chunk 1 of a rank is stage
-    `2 * ranks - 1 - rank` instead. splits_backward: whether W actions are apart from B. hands_back: whether, where they
-    are not, `hands_back_first` says when the gradient of the inputs goes on before the weights' are computed.
+    ranks: of the pipeline axis. chunks: stages of each rank. Chunk c of rank r is stage `c * ranks + r`, counted in the
+    order of the model. folded: the stages lie in a V, so that chunk 1 of rank r is stage `2 * ranks - 1 - r`.
+    splits_backward: the backward pass of the weights is an action of its own, W. hands_back: in schedules without W,
+    some backward passes send the gradient of their inputs before they compute those of the weights; `hands_back_first`
+    says which.
     """
 
     ranks: int
@@ -44,25 +46,25 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Pieces of the model in all."""
+        """Stages of the whole pipeline."""
         return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Place in the model of a rank's chunk."""
+        """Return the stage of a rank's chunk."""
         if self.folded and chunk == 1:
             return 2 * self.ranks - 1 - rank
         return chunk * self.ranks + rank
 
     def place(self, stage: int) -> tuple[int, int]:
-        """Return (rank, chunk) of a stage."""
+        """Return the (rank, chunk) that holds a stage."""
         chunk, rank = divmod(stage, self.ranks)
         return (self.ranks - 1 - rank, 1) if self.folded and chunk == 1 else (rank, chunk)
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Return the most activations that each rank holds at once, counted in microbatches of one piece of the model.
+    """Return the most activations that each rank holds at once, counted in microbatches of one stage.
 
-    They live from their forward to their backward; where that is split, to the backward of the weights.
+    A rank holds them from the forward pass to the backward pass; if that is split, to the backward pass of the weights.
     """
     last = Kind.W if schedule.splits_backward else Kind.B
     peaks = []
@@ -76,11 +78,11 @@ def peak_live(schedule: Schedule) -> list[int]:
 
 
 def hands_back_first(ahead: int, live: int, most_live: int) -> bool:
-    """Return whether a backward pass hands back the gradient of its inputs before it computes those of the weights.
+    """Return whether a backward pass sends the gradient of its inputs before it computes those of the weights.
 
-    What the latter are made of then stays a while longer, so a rank does it where it holds less than the fullest one;
-    and not before its last forward pass: from then on, the rank before it waits for nothing else. ahead: forward passes
-    that the rank has still to do. live: microbatches of a piece that it holds, this one with them. most_live: those
-    that any rank ever holds.
+    The activations then stay in memory longer, so a rank does this only while it holds fewer than the rank that holds
+    most. It also does this only after its last forward pass: from then on, the rank before it waits for nothing else.
+    ahead: forward passes that the rank has not run yet. live: microbatches of a stage that it holds, this one included.
+    most_live: the most that any rank holds during the step.
     """
     return ahead == 0 and live < most_live

@@ -12,27 +12,26 @@ from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.timeline import Span
 from llmtrain.plan.pipeline.view import PipelineView
 
-# Okabe and Ito's colours, lighter for a rank's chunk 1 and every other one after it.
+# Okabe and Ito's colors; odd chunks have the lighter one.
 COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W: ("#009E73", "#7FCDB8")}
-# Long timelines are shown by their beginning and their end.
+# Long timelines show their beginning and their end.
 _WIDEST = 200
 _FIRST_BANDS, _LAST_BANDS = 5, 2
 
 
 def print_view(view: PipelineView, console: Terminal) -> None:
-    """Print the timeline, one line for each rank, going on below where the console is not wide enough; then what there
-    is to say of it."""
-    # A file has no edge, and a timeline in one line could not be read.
+    """Print the timeline, one line for each rank, in several blocks if the console is too narrow; then the summary."""
+    # A file has no width, but nobody can read a timeline in one line.
     for line in timeline_lines(view, min(console.width, _WIDEST)):
         console.print(line, no_wrap=True, overflow="crop")
     console.print(table((), summary(view)))
 
 
 def summary(view: PipelineView) -> list[tuple[str, str]]:
-    """Return what there is to say of a pipeline, by name."""
+    """Return the figures of a pipeline, as (name, text)."""
     schedule, timeline = view.schedule, view.timeline
-    pieces = f", each with {schedule.chunks} pieces of the model" if schedule.chunks > 1 else ""
-    activations = "microbatches" + (f" of one of {schedule.chunks} pieces" if schedule.chunks > 1 else "")
+    pieces = f", each with {schedule.chunks} stages" if schedule.chunks > 1 else ""
+    activations = "microbatches" + (" of one stage" if schedule.chunks > 1 else "")
     step = units.seconds(timeline.makespan) if view.unit == "s" else f"{timeline.makespan:.4g} {view.unit}"
     found = [
         ("schedule", f"{view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches"),
@@ -50,9 +49,9 @@ def summary(view: PipelineView) -> list[tuple[str, str]]:
 
 
 def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
-    """Yield the timeline in lines of at most `width` columns: blocks of one line for each rank, in turn of time.
+    """Yield the timeline in lines of at most `width` columns, as blocks with one line for each rank.
 
-    Time is to scale: an action of median length is as wide as a name needs, and shorter ones may go without theirs.
+    Time is to scale. An action of median length has room for its name, and shorter ones may have no name.
     """
     names = [f"rank {rank} " for rank in range(view.schedule.ranks)]
     room = max(width - len(names[-1]), 20)

@@ -1,4 +1,4 @@
-"""A pipeline's timeline as a picture, drawn with matplotlib off screen."""
+"""A pipeline's timeline as a PNG image, drawn with matplotlib."""
 
 from io import BytesIO
 from statistics import median_low
@@ -11,13 +11,13 @@ from llmtrain.plan.pipeline.draw import COLORS
 from llmtrain.plan.pipeline.view import PipelineView
 
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "backward of the weights"}
-# In inches; a letter of an action's name, and the widest picture that viewers still open.
+# In inches: the width of a letter of an action's name, and the widest image that viewers open.
 _LETTER, _WIDEST = 0.085, 60.0
 
 
 def timeline_figure(view: PipelineView) -> bytes:
-    """Draw a pipeline's timeline, one row for each rank; returns a PNG. An action of median length is as
-    wide as a name needs."""
+    """Draw a pipeline's timeline, one row for each rank, and return it as a PNG. An action of median length has room
+    for its name."""
     timeline, schedule = view.timeline, view.schedule
     spans = [(rank, span) for rank, row in enumerate(timeline.ranks) for span in row if span.end > span.start]
     letters = max(len(str(span.action)) for _, span in spans)

@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline has. No torch in here."""
+"""The number of layers in each stage of a pipeline, without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ How = Literal["uniform", "balanced", "auto"] | Sequence[int]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the parts of a model take: one layer, the embedding, the head with the loss; in FLOPs or any unit."""
+    """The costs of one layer, of the embedding, and of the head with the loss, in FLOPs or any other unit."""
 
     layer: float
     embedding: float = 0.0
     head: float = 0.0
 
     def of(self, split: Sequence[int]) -> list[float]:
-        """Return what each stage takes."""
+        """Return the cost of each stage."""
         work = [layers * self.layer for layers in split]
         work[0] += self.embedding
         work[-1] += self.head
@@ -29,8 +29,8 @@ class StageCosts:
 
 
 def stage_costs(config: GPTConfig, sequence_length: int) -> StageCosts:
-    """Return the FLOPs per token of a model's parts, forward and backward, counted as `flops_per_token` does: they sum
-    to it. Looking up an embedding multiplies nothing, so it costs 0."""
+    """Return the FLOPs per token of a model's parts, forward and backward. They sum to `flops_per_token`. An embedding
+    lookup has no multiplication, so it costs 0."""
     block = model_units(config)[1]
     matrices = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 2)
     return StageCosts(
@@ -50,12 +50,13 @@ def split_layers(
 ) -> tuple[int, ...]:
     """Return the layers of each of `ranks * chunks` stages, in the order of the model; they sum to `layers`.
 
-    how: as `pipeline.split`: uniform (as many in each); balanced (the slowest rank is as fast as any cut allows,
-    embedding and head counted); auto (the same, each rank by its speed); or the layers themselves. Where a rank has
-    several stages they count together, as that is what a rank does for each microbatch, and they share its layers so
-    that the slowest of them is fastest. Of cuts that are as good, the one with more layers at the end is taken: it
-    holds fewer activations. speeds: of each rank, in any unit. alpha: how much more than its share a faster rank gets
-    (see `shares`). folded: see `Schedule`. Raises BadInputError where there is no such split.
+    how: the recipe's `pipeline.split`. uniform: the same number in each stage. balanced: the slowest rank takes the
+    least possible time, embedding and head included. auto: the same, with each rank's speed. A list: these numbers. A
+    rank with several stages counts with their sum, because it runs all of them for each microbatch; its layers are
+    then split so that the slowest of its stages takes the least time. Among equally good splits, the one with more
+    layers at the end of the model is chosen, because later stages hold fewer activations. speeds: of each rank, in any
+    unit. alpha: scales the share of faster ranks (see `shares`). folded: see `Schedule`. Raises BadInputError if there
+    is no such split.
     """
     stages = ranks * chunks
     if layers < stages:
@@ -87,14 +88,14 @@ def split_layers(
 
 
 def shares(speeds: Sequence[float], alpha: float) -> list[float]:
-    """Return the share of the work that each rank should have; they sum to 1 (Holmes, equation 2).
+    """Return the share of the work that each rank should have. The shares sum to 1 (Holmes, equation 2).
 
-    Ranks faster than the mean get alpha x speed / (sum of speeds), the others what remains, by their speeds: for two
-    ranks the paper's equation but for its rounding, for more its extension. Raises BadInputError where alpha leaves
-    nothing for the slower ones.
+    Ranks faster than the mean get alpha x speed / (sum of speeds). The other ranks divide the rest in proportion to
+    their speeds. For two ranks this is the paper's equation without its rounding. Raises BadInputError if alpha leaves
+    nothing for the slower ranks.
     """
     total = sum(speeds)
-    # Equal speeds may differ from their mean by rounding.
+    # Rounding can make equal speeds differ from their mean.
     fast = [speed > total / len(speeds) * (1 + 1e-9) for speed in speeds]
     faster = sum(speed for speed, is_fast in zip(speeds, fast, strict=True) if is_fast)
     if alpha * faster >= total:
@@ -131,9 +132,10 @@ def _given(layers: int, stages: int, split: Sequence[int]) -> tuple[int, ...]:
 
 
 def _even(layers: int, least: Sequence[int], fixed: Sequence[float], each: Sequence[float]) -> list[int]:
-    """Return how many layers each part gets, at least `least`, so that the largest `fixed + count * each` is smallest.
+    """Return the number of layers of each part, at least `least`, that minimizes the largest `fixed + count * each`.
 
-    Giving every next layer to the part that is done first with it is optimal, as a part only gets slower by it.
+    Each next layer goes to the part that would finish it first. This is optimal, because a layer never makes a part
+    faster.
     """
     counts = list(least)
     for _ in range(layers - sum(least)):

@@ -1,4 +1,4 @@
-"""How long a pipeline's messages take over the links that a cluster's description states. No torch in here."""
+"""Durations of a pipeline's messages over the links of a cluster description. Without torch."""
 
 from collections import defaultdict
 from collections.abc import Hashable
@@ -13,8 +13,9 @@ from llmtrain.plan.pipeline.actions import Schedule
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """Of each hop from a stage to the next: the seconds in which a message has the link, its latency, and what the two
-    ranks send over, as `Durations` takes them. unknown: whether the bandwidth of any is not stated."""
+    """Times of each hop from a stage to the next, as `Durations` takes them. transfer: seconds for which a message
+    occupies the link. latency: seconds. links: what the two ranks send over. unknown: whether the description lacks a
+    bandwidth."""
 
     transfer: tuple[float, ...]
     latency: tuple[float, ...]
@@ -23,12 +24,12 @@ class MessageTimes:
 
 
 def message_times(cluster: Cluster | None, layout: Layout, stages: Schedule, message: float) -> MessageTimes:
-    """Return the hops of a pipeline. What the description does not state takes no time. message: bytes that a rank
-    sends.
+    """Return the times of a pipeline's hops. Links that the description does not state take no time. message: bytes of
+    one message.
 
-    A rank sends to the stage before and to the one behind over the same card, unless one of them is in its node or in
-    another cluster; and all ranks of a node that send to others share what leaves it. Of all replicas and
-    tensor-parallel ranks, the slowest counts.
+    A rank sends to the stages before and after its own over the same card, unless one of them is in the same node or
+    in another cluster. All ranks of a node that send to other nodes share the node's card. Of all replicas and
+    tensor-parallel ranks, the slowest one counts.
     """
     places = [(stages.place(stage)[0], stages.place(stage + 1)[0]) for stage in range(stages.stages - 1)]
     groups = layout.groups(Axis.PIPELINE)
@@ -60,7 +61,7 @@ def message_times(cluster: Cluster | None, layout: Layout, stages: Schedule, mes
 
 
 def _medium(cluster: Cluster | None, one: int, other: int) -> str:
-    """Return what a rank sends to another one over: the node, its cluster's cards, or the network between clusters."""
+    """Return the medium between two ranks: the node, their cluster's cards, or the network between clusters."""
     if cluster is None or node_of(cluster, one) == node_of(cluster, other):
         return "node"
     return "between" if cluster.between is not None and len(clusters_of(cluster, (one, other))) > 1 else "cards"

@@ -1,11 +1,11 @@
 """Pipeline schedules as pure functions: from numbers of ranks, chunks and microbatches to every rank's actions.
 
-In all of them a stage runs its forwards in the order of the microbatches, and its backwards too. So whatever one stage
-sends to the next arrives in the order in which it is needed, and gradients are summed in the same order everywhere.
+In every schedule, a stage runs its forward passes in the order of the microbatches, and its backward passes too.
+Messages therefore arrive in the order in which the next stage needs them, and all stages sum gradients in the same
+order.
 
-Idle time is given for stages that all take the same: a forward 1, a backward 2 (1 for the inputs, 1 for the weights),
-both of one of the `ranks * chunks` pieces, and for gradients that are handed back after both. p ranks, v chunks, m
-microbatches.
+Docstrings state idle times for p ranks, v chunks and m microbatches. They assume equal stages, in which a forward pass
+takes 1 and a backward pass takes 2 (1 for the inputs, 1 for the weights), and gradients that are sent after both.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from llmtrain.plan.pipeline.zero_bubble import zb_h1, zb_v
 from llmtrain.recipe.pipeline import ScheduleName
 
 MOST_PASSES = 2**16
-"""Forward passes of all ranks in a step of a pipeline: a schedule is a list of them, and finding it takes longer."""
+"""The most forward passes of all stages in one step of a pipeline. Larger schedules take too long to make."""
 
 MOST_MICROBATCHES = 2**18
-"""Microbatches of a step without a pipeline."""
+"""The most microbatches of one step without a pipeline."""
 
 ONE_CHUNK: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero-bubble", "message-driven")
-"""Schedules whose ranks hold one piece of the model each."""
+"""Schedules with one stage on each rank."""
 
 
 def make_schedule(name: ScheduleName, ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Return the actions of a schedule that is fixed beforehand: any but message-driven.
+    """Return the actions of any schedule but message-driven.
 
-    Any number of microbatches will do; with fewer than ranks, more of them wait (see `schedule_warning`). Raises
-    ValueError for a number of chunks that the schedule does not have, and for message-driven, whose order comes about
-    as messages arrive (`simulate_message_driven` gives one).
+    Any number of microbatches works; with fewer than ranks, ranks wait longer (see `schedule_warning`). Raises
+    ValueError for a number of chunks that the schedule does not have, and for message-driven: arriving messages decide
+    its order (`simulate_message_driven` returns one).
     """
     problem = schedule_problems(name, ranks, chunks, microbatches)
     if problem is not None:
@@ -50,11 +50,12 @@ def make_schedule(name: ScheduleName, ranks: int, chunks: int, microbatches: int
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, section 2.3). Ranks idle (p-1)/(m+p-1) of the time.
+    """All forward passes, then all backward passes (Huang et al. 2019, section 2.3). Ranks idle (p-1)/(m+p-1) of the
+    time.
 
-    The backwards start with the first microbatch; starting with the last, as some do, takes as long. So does the last
-    rank's going back from each at once, as nobody waits for its forwards: the loss makes a gradient as large as the
-    vocabulary in each of them.
+    Backward passes start with the first microbatch; starting with the last one takes as long. The last rank runs each
+    backward pass right after its forward pass. This takes no longer, because no rank waits for its forward passes, and
+    it keeps only one gradient of the logits, which is as large as the vocabulary.
     """
     forwards, backwards = _pass(Kind.F, microbatches), _pass(Kind.B, microbatches)
     ahead = [microbatches] * (ranks - 1) + [0]
@@ -62,8 +63,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
-    """Forwards and backwards in turn, once a rank has as many under way as there are ranks from it to the last
-    (PipeDream-Flush; Narayanan et al. 2021, section 2.2.1). Ranks idle (p-1)/(m+p-1) of the time.
+    """PipeDream-Flush (Narayanan et al. 2021, section 2.2.1): rank r starts with p-1-r forward passes, and then runs
+    one forward and one backward pass in turn. Ranks idle (p-1)/(m+p-1) of the time.
     """
     forwards, backwards = _pass(Kind.F, microbatches), _pass(Kind.B, microbatches)
     return Schedule(
@@ -72,12 +73,13 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """1F1B in which a rank holds several pieces and goes through them group by group of microbatches (Narayanan et al.
-    2021, section 2.2.2). Ranks idle (p-1)/(v m+p-1) of the time: v times less against the work than with 1F1B.
+    """1F1B with several stages on each rank, which runs groups of microbatches through one stage after another
+    (Narayanan et al. 2021, section 2.2.2). Ranks idle (p-1)/(v m+p-1) of the time; relative to the computing time, this
+    is v times less than with 1F1B.
 
-    The paper's groups are of p microbatches, so that m is a multiple of p. Here groups are of p or more, as even as
-    can be, which takes no longer and fits every m >= p. Fewer are one group, and (v-1)(p-m) more pairs of a forward and
-    a backward are waited for.
+    In the paper a group has p microbatches, so m must be a multiple of p. Here groups have p or more, as equal as
+    possible. This takes no longer and works for every m >= p. With m < p there is one group, and ranks wait for
+    (v-1)(p-m) more pairs of a forward and a backward pass.
     """
     groups = _groups(ranks, microbatches)
     chunk_order = [(chunk, group) for group in groups for chunk in range(chunks)]
@@ -90,7 +92,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches: int) -> str | None:
-    """Say in one sentence why a recipe cannot have this schedule; None if it can.
+    """Return one sentence on why a recipe cannot have this schedule; None if it can.
 
     ranks: `parallel.pipeline`. microbatches: those of one step in one pipeline.
     """
@@ -98,7 +100,7 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
         return f"the pipeline has {ranks} ranks and {microbatches} microbatches; expected at least 1 of each"
     if name in ONE_CHUNK and chunks != 1:
         return (
-            f"pipeline.chunks is {chunks}, but with pipeline.schedule {name} each rank holds one piece of the model; "
+            f"pipeline.chunks is {chunks}, but with pipeline.schedule {name} each rank holds one stage; "
             "set pipeline.chunks=1, or pipeline.schedule=interleaved"
         )
     if name == "interleaved" and chunks < 2:
@@ -108,15 +110,15 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
         )
     if name == "zero-bubble-v" and chunks != 2:
         return f"pipeline.chunks is {chunks}; expected 2 with pipeline.schedule zero-bubble-v, so set pipeline.chunks=2"
-    pieces = ranks * chunks
-    if pieces == 1 and microbatches > MOST_MICROBATCHES:
+    stages = ranks * chunks
+    if stages == 1 and microbatches > MOST_MICROBATCHES:
         return (
             f"a step has {microbatches:,} microbatches; expected at most {MOST_MICROBATCHES:,}, so lower "
             "train.global_batch, or raise train.microbatch"
         )
-    if pieces > 1 and pieces * microbatches > MOST_PASSES:
+    if stages > 1 and stages * microbatches > MOST_PASSES:
         return (
-            f"a step of the pipeline has {microbatches:,} microbatches through {pieces} pieces of the model; "
+            f"a step of the pipeline has {microbatches:,} microbatches through {stages} stages; "
             f"expected a product of at most {MOST_PASSES:,}, so lower train.global_batch, or raise train.microbatch"
         )
     return None
@@ -125,11 +127,11 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
 def schedule_warning(
     name: ScheduleName, ranks: int, chunks: int, microbatches: int, hands_back: bool = False, limit: int | None = None
 ) -> str | None:
-    """Say in one sentence that a schedule has fewer microbatches than ranks, in all or under way, and what that costs;
-    None if it has not.
+    """Return one sentence on what it costs to have fewer microbatches than ranks, in a step or in flight; None if there
+    are enough.
 
-    All schedules work with any number, but those ranks wait that could have had another microbatch. hands_back: see
-    `Schedule`. limit: of message-driven; None: as many as ranks.
+    Every schedule works with any number, but ranks without a microbatch wait. hands_back: see `Schedule`. limit: of
+    message-driven; None: as many as ranks.
     """
     limit = limit if name == "message-driven" and limit is not None else ranks
     if min(microbatches, limit) >= ranks:
@@ -153,11 +155,11 @@ def schedule_warning(
 
 
 def live_bound(name: ScheduleName, ranks: int, chunks: int, microbatches: int, limit: int | None = None) -> list[int]:
-    """Return the most activations that each rank holds at once, counted in microbatches of one piece of the model.
+    """Return an upper bound of the activations that each rank holds at once, counted in microbatches of one stage.
 
-    gpipe: m, on the last rank 1. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g the microbatches of a
-    group. zero-bubble: p on every rank, as on 1F1B's first. zero-bubble-v: 2p, of pieces half as large. message-driven:
-    `limit` (None: p). Never more than there are pieces and microbatches.
+    gpipe: m, and 1 on the last rank. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g microbatches in the
+    largest group. zero-bubble: p on every rank. zero-bubble-v: 2p of stages half as large. message-driven: `limit`
+    (None: p). The bound is at most m v.
     """
     bounds = {
         "gpipe": lambda rank: microbatches if rank < ranks - 1 else 1,
@@ -175,18 +177,18 @@ def _pass(kind: Kind, microbatches: int) -> list[Action]:
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Return `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `ahead` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
     return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[len(forwards) - ahead :])
 
 
 def _groups(ranks: int, microbatches: int) -> list[range]:
-    """Cut the microbatches into as many groups as can have at least `ranks` each; one group if there are fewer."""
+    """Divide the microbatches into as many groups of at least `ranks` as possible; one group if there are fewer."""
     count = max(1, microbatches // ranks)
     return [range(microbatches * i // count, microbatches * (i + 1) // count) for i in range(count)]
 
 
 def _interleaved_ahead(ranks: int, chunks: int, microbatches: int, rank: int) -> int:
-    """Forwards that a rank runs before its first pair: as far as the first gradient is away, there and back."""
+    """Return how many forward passes a rank runs before its first pair of a forward and a backward pass."""
     return 2 * (ranks - 1 - rank) + (chunks - 1) * max(map(len, _groups(ranks, microbatches)))

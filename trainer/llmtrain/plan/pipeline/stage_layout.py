@@ -1,4 +1,4 @@
-"""Which part of the model each rank of a pipeline holds, as pure data. No torch in here."""
+"""The part of the model that each rank of a pipeline holds, as pure data without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from llmtrain.plan.pipeline.actions import Schedule
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Consecutive blocks `[first, end)`, which make up `stage`. opens: the embedding is before them; closes: the head
-    after them. tied: the head computes with the embedding's matrix."""
+    """The part of the model in one `stage`: blocks `[first, end)`. opens: it also has the embedding, before them.
+    closes: it also has the head, after them. tied: the head uses the embedding's matrix."""
 
     stage: int
     first: int
@@ -24,7 +24,7 @@ class StageLayout:
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """Names of the units that it computes with, in the order of the model."""
+        """Names of the units that the stage computes with, in the order of the model."""
         names = [f"blocks.{index}" for index in range(self.first, self.end)]
         if self.opens or (self.closes and self.tied):
             names.insert(0, "embedding")
@@ -32,7 +32,7 @@ class StageLayout:
 
 
 def stage_layouts_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[StageLayout, ...]:
-    """Return the pieces of a rank of the pipeline, in the order of its chunks. split: layers of each stage."""
+    """Return the stages of a rank of the pipeline, in the order of its chunks. split: layers of each stage."""
     borders = list(accumulate(split, initial=0))
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     return tuple(
@@ -49,7 +49,7 @@ def stage_layouts_of(config: GPTConfig, schedule: Schedule, split: Sequence[int]
 
 
 def units_of(config: GPTConfig, stage_layouts: Sequence[StageLayout], place: int, parts: int) -> list[UnitSpec]:
-    """Return the units of a rank's pieces, in the order of the model, as the tensor-parallel rank at `place` of `parts`
-    holds them."""
+    """Return the units of a rank's stages, in the order of the model, with the shapes that tensor-parallel rank `place`
+    of `parts` holds."""
     names = {name for stage_layout in stage_layouts for name in stage_layout.units}
     return [unit.slice(place, parts) for unit in model_units(config) if unit.name in names]

@@ -1,4 +1,4 @@
-"""When each action of a pipeline runs, given how long each takes. No torch in here."""
+"""Simulates when each action of a pipeline runs, from the duration of each. Without torch."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -9,14 +9,15 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_fi
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds, or any other unit of time.
+    """Durations of actions and messages, in seconds or any other unit of time.
 
-    forward, backward, weights: of one microbatch in each stage, in the order of the model; backward is that of the
-    inputs alone, and a schedule that does not have the weights' apart takes both, one after the other. transfer: of one
-    message over each hop from a stage to the next and, for gradients, back, which keeps the link busy (bytes /
-    bandwidth); hops inside a rank take none. latency: of each hop besides, in which the link is free; none where empty.
-    links: of each hop, what the rank of its first stage sends over, and that of its second: messages over the same,
-    such as a node's card, wait for each other; where empty, every rank has a link of its own to every other one.
+    forward, backward, weights: of one microbatch in each stage, in the order of the model. backward is for the inputs
+    alone; without a split backward pass, an action B takes backward + weights. transfer: the time for which a message
+    occupies the link of each hop between consecutive stages, in either direction (bytes / bandwidth). Hops within a
+    rank take no time. latency: the additional time of a message over each hop, during which the link is free; empty
+    for none. links: for each hop, the link that the rank of its first stage sends over, and that of its second.
+    Messages over the same link, such as a node's card, wait for each other. Empty: every pair of ranks has its own
+    link.
     """
 
     forward: Sequence[float]
@@ -30,11 +31,11 @@ class Durations:
     def even(
         cls, stages: int, forward: float = 1.0, backward: float = 1.0, weights: float = 1.0, transfer: float = 0.0
     ) -> "Durations":
-        """Return durations that are the same for every stage and hop."""
+        """Return equal durations for all stages and hops."""
         return cls([forward] * stages, [backward] * stages, [weights] * stages, [transfer] * (stages - 1))
 
     def of(self, action: Action, stage: int, splits_backward: bool) -> float:
-        """Return how long an action of a stage takes."""
+        """Return the duration of an action of a stage."""
         if action.kind is Kind.F:
             return self.forward[stage]
         if action.kind is Kind.W:
@@ -42,21 +43,21 @@ class Durations:
         return self.backward[stage] + (0.0 if splits_backward else self.weights[stage])
 
     def until_handed_back(self, action: Action, stage: int) -> float:
-        """Return how long a backward pass of a stage takes to hand back, where it does that first."""
+        """Return the time until a backward pass sends the gradient of its inputs, if it does that first."""
         return self.backward[stage]
 
     def latency_of(self, action: Action, stage: int, hop: int) -> float:
-        """Return the latency of what an action of a stage sends over a hop."""
+        """Return the latency of the message that an action of a stage sends over a hop."""
         return self.latency[hop] if self.latency else 0.0
 
     def link_of(self, hop: int, backward: bool, ranks: tuple[int, int]) -> Hashable:
-        """Return what a message goes over on a hop. ranks: from which and to which."""
+        """Return the link of a message over a hop. ranks: the sender and the receiver."""
         return self.links[hop][backward] if self.links else ranks
 
 
 @dataclass(frozen=True)
 class Span:
-    """One action, from start to end."""
+    """One action, with its start and its end."""
 
     action: Action
     start: float
@@ -65,42 +66,42 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank does when: its actions in order."""
+    """Every rank's actions in order, with their times."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end: 0 to here."""
+        """The end of the last action. The first one starts at 0."""
         return max(spans[-1].end for spans in self.ranks)
 
     @property
     def busy(self) -> list[float]:
-        """How long each rank computes."""
+        """The time for which each rank computes."""
         return [sum(span.end - span.start for span in spans) for spans in self.ranks]
 
     @property
     def bubble(self) -> float:
         """Share of all ranks' time in which they wait: (makespan x ranks - busy) / (makespan x ranks).
 
-        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) when interleaved; less where the schedule hands back.
+        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) for interleaved; less with `Schedule.hands_back`.
         """
         return 1 - sum(self.busy) / (self.makespan * len(self.ranks))
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Waiting per computing, the textbook's bubble (Narayanan et al. 2021, section 2.2): (p-1)/m for 1F1B and
-        GPipe, (p-1)/(v m) when interleaved."""
+        """Waiting time / computing time (Narayanan et al. 2021, section 2.2): (p-1)/m for 1F1B and GPipe, (p-1)/(v m)
+        for interleaved."""
         return self.makespan * len(self.ranks) / sum(self.busy) - 1
 
     @property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Every rank's actions in order, as a `Schedule` takes them."""
+        """Every rank's actions in order, as in `Schedule`."""
         return tuple(tuple(span.action for span in spans) for spans in self.ranks)
 
 
 def needs(stages: int, stage: int, kind: Kind) -> list[tuple[Kind, int]]:
-    """Return the (kind, stage) that have to be done for a microbatch before `kind` of `stage` is."""
+    """Return the (kind, stage) that must run for a microbatch before `kind` of `stage`."""
     if kind is Kind.F:
         return [(Kind.F, stage - 1)] if stage else []
     if kind is Kind.W:
@@ -109,8 +110,8 @@ def needs(stages: int, stage: int, kind: Kind) -> list[tuple[Kind, int]]:
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Play a schedule: each rank does its actions in order, waits for what an action needs, and does not wait for what
-    it sent. Raises ValueError where ranks wait for each other forever, naming what they wait for.
+    """Simulate a schedule. Each rank runs its actions in order and waits for the messages that an action needs, but not
+    for its own sends. Raises ValueError that names the actions if ranks wait for each other forever.
     """
     play = _Play(schedule, durations, max(peak_live(schedule)))
     at = [0] * schedule.ranks
@@ -131,20 +132,21 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 def simulate_message_driven(
     ranks: int, microbatches: int, limit: int, durations: Durations, hands_back: bool = False
 ) -> Timeline:
-    """Play AxoNN's rule (Singh and Bhatele 2022, Algorithm 2): each rank does what has arrived, backward first.
+    """Simulate message-driven order (Singh and Bhatele 2022, Algorithm 2): each rank runs what has arrived, backward
+    passes first.
 
-    limit: microbatches under way at once; the first rank starts so many forwards, and one more with each backward that
-    it ends. hands_back: see `Schedule`. As in `simulate`, what was sent is not waited for.
+    limit: microbatches in flight. The first rank starts this many forward passes, and one more after each of its
+    backward passes. hands_back: see `Schedule`. As in `simulate`, ranks do not wait for their own sends.
     """
     started = min(limit, microbatches)
     play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
-    # By rank, when all is there for each action that it may do next.
+    # By rank, each action that it may run next, and when the last message for it arrives.
     inbox: list[dict[Action, float]] = [{} for _ in range(ranks)]
     inbox[0] = {Action(index, 0, Kind.F): 0.0 for index in range(started)}
-    # When each rank that may do something can start.
+    # By rank, when it can start its next action.
     starts = {0: 0.0}
     for _ in range(2 * ranks * microbatches):
-        # The rank that can start first: nothing that starts later reaches it before.
+        # The rank that can start first. No later action can send it a message before that.
         rank = min(starts, key=lambda r: (starts[r], r))
         arrived = [action for action, arrival in inbox[rank].items() if arrival <= starts[rank]]
         action = min(arrived, key=lambda action: (action.kind is Kind.F, action.microbatch))
@@ -171,19 +173,19 @@ def simulate_message_driven(
 
 
 class _Play:
-    """The clock of every rank and link."""
+    """The clocks of all ranks and links during a simulation."""
 
     def __init__(self, schedule: Schedule, durations: Durations, most_live: int) -> None:
         self._schedule, self._durations, self._most_live = schedule, durations, most_live
         self._spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
         self._done: Counter[tuple[int, Kind]] = Counter()
-        # When the output of (kind, stage, microbatch) is where it is needed.
+        # When the output of (kind, stage, microbatch) arrives where it is needed.
         self._there: dict[tuple[Kind, int, int], float] = {}
         self._ended: dict[tuple[Kind, int, int], float] = {}
         self._link_free: dict[Hashable, float] = {}
 
     def arrival(self, rank: int, action: Action) -> float | None:
-        """Return when all that an action needs is there; None while something of it has not been computed."""
+        """Return when the last input of an action arrives; None if an input has not been computed yet."""
         stage = self._schedule.stage(rank, action.chunk)
         latest = 0.0
         for kind, source in needs(self._schedule.stages, stage, action.kind):
@@ -195,11 +197,11 @@ class _Play:
         return latest
 
     def free(self, rank: int) -> float:
-        """Return when a rank has done all that it began."""
+        """Return when a rank has finished its actions so far."""
         return self._spans[rank][-1].end if self._spans[rank] else 0.0
 
     def run(self, rank: int, action: Action, arrival: float) -> None:
-        """Let a rank do an action as soon as it is free and `arrival` has come, and send what comes out of it."""
+        """Run an action at `arrival`, or once the rank is free, and send its output."""
         stage = self._schedule.stage(rank, action.chunk)
         start = max(arrival, self.free(rank))
         end = start + self._durations.of(action, stage, self._schedule.splits_backward)

@@ -1,4 +1,4 @@
-"""Proves a schedule, before any process starts: complete, in order, free of deadlock. No torch in here."""
+"""Checks before any process starts that a schedule is complete, in order and free of deadlock. Without torch."""
 
 from collections import Counter
 
@@ -7,12 +7,13 @@ from llmtrain.plan.pipeline.timeline import Durations, simulate
 
 
 def validate(schedule: Schedule) -> None:
-    """Check a schedule. Raises ValueError that says what is wrong:
+    """Raise ValueError unless all of this holds:
 
-    - every rank does each action of its chunks exactly once for each microbatch: F, B and, where split, W;
-    - played with receives that block and sends that do not, it comes to an end;
-    - on each channel (activations from stage s to s+1, gradients from s+1 to s) messages are received in the order in
-      which they are sent, so that a transport needs no more than first in, first out per channel.
+    - Every rank runs each action of its chunks exactly once for each microbatch: F, B and, with a split backward pass,
+      W.
+    - The schedule ends when receives block and sends do not.
+    - On each channel (activations from stage s to s+1, gradients from s+1 to s), messages are received in the order in
+      which they are sent, so that a first-in, first-out transport is enough.
     """
     kinds = (Kind.F, Kind.B, Kind.W) if schedule.splits_backward else (Kind.F, Kind.B)
     once = Counter(
@@ -40,6 +41,6 @@ def _check_channels(schedule: Schedule) -> None:
         for kind, what in ((Kind.F, "activations"), (Kind.B, "gradients")):
             if orders[kind, stage] != orders[kind, stage + 1]:
                 raise ValueError(
-                    f"stages {stage} and {stage + 1} handle microbatches in unlike orders, but their {what} arrive in "
-                    "the order in which they are sent"
+                    f"stages {stage} and {stage + 1} handle microbatches in different orders, but their {what} arrive "
+                    "in the order in which they are sent"
                 )

@@ -1,4 +1,4 @@
-"""What a pipeline will do, before it does: its timeline, its waiting, its memory. No torch in here."""
+"""A pipeline's timeline, waiting and memory, predicted before the run. Without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import Recipe
 
-# What time is counted in where nobody says how fast a rank is.
+# The unit of time if the speed of a rank is not given.
 LAYERS = "forward passes of one layer"
 
 
@@ -37,9 +37,8 @@ LAYERS = "forward passes of one layer"
 class PipelineView:
     """A pipeline and its timeline.
 
-    split: layers of each stage. bound: the most activations that each rank may come to hold, as `live_bound` counts.
-    warning: what is wrong with it, though it works. unit: of its time. links: what messages take, or why
-    they take nothing.
+    split: layers of each stage. bound: upper bound of the activations that each rank holds (see `live_bound`).
+    warning: a sentence on what makes it slow. unit: of its times. links: a sentence on the time of messages.
     """
 
     name: ScheduleName
@@ -53,16 +52,16 @@ class PipelineView:
 
     @property
     def live(self) -> list[int]:
-        """The most activations that each rank holds at once, in microbatches of one piece of the model."""
+        """The most activations that each rank holds at once, in microbatches of one stage."""
         return peak_live(self.schedule)
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a step takes as on ranks that share the work evenly and never wait."""
+        """The duration of a step, relative to ranks that share the work evenly and never wait."""
         return 1 + self.timeline.bubble_over_ideal
 
     def as_data(self) -> dict[str, Any]:
-        """Return all of it as plain data, for JSON."""
+        """Return the view as plain data, for JSON."""
         stages = [(stage, *self.schedule.place(stage), layers) for stage, layers in enumerate(self.split)]
         return {
             "schedule": self.name,
@@ -96,8 +95,8 @@ def show(
     limit: int | None = None,
     hands_back: bool = False,
 ) -> PipelineView:
-    """Return the view of a pipeline. split: layers of each stage. limit: microbatches that message-driven has under way
-    (None: as many as ranks). hands_back: see `Schedule`. Raises BadInputError for a schedule that cannot be.
+    """Return the view of a pipeline. split: layers of each stage. limit: microbatches that message-driven has in flight
+    (None: as many as ranks). hands_back: see `Schedule`. Raises BadInputError for an impossible schedule.
     """
     problem = schedule_problems(name, ranks, chunks, microbatches)
     if problem is not None:
@@ -121,9 +120,9 @@ def durations_by_work(
     layer: float = 1.0,
     recomputed: bool = False,
 ) -> Durations:
-    """Return the durations of stages by their FLOPs and the speeds of their ranks (None: all 1). layer: time of a
-    forward pass of one layer at speed 1. A forward pass, the backward pass of the inputs and that of the weights have
-    as many FLOPs each; messages take no time. recomputed: whether backward passes compute their layers forward again.
+    """Return the durations of stages from their FLOPs and the speeds of their ranks (None: all 1). Messages take no
+    time. layer: time of a forward pass of one layer at speed 1. The forward pass, the backward pass of the inputs and
+    that of the weights have the same number of FLOPs. recomputed: whether the backward pass recomputes the layers.
     """
     own = [layer / (1.0 if speeds is None else speeds[stages.place(stage)[0]]) for stage in range(stages.stages)]
     times = [work / costs.layer * unit for work, unit in zip(costs.of(split), own, strict=True)]
@@ -172,7 +171,7 @@ def show_recipe(
     return replace(view, unit="s", links=_about_links(plan, message, hops))
 
 
-# Seconds; what takes longer need not be drawn.
+# Seconds. A longer step is an error in the input.
 _FOREVER = 1e14
 _UNCOUNTED = (
     "messages take no time here; add --flops with what a rank computes in a second, such as 100TFLOP/s, to count them "
@@ -181,7 +180,7 @@ _UNCOUNTED = (
 
 
 def _about_links(plan: Plan, message: int, hops: MessageTimes) -> str:
-    """Return a sentence on what messages take, and what is not counted."""
+    """Return a sentence on the time of messages, and on what is not counted."""
     most = units.seconds(max(map(add, hops.transfer, hops.latency)))
     said = f"messages are {units.size(message)}, in {plan.compute}, and take up to {most}"
     if hops.unknown:
@@ -190,7 +189,7 @@ def _about_links(plan: Plan, message: int, hops: MessageTimes) -> str:
 
 
 def _layer_seconds(plan: Plan, costs: StageCosts, flops: str) -> float:
-    """Return how long a rank takes for the forward pass of its part of a layer."""
+    """Return the seconds of a rank's forward pass through its part of a layer."""
     try:
         rate = quantity(flops, "FLOP/s")
     except ValueError as error:
@@ -201,7 +200,7 @@ def _layer_seconds(plan: Plan, costs: StageCosts, flops: str) -> float:
 
 
 def _message_bytes(plan: Plan) -> int:
-    """Return the bytes that a rank sends to the next stage for a microbatch."""
+    """Return the bytes of a microbatch's message to the next stage."""
     tokens = plan.batch.microbatch * plan.batch.sequence_length
     parts = plan.grid.degree(Axis.TENSOR) if plan.sequence_parallel else 1
     return tokens // parts * plan.model.hidden * plan.compute_bytes
@@ -211,7 +210,7 @@ def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
     return Facts(
         world=world,
-        # What a described accelerator computes in, wherever this is asked.
+        # The plan is for the described accelerator, whatever this machine has.
         device="cuda" if cluster is not None and cluster.accelerator is not None else "cpu",
         ranks_per_node=None if cluster is None else cluster.node.ranks,
         cluster=cluster,

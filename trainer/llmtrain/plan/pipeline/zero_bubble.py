@@ -1,8 +1,8 @@
-"""Schedules that run the backward pass of the weights apart, where a rank would otherwise wait (Qi et al. 2024).
+"""Schedules that run the backward pass of the weights where a rank would otherwise wait (Qi et al. 2024).
 
-Each is an order of forwards and input backwards per rank. The weight backwards go into its gaps: found by playing the
-order with a forward, an input backward and a weight backward that take the same, and with a limit on the microbatches
-whose activations a rank holds until their weight backward.
+Each schedule starts as an order of forward and input backward passes for each rank. Weight backward passes then fill
+the gaps. To find the gaps, the order is simulated with passes that all take the same time, and with a limit on the
+microbatches whose activations a rank holds.
 """
 
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
@@ -10,10 +10,11 @@ from llmtrain.plan.pipeline.timeline import needs
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.1 and figure 3): 1F1B's order, and
-    activations of at most p microbatches on each rank, as on the first rank of 1F1B.
+    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 2.1 and figure 3): the order of 1F1B. Each rank
+    holds activations of at most p microbatches, as the first rank of 1F1B does.
 
-    With m >= p microbatches a step takes 3m+p-1, of which p-1 is idle: a third of 1F1B's 3(p-1). With fewer, p-m more.
+    With m >= p microbatches a step takes 3m+p-1, of which p-1 is idle: a third of 1F1B's 3(p-1). With m < p it takes
+    p-m more.
     """
     orders = []
     for rank in range(ranks):
@@ -26,17 +27,18 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """ZB-V (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 6): a rank holds a piece on the way down and one
-    on the way back, so that the first rank has the loss; activations of at most 2p half-size pieces on each rank.
+    """ZB-V (Qi et al. 2024, Zero Bubble Pipeline Parallelism, section 6): each rank holds two stages of half the size.
+    The stages go down the ranks and back up, so that the first rank computes the loss. Each rank holds activations of
+    at most 2p microbatches of one stage.
 
-    With m >= p microbatches a step takes 6m+p-1 in units of a half-size piece, of which p-1 is idle: a sixth of 1F1B's
-    6(p-1). That remainder is the way of the first forward down the ranks.
+    With m >= p microbatches a step takes 6m+p-1 in units of a forward pass of one stage, of which p-1 is idle: a sixth
+    of 1F1B's 6(p-1). It is the time that the first forward pass takes to reach the last rank.
     """
     first, second = 0, 1
     orders = []
     for rank in range(ranks):
         order = _Order(microbatches)
-        # As many as fit until the first of them comes back on its way up.
+        # As many as fit until the first microbatch comes back up.
         order.add(2 * (ranks - rank) - 1, (Kind.F, first))
         order.add(rank, (Kind.F, second), (Kind.F, first))
         order.add(ranks - rank, (Kind.F, second), (Kind.B, second))
@@ -48,7 +50,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Order:
-    """A rank's forwards and input backwards, each stage's in the order of the microbatches."""
+    """A rank's forward and input backward passes. Each stage runs its own in the order of the microbatches."""
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
@@ -56,7 +58,7 @@ class _Order:
         self._next: dict[tuple[Kind, int], int] = {}
 
     def add(self, times: int, *steps: tuple[Kind, int]) -> None:
-        """Add the next microbatch of each step (kind, chunk) in turn, so many times; those that ended are left out."""
+        """Add the next microbatch of each step (kind, chunk) in turn, `times` times. Skip steps that have ended."""
         for kind, chunk in steps * times:
             if not self.ended(kind, chunk):
                 index = self._next.get((kind, chunk), 0)
@@ -67,14 +69,14 @@ class _Order:
         return self._next.get((kind, chunk), 0) == self._microbatches
 
     def finish(self, *steps: tuple[Kind, int]) -> tuple[Action, ...]:
-        """Add the steps in turn until all have ended; return the whole order."""
+        """Add the steps in turn until none has microbatches left; return the whole order."""
         while not all(self.ended(*step) for step in steps):
             self.add(1, *steps)
         return tuple(self._actions)
 
 
 def _fill(schedule: Schedule, limit: int) -> Schedule:
-    """Return a schedule with its weight backwards put where a rank waits, or where it holds `limit` activations."""
+    """Add weight backward passes where a rank waits, and where it holds `limit` activations."""
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     waiting: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     at, held = [0] * schedule.ranks, [0] * schedule.ranks
