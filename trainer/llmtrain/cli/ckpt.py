@@ -1,4 +1,4 @@
-"""`llmtrain ckpt`: look at checkpoints, verify them, convert them."""
+"""`llmtrain ckpt`: list, inspect, verify and convert checkpoints."""
 
 import json
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from llmtrain_data.waiting import loading
 
 from llmtrain.errors import RunFailedError
 
-app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify them, convert them.")
+app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and convert checkpoints.")
 
 Source = Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -33,7 +33,7 @@ def list_(source: Source, as_json: Json = False) -> None:
 
 @app.command()
 def inspect(source: Source, as_json: Json = False) -> None:
-    """Show what a checkpoint, or a run's newest one, holds: step, tokens, files, tensors, recipe."""
+    """Show the content of a checkpoint, or of a run's newest one: step, tokens, files, tensors, recipe."""
     from llmtrain.checkpoint.describe import inspect_checkpoint
 
     found = inspect_checkpoint(source)
@@ -59,7 +59,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
 
 @app.command()
 def verify(source: Source, as_json: Json = False) -> None:
-    """Read every byte of every checkpoint against its checksum; exit with 1 if anything is damaged."""
+    """Compare every byte of every checkpoint to its checksums; exit code 1 if anything is damaged."""
     with loading("PyTorch"):
         from llmtrain.checkpoint.describe import existing
         from llmtrain.checkpoint.verify import verify as problems_of
@@ -78,9 +78,9 @@ def verify(source: Source, as_json: Json = False) -> None:
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A run, a checkpoint or a Hugging Face folder.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="Of exported weights; imported ones are fp32.")
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of exported weights; imported weights are fp32.")
     ] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of an exported file.", metavar="SIZE")] = "5GB",
     tokenizer: Annotated[

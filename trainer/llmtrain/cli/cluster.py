@@ -1,33 +1,33 @@
-"""`llmtrain cluster`: what a cluster is like, and where a run's groups lie on it."""
+"""`llmtrain cluster`: a cluster, and where a run's groups of ranks are on it."""
 
 from typing import Annotated
 
 import typer
 from llmtrain_data.output import Terminal, say_json
 
-app = typer.Typer(no_args_is_help=True, help="Show a cluster, and where a run's groups of ranks lie on it.")
+app = typer.Typer(no_args_is_help=True, help="Show a cluster, and where a run's groups of ranks are on it.")
 
 
 @app.callback()
 def _group() -> None:
-    """Keep `show` a word of its own."""
+    """Keep `show` a subcommand, though it is the only one."""
 
 
 @app.command()
 def show(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE_OR_CLUSTER]", help="A recipe or a cluster's description: its file or name."),
+        typer.Argument(metavar="[RECIPE_OR_CLUSTER]", help="File or name of a recipe or a cluster description."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=2.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the run.", metavar="N", show_default="all that are described")
+        int | None, typer.Option(min=1, help="Number of ranks.", metavar="N", show_default="all that are described")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
 ) -> None:
-    """Show tiers of links, clusters and cards, and which ranks form which groups, where, and through which card."""
+    """Show the tiers of links, the clusters, and each group of ranks with its place and network card."""
     from llmtrain.plan.cluster_source import run_on
     from llmtrain.plan.cluster_view import describe, tables
 

@@ -1,4 +1,4 @@
-"""`llmtrain data`: prepare a corpus for training, train a tokenizer, look at what was prepared."""
+"""`llmtrain data`: prepare corpora, train tokenizers, inspect prepared data."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +11,7 @@ from llmtrain.errors import EXIT_FAILED, BadInputError, RunFailedError
 if TYPE_CHECKING:
     from llmtrain_data.corpus_options import CorpusOptions
 
-app = typer.Typer(no_args_is_help=True, help="Prepare corpora, train tokenizers, look at prepared data.")
+app = typer.Typer(no_args_is_help=True, help="Prepare corpora, train tokenizers, inspect prepared data.")
 
 Input = Annotated[
     str,
@@ -22,18 +22,18 @@ Input = Annotated[
     ),
 ]
 InputFormat = Annotated[
-    Literal["auto", "text", "jsonl", "parquet", "hf"], typer.Option(help="What INPUT is; auto goes by the file's name.")
+    Literal["auto", "text", "jsonl", "parquet", "hf"], typer.Option(help="Format of INPUT; auto goes by the file name.")
 ]
 TextKey = Annotated[str, typer.Option(help="Field or column that holds the text.", metavar="NAME")]
 Glob = Annotated[str, typer.Option(help="Which files of a folder to read.", metavar="PATTERN")]
 Separator = Annotated[
     str | None,
-    typer.Option(help="What lies between two documents of a text file; \\n stands for a line end.", metavar="TEXT"),
+    typer.Option(help="Separator of documents in a text file; \\n stands for a line end.", metavar="TEXT"),
 ]
 DatasetSplit = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.", metavar="NAME")]
 Shuffle = Annotated[
     bool,
-    typer.Option(help="Take the files of a folder in a fixed shuffled order; else in order of their names."),
+    typer.Option(help="Read the files of a folder in a fixed shuffled order, else in order of their names."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -53,12 +53,12 @@ def prepare(
     eod: Annotated[bool, typer.Option(help="Append the end-of-text id to each document.")] = True,
     encoder: Annotated[
         Literal["auto", "gigatoken", "tokenizers"],
-        typer.Option(help="What encodes; auto takes gigatoken where it gives the same ids as tokenizers."),
+        typer.Option(help="Encoder; auto takes gigatoken where it gives the same ids as tokenizers."),
     ] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Cores to use.", metavar="N", show_default="all")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx), with checksums of it.
+    """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx), with checksums.
 
     The pair appears when it is complete; stopped at any moment, the same command starts over.
     """
@@ -113,11 +113,11 @@ def inspect(
         int | None, typer.Option(min=0, help="Number of documents to show.", metavar="N", show_default="3")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare all of it to its checksums instead; exit code 1 if it is damaged.")
+        bool, typer.Option("--verify", help="Compare the data to its checksums instead; exit code 1 if it is damaged.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show what a prepared data set holds: counts, lengths, entropy and the first documents."""
+    """Show the content of a prepared data set: counts, lengths, entropy and the first documents."""
     from llmtrain_data.describe import describe
     from llmtrain_data.verify import verify as verify_set
 
@@ -142,9 +142,9 @@ def inspect(
 @app.command()
 def checksum(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="Path of the pair, without .bin.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checksums that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing checksums.")] = False,
 ) -> None:
-    """Write PREFIX.checksums for a pair that was prepared without, taking it to be right as it is now."""
+    """Write PREFIX.checksums for a pair without them. The pair is taken to be undamaged as it is now."""
     from llmtrain_data import units
     from llmtrain_data.checksums import BLOCK, checksums_path
     from llmtrain_data.verify import write_checksums
@@ -157,16 +157,16 @@ def checksum(
 def blend(
     parts: Annotated[
         list[str],
-        typer.Argument(metavar="[WEIGHT] PREFIX ...", help="Weights may be left out: by size then."),
+        typer.Argument(metavar="[WEIGHT] PREFIX ...", help="Without weights, the blend is by size."),
     ],
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the training, such as 10B.", metavar="N", show_default="one pass")
+        str | None, typer.Option(help="Tokens to train on, such as 10B.", metavar="N", show_default="one pass")
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
     split: Annotated[str, typer.Option(help="Shares of training, validation and test.", metavar="A,B,C")] = "98,1,1",
     json: Json = False,
 ) -> None:
-    """Show how a blend will be sampled, and the data section of the recipe for it."""
+    """Show how a blend is sampled, and the data section of a recipe for it."""
     from llmtrain_data.blend import COLUMNS, plan_blend
 
     plan = plan_blend(parts, tokens, sequence_length, split)

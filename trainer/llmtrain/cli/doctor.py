@@ -9,7 +9,8 @@ from llmtrain_data.waiting import loading
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what this machine has, what is missing and how to install it; exit code 1 if training cannot work."""
+    """Check this machine: show what it has, what is missing and how to install it; exit code 1 if training cannot
+    work."""
     from llmtrain.launch.doctor import can_train, examine
 
     with loading("PyTorch"):

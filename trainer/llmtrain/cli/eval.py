@@ -16,7 +16,7 @@ def eval(
         typer.Option(help="Another prepared set.", metavar="PREFIX", show_default="the recipe's data"),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to evaluate (0: the whole split).")] = 0,
-    microbatch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of other data."""

@@ -11,17 +11,20 @@ from llmtrain_data.waiting import loading
 
 def generate(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many of the likeliest tokens (0: all).")] = 50,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest that sum up to this.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens (0: all).")] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer.", metavar="DIR", show_default="the recipe's")
     ] = None,
 ) -> None:
-    """Let a trained model go on from a prompt."""
+    """Generate text with a trained model."""
     with loading("PyTorch") as waiting:
         from llmtrain.inference.generate import Sampling
         from llmtrain.inference.trained import complete, open_model

@@ -1,4 +1,4 @@
-"""The entry of the command line: finds the verb, runs it, and turns errors into a sentence and an exit code."""
+"""The entry point: it finds the verb, runs it, and turns errors into one sentence and an exit code."""
 
 import atexit
 import gc
@@ -17,25 +17,25 @@ from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from llmtrain.launch.stop import end_early
 
-# Characters of an error.
+# Longest error, in characters.
 _LONGEST = 1500
 
 VERBS = {
-    "run": "Train: start the run that a recipe describes, or go on with it where it stopped.",
-    "submit": "Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is.",
-    "status": "Show how far runs are, and what became of their jobs.",
-    "logs": "Print what a run's newest job wrote.",
+    "run": "Train: start the run that a recipe describes, or resume it from its last checkpoint.",
+    "submit": "Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file.",
+    "status": "Show the progress of runs and the state of their jobs.",
+    "logs": "Print the log of a run's newest job.",
     "eval": "Print a model's loss and perplexity on a split of its data, or of other data.",
-    "generate": "Let a trained model go on from a prompt.",
+    "generate": "Generate text with a trained model.",
     "report": "Draw a run's loss, rate and memory as PNG files and one HTML page.",
-    "doctor": "Show what this machine has, what is missing and how to install it.",
+    "doctor": "Check this machine: show what it has, what is missing and how to install it.",
 }
 GROUPS = {
-    "recipes": "List and show recipes, their schema and the models known by name.",
-    "data": "Prepare corpora, train tokenizers, look at prepared data.",
-    "cluster": "Show a cluster, and where a run's groups of ranks lie on it.",
-    "bench": "Measure how fast the links of a cluster are.",
-    "pipeline": "Show how the stages of a recipe's pipeline work together.",
+    "recipes": "List and show recipes, their schema and the model presets.",
+    "data": "Prepare corpora, train tokenizers, inspect prepared data.",
+    "cluster": "Show a cluster, and where a run's groups of ranks are on it.",
+    "bench": "Measure the links of a cluster.",
+    "pipeline": "Show the pipeline schedule of a recipe.",
     "ckpt": "List, inspect, verify and convert checkpoints.",
 }
 
@@ -43,18 +43,18 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 (failed), 2 (bad input), 75 (preempted, saved) or 130."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    # Python looks for garbage among all that was imported before it ends: with torch, for two seconds.
+    # At exit, Python collects garbage among all imported objects: with torch, that takes two seconds.
     atexit.register(gc.freeze)
     if argv is None and arguments[0] == "run":
         end_early()
     if isinstance(sys.stdout, TextIOWrapper):
-        # A file's name, or generated text, may have what the terminal's encoding lacks: it is escaped there.
+        # File names and generated text may have characters that the terminal cannot encode; escape them.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _app(arguments)(arguments, prog_name="llmtrain", standalone_mode=False)
-        # What typer makes of a KeyboardInterrupt.
+        # typer turns a KeyboardInterrupt into this code.
         if code == EXIT_INTERRUPTED:
-            # Our launcher was interrupted too, and says so for all.
+            # Our launcher was interrupted too, and reports it for all ranks.
             return code if os.environ.get(LAUNCHER_PID) == str(os.getppid()) else _say("interrupted", code)
         return code if isinstance(code, int) else 0
     except (CommandError, DataError) as error:
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not get memory, on a GPU or in the host."""
+    """Whether torch could not allocate memory on the GPU or the host."""
     return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:
-    """Build the app; only the module of the verb that is called is imported, as some of them need torch."""
+    """Return the app. Only the module of the called verb is imported, because some modules need torch."""
     app = typer.Typer(
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -97,10 +97,10 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _completed() -> str | None:
-    """Return the verb of the line that a shell asks to complete; None where it asks nothing of the kind."""
+    """Return the verb of the line that a shell completes; None if this is no completion."""
     if "_LLMTRAIN_COMPLETE" not in os.environ:
         return None
-    # What bash and the other shells hand over; the first word is the program.
+    # Bash and the other shells pass the line in these variables; the first word is the program.
     words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
     return next((word for word in words.split()[1:] if not word.startswith("-")), None)
 
@@ -118,17 +118,17 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Take the options that stand before a verb."""
+    """Take the options that come before a verb."""
 
 
 def _not_called() -> None:
-    """Stand for a verb that is listed by --help but not called."""
+    """Stand in for a verb that --help lists, but that is not called."""
 
 
 def _say(sentence: object, code: int) -> int:
     line = " ".join(str(sentence).split())
     if len(line) > _LONGEST:
-        # Some value in it is long; what to do about it stands at the end.
+        # A value in it is long; the advice is at the end.
         line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
     say(f"llmtrain: {line}", err=True)
     return code

@@ -1,4 +1,4 @@
-"""`llmtrain pipeline`: how the stages of a pipeline work together."""
+"""`llmtrain pipeline`: the pipeline schedule of a recipe."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import Terminal, say_json
 
-app = typer.Typer(no_args_is_help=True, help="Show how the stages of a recipe's pipeline work together.")
+app = typer.Typer(no_args_is_help=True, help="Show the pipeline schedule of a recipe.")
 
 
 @app.callback()
 def pipeline() -> None:
-    """Show how the stages of a recipe's pipeline work together."""
+    """Show the pipeline schedule of a recipe."""
 
 
 @app.command()
@@ -23,21 +23,21 @@ def show(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks of the run.", metavar="N", show_default="all that are described, or one replica"
+            min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"
         ),
     ] = None,
     flops: Annotated[
         str | None,
         typer.Option(
             metavar="RATE",
-            help="What a rank computes in a second, such as 150TFLOP/s: then time is in seconds, and messages between "
-            "stages take theirs by the description of the cluster.",
+            help="Speed of a rank, such as 150TFLOP/s. Time is then in seconds and includes messages between stages, "
+            "by the description of the cluster.",
         ),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the timeline into this file.", metavar="FILE")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the timeline to this file.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Draw the timeline of a step, with its split, waiting and memory. Stages take as long as their FLOPs say."""
+    """Draw the timeline of a step, with its layer split, idle time and memory. FLOPs give the times of stages."""
     from llmtrain.errors import BadInputError
     from llmtrain.plan.pipeline.draw import print_view
     from llmtrain.plan.pipeline.view import show_recipe

@@ -1,4 +1,4 @@
-"""`llmtrain recipes`: the recipes and models that come with llmtrain."""
+"""`llmtrain recipes`: shipped recipes, their schema and the model presets."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -8,12 +8,12 @@ from llmtrain_data.output import say, say_json, say_table
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the models known by name.")
+app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the model presets.")
 
 
 @app.command("list")
 def list_recipes(as_json: Json = False) -> None:
-    """List the recipes that come with llmtrain."""
+    """List the shipped recipes."""
     from llmtrain.yaml.shipped import shipped_folder, shipped_names, summary
 
     found = {name: summary(shipped_folder() / f"{name}.yaml") for name in shipped_names()}
@@ -28,7 +28,7 @@ def show(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe's name or file, or presets.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")] = None,
 ) -> None:
-    """Print a recipe with what it extends and every default filled in; ??? is left to you."""
+    """Print a recipe with the recipes that it extends and every default filled in; ??? marks values to set."""
     from llmtrain.recipe.load import as_data, load_recipe
     from llmtrain.yaml.dump import to_yaml
 
@@ -40,7 +40,7 @@ def show(
 
 @app.command()
 def presets(as_json: Json = False) -> None:
-    """List the models that model.preset takes, with their sizes."""
+    """List the models that model.preset accepts, with their sizes."""
     from llmtrain.model.presets import PRESETS
     from llmtrain.model.tensors import parameter_count
 

@@ -1,4 +1,4 @@
-"""`llmtrain report`: what a run did, as pictures and one page."""
+"""`llmtrain report`: the metrics of a run as images and an HTML page."""
 
 from pathlib import Path
 from typing import Annotated

@@ -19,7 +19,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved recipe, then stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, print JSON.")] = False,
 ) -> None:
-    """Train: start the run that a recipe describes, or go on with it where it stopped."""
+    """Train: start the run that a recipe describes, or resume it from its last checkpoint."""
     from llmtrain.training.start import start
 
     start(recipe, overrides or [], nproc, dry_run, as_json)

@@ -11,11 +11,11 @@ from llmtrain_data.output import say_json, say_table
 def status(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or that hold runs.", show_default="runs"),
+        typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or their parent folders.", show_default="runs"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how far runs are, and what became of their jobs."""
+    """Show the progress of runs and the state of their jobs."""
     from llmtrain_data import units
 
     from llmtrain.launch.status import statuses

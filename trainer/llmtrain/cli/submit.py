@@ -17,16 +17,16 @@ def submit(
         typer.Option(help="The site's profile.", metavar="FILE", show_default="~/.config/llmtrain/site.yaml"),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes to ask for.", metavar="N", show_default="what the recipe says")
+        int | None, typer.Option(min=1, help="Nodes to ask for.", metavar="N", show_default="from the recipe")
     ] = None,
-    chain: Annotated[int, typer.Option(min=1, max=1000, help="Jobs after each other, until the run is done.")] = 1,
+    chain: Annotated[int, typer.Option(min=1, max=1000, help="Jobs in a row, until the run is done.")] = 1,
     array: Annotated[
         str | None, typer.Option(metavar="SEEDS", help="A run for each seed, such as 0-3 or 0-9%2.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the batch script, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Hand a run to Slurm: render its batch script, submit it, print the job's number and where the log is."""
+    """Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file."""
     from llmtrain.launch.slurm.script import render
     from llmtrain.launch.submit import load_site, plan
     from llmtrain.launch.submit import submit as hand_in

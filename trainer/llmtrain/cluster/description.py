@@ -1,6 +1,6 @@
-"""The recipe's `parallel` section, and the description of a cluster (the `cluster` section, or a file of its own).
+"""The description of a cluster: the recipe's `cluster` section, or a file of its own.
 
-Quantities stay as they were written, with their units; `llmtrain.cluster.quantity` turns them into numbers.
+Quantities stay text with units, as written; `llmtrain.cluster.quantity` converts them to numbers.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ Socket = Annotated[int, Field(ge=0, le=2**16)]
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What one rank computes on. memory: bytes it holds, which `auto` of `zero.partition` goes by. peak: datasheet
-    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards that are not known by name. name:
-    name of the card, for people alone. bandwidth: bandwidth of its memory, for people alone.
+    """The device that one rank computes on. memory: its size, which `auto` of `zero.partition` fills. peak: datasheet
+    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards whose name is unknown. name: the
+    card's name, only informative. bandwidth: bandwidth of its memory, only informative.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -40,10 +40,10 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTier:
-    """Ranks of one node that lie nearer to each other, as the two dies of a card. name: what `zero.partition` may call
-    their number, such as die. ranks: how many; consecutive ones.
+    """Ranks of one node with faster links between them, such as the two dies of a card. name: the name that
+    `zero.partition` may use for their number, such as die. ranks: number of these ranks, which are consecutive.
 
-    bandwidth: what one rank sends to the others, in one direction. latency: latency of one message.
+    bandwidth: bandwidth from one rank to the others, in one direction. latency: latency of one message.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -61,8 +61,8 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the accelerators of a node, for people alone. memory: such as 512GiB. bandwidth: bandwidth of
-    the memory. cores: cores of all processors. sockets: how many processors.
+    """The machine around the accelerators of a node, only informative. memory: size, such as 512GiB. bandwidth:
+    bandwidth of the memory. cores: cores of all processors. sockets: number of processors.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -78,8 +78,8 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """A solid-state drive of every node, for people alone. path: a folder on it. bandwidth: bandwidth in one direction.
-    socket: the number of the processor that it is attached to.
+    """A solid-state drive of every node, only informative. path: a folder on it. bandwidth: bandwidth in one direction.
+    socket: number of the processor that it is attached to.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -94,9 +94,9 @@ class Nvme:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node, of which all are alike. ranks: processes on it, one for each accelerator.
+    """A node; all nodes are alike. ranks: processes on it, one for each accelerator.
 
-    tiers: groups of its ranks with faster links, from the smallest; the one of all its ranks is called node. host: the
+    tiers: groups of its ranks with faster links, from the smallest; the group of all its ranks is named node. host: the
     machine around the accelerators. nvme: its solid-state drives.
     """
 
@@ -121,8 +121,8 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """A network card of every node. kind: kind of network; cards of unlike kinds cannot speak to each other. interface:
-    its name in the operating system. bandwidth: bandwidth in one direction. latency: latency of one message.
+    """A network card of every node. kind: kind of network; cards of different kinds cannot reach each other. interface:
+    name of the card in the operating system. bandwidth: bandwidth in one direction. latency: latency of one message.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -140,9 +140,10 @@ class Nic:
 class NodeGroup:
     """Nodes on one network: one of the `clusters`. Its ranks are consecutive.
 
-    name: name of the cluster. nodes: how many; with one cluster, at most, and null for as many as the run has. nic: the
-    card of each node; nics: the cards, where there are several. speed: of its ranks beside those of other clusters,
-    such as 1.5 beside 1, for the split of layers into stages; null: 1 where another cluster has one, else unknown.
+    name: name of the cluster. nodes: number of nodes; in the only cluster, the maximum, or null for any number. nic:
+    network card of each node. nics: network cards of each node, if it has several. speed: speed of its ranks relative
+    to other clusters, such as 1.5 against 1, for the split of layers into stages; null: 1 if another cluster has a
+    speed, else unknown.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -168,10 +169,10 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the ranks run on. name: name of the whole. accelerator: what one rank computes on. node: a node, of which
-    all are alike. between: the network that joins clusters, also those whose own cards are of unlike kinds.
+    """The machines that the ranks run on. name: name of the description. accelerator: the device that one rank computes
+    on. node: a node; all nodes are alike. between: the network that connects the clusters.
 
-    clusters: the groups of nodes on one network; none for one network about which nothing is known.
+    clusters: the groups of nodes on one network; empty for a single network that is not described.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

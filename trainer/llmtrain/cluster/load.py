@@ -1,4 +1,4 @@
-"""Reading the description of a cluster. Whatever is wrong becomes one sentence. No torch in here."""
+"""Reading the description of a cluster. Every error is one sentence. No torch in here."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -14,9 +14,9 @@ _FILE = StrictFile(Cluster, "a cluster")
 
 
 def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Cluster:
-    """Return the cluster that a YAML file, a shipped description's name (`frontier`) or plain data describes.
+    """Return the cluster of a YAML file, of a shipped description by name (`frontier`), or of plain data.
 
-    key: where plain data stands in a recipe, for messages. Raises BadInputError with one sentence for what is wrong.
+    key: key of plain data in a recipe, for error messages. Raises BadInputError.
     """
     if isinstance(source, Mapping):
         return _FILE.parse(source, f"{key}." if key else "")
@@ -30,10 +30,10 @@ def shipped_clusters() -> list[str]:
 
 
 def find_cluster(name_or_path: str) -> Path:
-    """Return the file of a shipped description's name, or of a path. Raises BadInputError when there is none."""
+    """Return the file of a shipped description by name, or of a path. Raises BadInputError if there is none."""
     if name_or_path in shipped_clusters():
         return shipped_folder() / "clusters" / f"{name_or_path}.yaml"
-    # A recipe says clusters/frontier.yaml for the shipped one wherever it lies itself.
+    # clusters/frontier.yaml means the shipped description, whatever the recipe's own folder is.
     for path in (Path(name_or_path), shipped_folder() / name_or_path):
         if path.is_file():
             return path

@@ -1,12 +1,12 @@
-"""How much memory the processes of this machine may use. No torch in here."""
+"""The memory that processes on this machine may use. No torch in here."""
 
 import sys
 from pathlib import Path
 
 
 def machine_memory(*, swap: bool = False) -> int:
-    """Return the bytes of memory of this machine, or those that the container's control group allows of it. swap: with
-    those of the swap space."""
+    """Return the bytes of memory of this machine, or of its container's limit if that is smaller. swap: add the swap
+    space."""
     import psutil  # 0.01 s that most verbs do not need
 
     try:

@@ -1,4 +1,4 @@
-"""Which network card a process group speaks through, from where its ranks are (Holmes, section 3.3). Pure data."""
+"""Which network card a process group uses, from where its ranks are (Holmes, section 3.3). No torch in here."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.topology import cluster_of, clusters_of, node_of, nodes_of
 
-# What NCCL calls the networks that cards of a kind are used through. Of others it knows best itself.
+# NCCL's names for the networks of these kinds of cards. For other kinds, NCCL chooses.
 _NCCL_NETS = {"infiniband": "IB", "roce": "IB"}
 
 
 def card_of(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int) -> Nic | None:
-    """Return the card of `rank` for the one of `groups` that it is in; None: whatever the backend takes by itself.
+    """Return the card that `rank` uses in the one of `groups` that has it; None: the backend chooses.
 
-    groups: all that are made together and used at the same time. Inside a node there is no card; inside a cluster
-    the groups that leave a node share out its cards; across clusters it is the network between them, or where they
-    have none, being on the same, the rank's own card.
+    groups: all groups that are made together and used at the same time. A group inside one node uses no card. The
+    groups of one cluster that span nodes are spread over the cards of each node. A group across clusters uses the
+    network between them, or the rank's own card if the clusters are on one network.
     """
     index = next((index for index, group in enumerate(groups) if rank in group), None)
     if cluster is None or index is None:
@@ -24,7 +24,7 @@ def card_of(cluster: Cluster | None, groups: Sequence[Sequence[int]], rank: int)
 
 
 def cards_of(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> list[Nic | None]:
-    """Return for each group what `card_of` says of its first rank, in time that grows with the ranks alone."""
+    """Return `card_of` of each group's first rank, in time linear in the number of ranks."""
     if cluster is None:
         return [None] * len(groups)
     leaving = _leaving(cluster, groups)
@@ -32,7 +32,7 @@ def cards_of(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> list[N
 
 
 def _leaving(cluster: Cluster, groups: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Return, by node, the indices of the groups that have ranks on it and others elsewhere."""
+    """Return for each node the indices of the groups with ranks on it and on other nodes."""
     found: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         nodes = nodes_of(cluster, group)
@@ -47,14 +47,14 @@ def _card(cluster: Cluster, own: Sequence[int], rank: int, index: int, leaving: 
     if len(clusters_of(cluster, own)) > 1 and cluster.between is not None:
         return cluster.between
     cards = cluster.clusters[cluster_of(cluster, rank)].cards if cluster.clusters else ()
-    # Seen from the first rank's node, so that all members take the card in the same place.
+    # Counted on the first rank's node, so that all members use the card with the same index.
     sharing = leaving[node_of(cluster, own[0])]
     return cards[bisect_left(sharing, index) * len(cards) // len(sharing)] if cards else None
 
 
 def nccl_net(cluster: Cluster | None, card: Nic | None) -> str | None:
-    """Return the network for NCCL to use for a group that speaks through `card`; None: whatever it takes by itself."""
+    """Return the network that NCCL is to use for a group with this card; None: NCCL chooses."""
     if cluster is None or card is None:
         return None
-    # Automatic choice would take the fast cards, which are there on both sides and do not reach each other.
+    # NCCL would choose the fast cards, which both sides have, but which cannot reach each other.
     return _NCCL_NETS.get(card.kind, "Socket" if card is cluster.between else None)

@@ -8,12 +8,12 @@ from llmtrain_data.bounds import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the ranks share the work.
+    """The degrees of parallelism.
 
-    tensor: ranks that share every layer's matrices. pipeline: stages that each hold some of the layers. data: replicas
-    that each take a share of the batch (auto: as many as there are ranks for). sequence: whether the ranks of `tensor`
-    share the rest of a layer along the sequence (Korthikanti et al. 2022, section 4.2.2). order: which ranks are
-    neighbours, from the axis whose are furthest apart; the first keeps replicas inside a cluster (Holmes, section 3).
+    tensor: ranks that split every layer's matrices. pipeline: ranks that split the layers. data: replicas that split
+    the batch (auto: as many as the ranks allow). sequence: whether the ranks of `tensor` split the rest of a layer
+    along the sequence (Korthikanti et al. 2022, section 4.2.2). order: axes of the grid of ranks, the slowest-varying
+    first; pipeline-data-tensor keeps replicas inside a cluster (Holmes, section 3).
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

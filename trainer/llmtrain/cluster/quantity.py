@@ -1,4 +1,4 @@
-"""Quantities as people write them, with their units, turned into plain SI numbers."""
+"""Text of quantities with units, converted to SI numbers."""
 
 import re
 from math import isfinite
@@ -6,7 +6,7 @@ from typing import Literal
 
 Unit = Literal["byte/s", "byte", "s", "FLOP/s"]
 
-# Of each unit: what it is called, examples, and how many of it are in one of each word that may follow the number.
+# For each unit: its description in errors, and the size of each word that may follow the number.
 _UNITS: dict[Unit, tuple[str, dict[str, float]]] = {
     "byte/s": ("a rate such as 200Gbit/s, 100mbit or 300GB/s", {"bit/s": 1 / 8, "bit": 1 / 8, "B/s": 1}),
     "byte": ("a size such as 80GB or 512GiB", {"B": 1}),
@@ -21,10 +21,10 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?) ?([a-zA-Z]*?)(bit/s|bit|B/
 
 
 def quantity(text: str, unit: Unit) -> float:
-    """Return what `text` says in `unit`: `200Gbit/s` is 25e9 byte/s, `100mbit` 12.5e6 byte/s, `3us` 3e-6 s.
+    """Return `text` as a number of `unit`: `200Gbit/s` is 25e9 byte/s, `100mbit` 12.5e6 byte/s, `3us` 3e-6 s.
 
     Prefixes are decimal (k, M, G, T, P, in either case) or binary (Ki, Mi, Gi, Ti); those of seconds are m, u and n.
-    Raises ValueError with the second half of a sentence ("expected ...") when text is no such quantity.
+    Raises ValueError with the second half of a sentence ("expected ...") if the text is no such quantity.
     """
     wanted, words = _UNITS[unit]
     found = _FORM.fullmatch(text)

@@ -1,7 +1,7 @@
-"""Where the axes of a layout lie on a cluster: which ranks share a node or a cluster, and at what speed. Pure data.
+"""Which ranks of a grid share a node or a cluster, and the speeds of its stages. No torch in here.
 
-Tensor groups belong inside a node, data groups inside a cluster, and pipeline stages are what may be clusters apart
-(Holmes, section 3.2, equations 1, 3 and 4): stages exchange the least.
+Tensor groups belong inside a node and data groups inside a cluster; pipeline stages may be in different clusters,
+because they exchange the least (Holmes, section 3.2, equations 1, 3 and 4).
 """
 
 from bisect import bisect_right
@@ -16,14 +16,14 @@ from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.errors import BadInputError
 from llmtrain.yaml.shown import shown
 
-# From the axis whose neighbours are furthest apart to the one whose neighbours are next to each other.
+# The axes from the slowest-varying to the fastest-varying.
 HOLMES = "pipeline-data-tensor"
 
 
 def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
-    """Return how many of `world` ranks are along each axis, the slowest axis first, as `parallel.order` names them.
+    """Return the number of ranks along each axis, in the order of `parallel.order`.
 
-    Raises BadInputError when world is not tensor x pipeline x data, and when there are too many ranks.
+    Raises BadInputError if `world` is not tensor x pipeline x data, or is too large.
     """
     check_world(world)
     model = parallel.tensor * parallel.pipeline
@@ -43,7 +43,7 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
 
 
 def check_world(world: int) -> None:
-    """Raise BadInputError for more ranks than a run is laid out for, before anything is made for each of them."""
+    """Raise BadInputError for too many ranks, before anything is allocated per rank."""
     if world > MAX_RANKS:
         raise BadInputError(f"the run has {shown(world)} ranks; expected at most {MAX_RANKS:,}")
 
@@ -54,7 +54,7 @@ def node_of(cluster: Cluster, rank: int) -> int:
 
 
 def cluster_of(cluster: Cluster, rank: int) -> int:
-    """Return which of `cluster.clusters` has `rank`; 0 where there is one or none."""
+    """Return the index in `cluster.clusters` of the group with `rank`; 0 if there is at most one group."""
     ends = list(accumulate(group.nodes or 0 for group in cluster.clusters[:-1]))
     return bisect_right(ends, node_of(cluster, rank))
 
@@ -70,7 +70,7 @@ def clusters_of(cluster: Cluster, ranks: Iterable[int]) -> list[int]:
 
 
 def stage_speeds(cluster: Cluster | None, layout: Layout) -> list[float] | None:
-    """Return the speed of each place along the pipeline, that of its slowest ranks; None where no cluster has one."""
+    """Return the speed of each stage's slowest rank; None if no cluster has a speed."""
     if cluster is None or all(group.speed is None for group in cluster.clusters):
         return None
     speeds: dict[int, float] = {}
@@ -82,7 +82,7 @@ def stage_speeds(cluster: Cluster | None, layout: Layout) -> list[float] | None:
 
 
 def placement_advice(cluster: Cluster | None, layout: Layout) -> list[str]:
-    """Return a sentence for each axis whose groups cross links that they need not, and what would keep them inside."""
+    """Return a sentence with advice for each axis whose groups cross slow links unnecessarily."""
     if cluster is None:
         return []
     found = (_tensor_advice(cluster, layout), _data_advice(cluster, layout))
@@ -100,7 +100,7 @@ def _tensor_advice(cluster: Cluster, layout: Layout) -> str | None:
 
 
 def _data_advice(cluster: Cluster, layout: Layout) -> str | None:
-    """Say so where gradients cross between clusters that a network of its own joins."""
+    """Return advice if gradients cross the network between clusters."""
     crossed = next((names for group in layout.groups(Axis.DATA) if (names := _names(cluster, group))), None)
     if cluster.between is None or crossed is None:
         return None
@@ -119,7 +119,7 @@ def _remedy(cluster: Cluster, layout: Layout) -> str:
         other = Layout(dict(zip(axes, (pipeline, blocks // pipeline, tensor), strict=True)))
         return not any(_names(cluster, group) for group in other.groups(Axis.DATA))
 
-    # Best as many as there are; as many stages as there are blocks leave nothing to cross.
+    # Prefer the present number of stages. One block per stage always fits.
     counts = (layout.degree(Axis.PIPELINE), *range(1, blocks + 1))
     pipeline = next(stages for stages in counts if blocks % stages == 0 and inside(stages))
     keys = [f"parallel.pipeline to {pipeline}"] if pipeline != layout.degree(Axis.PIPELINE) else []
@@ -129,6 +129,6 @@ def _remedy(cluster: Cluster, layout: Layout) -> str:
 
 
 def _names(cluster: Cluster, ranks: Iterable[int]) -> list[str]:
-    """Return the names of the clusters that `ranks` cross, none where they are all in one."""
+    """Return the names of the clusters of `ranks`; empty if all are in one."""
     crossed = clusters_of(cluster, ranks)
     return [cluster.clusters[index].name for index in crossed] if len(crossed) > 1 else []

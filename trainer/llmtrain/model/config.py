@@ -1,4 +1,4 @@
-"""The recipe's `model` section, and the concrete shape of a model that it resolves to."""
+"""The recipe's `model` section, and the concrete shape of a model."""
 
 import json
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The concrete shape of a decoder-only transformer; nothing in it is left to be decided.
+    """The concrete shape of a decoder-only transformer.
 
     hidden: width of the residual stream. heads, kv_heads: query heads, and key/value heads that they share
     (grouped-query attention). ffn: width of the MLP. positions: longest sequence. vocab: rows of the
@@ -61,7 +61,7 @@ class GPTConfig:
     the MLP; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
     """
 
-    # A size that is unknown here says that the model computes something else.
+    # An unknown size means that the model computes something else.
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     family: Family
@@ -81,9 +81,9 @@ class GPTConfig:
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any]) -> Self:
-        """Return the shape of these sizes, which may be a stranger's. Raises ValueError with one sentence."""
+        """Return the shape of these sizes, which may be untrusted. Raises ValueError with one sentence."""
         try:
-            # As JSON, which is where such sizes come from: strictly read, Python's own data would have to be a shape.
+            # Read as JSON: pydantic's strict mode accepts a mapping only from JSON, not from Python.
             return TypeAdapter(cls).validate_json(json.dumps(dict(sizes)), strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]

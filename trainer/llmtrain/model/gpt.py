@@ -18,7 +18,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.recompute = config, recompute
         self.embedding = Embedding(config)
-        # By name, as a pipeline's rank keeps some of them only.
+        # By name, because a pipeline rank keeps only some of them.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.layers)})
         self.head = Head(config)
         self.rotary = None if config.family == "gpt2" else rotary_tables(config, device)
@@ -36,11 +36,11 @@ class GPT(nn.Module):
         return x
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Return logits, or the mean loss of `targets`, of what the last block gave."""
+        """Return logits of the last block's output, or the mean loss of `targets`."""
         return self.head(x, self.embedding.tokens if self.config.tie_embeddings else None, targets)
 
     def unit(self, name: str) -> nn.Module:
-        """Return the module whose parameters the flat unit `name` holds."""
+        """Return the module that owns the parameters of the flat unit `name`."""
         return self.get_submodule(name)
 
     def _run(self, x: Tensor, first: int, end: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Between Hugging Face's config.json and GPTConfig. Needs no torch.
+"""Conversion between Hugging Face's config.json and GPTConfig. No torch in here.
 
-Keys and defaults are those of transformers' GPT2Config, LlamaConfig and GPTNeoXConfig, in the spelling of
-version 4 and of version 5. What our model would compute differently is refused, never approximated.
+Keys and defaults are those of transformers' GPT2Config, LlamaConfig and GPTNeoXConfig, of version 4 and of version 5. A
+setting that our model would compute differently is refused, never approximated.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaModel"),
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
 }
-# For each key: the default where config.json lacks it, and the values that mean what our model does.
+# For each key: the default if config.json lacks it, and the values that our model computes.
 _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     "gpt2": {
         "scale_attn_weights": (True, (True,)),
@@ -42,7 +42,7 @@ _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     },
 }
 
-# What Hugging Face calls our activations; the first name of each is the one that is written.
+# Hugging Face's names of our activations; exports write the first one.
 _GELU: dict[Activation, tuple[str, ...]] = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -50,7 +50,7 @@ _GELU: dict[Activation, tuple[str, ...]] = {
 
 
 class _Config:
-    """A config.json, with sentences for what is wrong in it."""
+    """A config.json, with errors for values that our models do not have."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class _Config:
         self.content: dict[str, Any] = content
 
     def refuse(self, key: str, value: object, expected: str) -> BadInputError:
-        """Return the error for a value that our models do not have."""
+        """Return the error for such a value."""
         return BadInputError(f"{key} in {self._path} is {shown(value)}; our model computes {expected}")
 
     def number(self, key: str, default: float | None, kind: Any, source: Mapping[str, Any] | None = None) -> Any:
@@ -78,7 +78,7 @@ class _Config:
             raise self.refuse(key, value, f"only with {expected(kind)}") from None
 
     def get(self, key: str, default: object) -> object:
-        """Return the value of a key, where null means the default."""
+        """Return the value of a key; null means the default."""
         value = self.content.get(key)
         return default if value is None else value
 

@@ -1,4 +1,4 @@
-"""Seeded initialisation that depends on the seed and the tensor alone, never on the layout."""
+"""Seeded initialisation. It depends only on the seed and the tensor, never on the layout of ranks."""
 
 import torch
 import xxhash
@@ -6,13 +6,13 @@ from torch import Tensor
 
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 
-# A range is drawn in blocks of this many elements, each from a generator of its own, so that a shard draws
-# its own part only and still gets what the whole tensor would hold there.
+# Elements of a block. Each block has its own generator, so that a shard draws only its own blocks and still gets the
+# same values as the whole tensor.
 BLOCK = 1 << 20
 
 
 def initialize(unit: UnitSpec, start: int, end: int, seed: int, out: Tensor) -> None:
-    """Fill `out`, fp32 `[end - start]`, with what `[start, end)` of the unit starts from."""
+    """Fill `out`, fp32 `[end - start]`, with the initial values of `[start, end)` of the unit."""
     place = 0
     for tensor, first, last in unit.tensor_ranges(start, end):
         _draw(tensor, first, last, seed, out[place : place + last - first])

@@ -1,4 +1,4 @@
-"""The parts of a block. Parameters are made on the meta device; the flat units give them their storage."""
+"""The layers of the model. Parameters are created on the meta device; the flat units give them storage."""
 
 import torch
 import torch.nn.functional as F

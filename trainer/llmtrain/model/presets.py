@@ -1,8 +1,8 @@
-"""Published models by name: pure data, no torch.
+"""Published models by name. No torch in here.
 
-Sizes are those of the papers and model cards named beside each group. Vocabularies are the published ones; with
-`data.tokenizer` a recipe takes the tokenizer's size instead. Dropout is 0 throughout, today's practice for
-pretraining; GPT-2 and GPT-3 were published with 0.1.
+The papers and model cards beside each group give the sizes. Vocabularies are the published ones; a recipe with
+`data.tokenizer` takes the tokenizer's size instead. Dropout is 0 for all models, as is usual for pretraining; GPT-2 and
+GPT-3 were published with 0.1.
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,9 @@ from llmtrain_data.bounds import Rate, Share, Steps, StepsOrNever
 from pydantic import Field
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-# Of fp16; fp32 holds numbers up to 3e38.
+# The loss scale of fp16; fp32 holds numbers up to 3e38.
 Scale = Annotated[float, Field(ge=1, le=1e30)]
-# Losses that every checkpoint holds.
+# Every checkpoint holds this many losses.
 Window = Annotated[int, Field(ge=1, le=100_000)]
 
 
@@ -18,11 +18,11 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
     name: the optimizer. lr: learning rate after the warm-up. betas: decay of the first and second moments. eps: added
-    to the root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: how the learning rate
-    goes on after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns
-    clipping off). warmup: steps of linear warm-up. min_lr: share of `lr` that cosine, linear and wsd end on. decay:
-    share of the run's steps over which wsd decays. backend: what computes the step (auto: apex on CUDA when there, else
-    torch's fused kernel).
+    to the square root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: learning rate
+    after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
+    off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
+    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step (auto: apex on CUDA if
+    it is installed, else torch's fused kernel).
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -66,11 +66,11 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """What the matrix products compute in; masters, gradients sums and optimizer states stay fp32.
+    """The dtype of matrix products; master weights, gradient sums and optimizer states stay fp32.
 
     compute: auto is bf16 on CUDA and fp32 on CPU. loss_scale: first loss scale of fp16, which halves on overflow and
-    doubles after loss_scale_window steps without one. loss_scale_window: steps without an overflow after which the loss
-    scale doubles.
+    doubles after loss_scale_window steps without overflow. loss_scale_window: steps without overflow after which the
+    loss scale doubles.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -84,9 +84,9 @@ class PrecisionConfig:
 class SpikeConfig:
     """What happens when the loss jumps.
 
-    threshold: a spike is a loss of more than so many times the median of those before it (0: none is). window: losses
-    of applied steps that the median is of; nothing is a spike before there are as many. action: skip leaves the step's
-    update out; rewind goes back to the last checkpoint and passes over the data up to that of the spike.
+    threshold: a loss above this multiple of the median of the losses before it is a spike (0: no loss is). window:
+    number of applied steps whose losses the median is taken over; earlier losses are never spikes. action: skip leaves
+    out the step's update; rewind goes back to the last checkpoint and skips the data up to the spike.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

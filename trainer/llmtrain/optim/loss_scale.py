@@ -7,7 +7,8 @@ from llmtrain.optim.config import LossScaling
 
 @dataclass
 class LossScale:
-    """The factor on the loss, 1 for dtypes that need none. It halves on overflow and doubles after a window without."""
+    """The factor on the loss; 1 for bf16 and fp32. It halves on overflow and doubles after a window of steps
+    without overflow."""
 
     value: float
     window: int
@@ -15,11 +16,11 @@ class LossScale:
 
     @classmethod
     def of(cls, scaling: LossScaling, compute: str) -> "LossScale":
-        """Return the scale that a run in this compute dtype starts from."""
+        """Return the initial scale of a run in this compute dtype."""
         return cls(scaling.loss_scale if compute == "fp16" else 1.0, scaling.loss_scale_window)
 
     def update(self, finite: bool, dynamic: bool) -> None:
-        """Take note of one step. Nothing moves unless `dynamic`."""
+        """Update the scale after one step; do nothing unless `dynamic`. finite: whether all gradients were."""
         if not dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0

@@ -28,5 +28,5 @@ def learning_rate(config: AdamW, step: int, steps: int) -> float:
 
 
 def _progress(step: int, start: int, steps: int) -> float:
-    """Share of the way from `start` to the last step, between 0 and 1."""
+    """Return how far `step` is from `start` to the last step, from 0 to 1."""
     return min(1.0, max(0, step - start) / max(1, steps - 1 - start))

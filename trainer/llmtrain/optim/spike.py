@@ -1,4 +1,4 @@
-"""Telling a loss that jumps from one that wanders."""
+"""Detection of loss spikes."""
 
 from statistics import median
 
@@ -6,15 +6,15 @@ from llmtrain.optim.config import SpikeConfig
 
 
 def is_spike(config: SpikeConfig, losses: list[float], loss: float) -> bool:
-    """Return whether `loss` is a spike after `losses`, those of the newest applied steps.
+    """Return whether `loss` is a spike after `losses`, the losses of the newest applied steps.
 
-    The same on all ranks, as the losses are.
+    All ranks have the same losses, so all return the same.
     """
     return 0 < config.threshold < loss / median(losses) if len(losses) >= config.window else False
 
 
 def remember(config: SpikeConfig, losses: list[float], loss: float) -> None:
-    """Add the loss of an applied step to `losses`, which keeps as many as `config` asks for."""
+    """Add the loss of an applied step to `losses`, and drop those before the window."""
     if config.threshold:
         losses.append(loss)
         del losses[: -config.window]

@@ -1,6 +1,6 @@
-"""What types alone cannot tell: keys that contradict each other, the number of ranks, files that are not there.
+"""Checks beyond types: keys that contradict each other, the number of ranks, missing files.
 
-All of it is refused before any process starts and before anything is written; each refusal is one sentence.
+They run before any process starts and before anything is written. Each error is one sentence.
 """
 
 import os
@@ -24,11 +24,11 @@ from llmtrain.recipe.schema import Recipe
 
 
 def check_given(recipe: Recipe) -> None:
-    """Check what a recipe says before it is resolved: one model, and keys that apply to it. Raises BadInputError."""
+    """Check a recipe before it is planned: it has one model, and keys that apply to it. Raises BadInputError."""
     model = recipe.model
     ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
     if not ways:
-        raise BadInputError("model says nothing; expected model.preset, model.hf, or model.family with its sizes")
+        raise BadInputError("model is empty; expected model.preset, model.hf, or model.family with its sizes")
     if model.preset is not None and len(ways) > 1:
         raise BadInputError(
             f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "
@@ -43,7 +43,7 @@ def check_given(recipe: Recipe) -> None:
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
     pipeline = recipe.pipeline
-    # A resolved recipe has the layers that alpha led to.
+    # recipe.resolved.yaml keeps alpha beside the list of layers that it led to.
     if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
         raise BadInputError(
             f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "
@@ -52,11 +52,11 @@ def check_given(recipe: Recipe) -> None:
 
 
 def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
-    """Check that the folders and files that a recipe names are there. others: folders that its paths may have been
-    relative to. Raises BadInputError."""
+    """Check that the folders and files that a recipe names exist. others: folders that its paths may be relative to
+    instead, for the advice in errors. Raises BadInputError."""
     _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
     _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
-    # A run that has begun goes on from its own checkpoints, and the folder that it began from may be gone.
+    # A run with checkpoints resumes from them; the folder that it started from may be gone.
     begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
     if recipe.checkpoint.resume not in ("auto", "never") and not begun:
         _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
@@ -74,7 +74,7 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
 
 
 def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
-    """Return which of `folders` has the file or folder of a relative path, and what to do; empty where none has it."""
+    """Return advice that names the one of `folders` in which a relative path exists; empty if it exists in none."""
     for folder in folders:
         if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
             return f"there is one in {folder}: run from there, or give {folder / path}"
@@ -82,7 +82,7 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
 
 
 def check(plan: Plan, facts: Facts) -> None:
-    """Check a plan against itself and against the facts that it was made from. Raises BadInputError."""
+    """Check that a plan agrees with itself and with the facts that it was made from. Raises BadInputError."""
     model, training = plan.model, plan.training
     if facts.tokenizer is not None and model.vocab < facts.tokenizer:
         raise BadInputError(
@@ -113,8 +113,8 @@ def check(plan: Plan, facts: Facts) -> None:
 
 
 def memory_problem(plan: Plan, facts: Facts) -> str | None:
-    """Return why this machine cannot train a plan: the states of one rank alone are larger than its memory. None where
-    they are not, and for GPUs, which report it themselves."""
+    """Return an error if the model states of a single rank exceed this machine's memory, else None. None on GPUs, which
+    report it themselves."""
     if facts.device != "cpu":
         return None
     needed, there = state_bytes(plan), machine_memory(swap=True)
@@ -127,7 +127,7 @@ def memory_problem(plan: Plan, facts: Facts) -> str | None:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return what a plan may do, but is likely not meant to: a sentence each."""
+    """Return a sentence for each setting that is allowed, but is likely a mistake."""
     schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
     if schedule.ranks > 1:
         sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
@@ -137,11 +137,11 @@ def advice(plan: Plan) -> list[str]:
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each key that is set but does nothing as the others are."""
+    """Yield a sentence for each key that is set, but has no effect beside the others."""
     pipeline, stages, spikes, sharding = plan.pipeline, plan.pipeline.schedule.ranks, plan.spikes, plan.sharding
     if spikes.action != "skip" and not spikes.threshold:
         yield f"on_spike.action is {spikes.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
-    # Where the recipe leaves the limit out, it is the number of stages.
+    # The default limit is the number of stages.
     if pipeline.limit != stages and pipeline.name != "message-driven":
         yield (
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "

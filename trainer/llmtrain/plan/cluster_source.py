@@ -1,4 +1,4 @@
-"""From the words of a command line to a cluster and a layout of ranks on it. No torch in here."""
+"""From arguments of the command line to a cluster and the grid of ranks on it. No torch in here."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -25,19 +25,19 @@ from llmtrain.yaml.shipped import shipped_names
 def run_on(
     source: str | None, overrides: Sequence[str], ranks: int | None
 ) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
-    """Return the cluster that a recipe or a description names, its tiers, and the layout of a run's ranks on it.
+    """Return the cluster of a recipe or a description, its tiers, and the grid of a run's ranks on it.
 
-    source: a recipe's or a description's name or file; None for a recipe that says nothing. ranks: of the run; None for
-    all that are described. Raises BadInputError.
+    source: name or file of a recipe or a description; None for an empty recipe. ranks: number of ranks; None for all
+    ranks that are described. Raises BadInputError.
     """
     if source is not None and "=" in source and not Path(source).exists():
-        # The first of the overrides, as no recipe is named.
+        # Without a recipe, the first argument is an override.
         overrides, source = [source, *overrides], None
     return ranks_of(_recipe(source, overrides), ranks)
 
 
 def ranks_of(recipe: Recipe, ranks: int | None) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
-    """Return what `run_on` does, for a loaded recipe. No plan is needed: the model and the batch need not fit."""
+    """Return what `run_on` does, for a loaded recipe. It needs no plan, so the model and the batch need not fit."""
     cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
     if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
         cluster = load_cluster(recipe.cluster)
@@ -53,7 +53,7 @@ def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
     assert isinstance(given, dict)
     if source is not None and "cluster" in given:
         raise BadInputError(f"the overrides have keys of cluster, which is {source} here; change that, or a copy of it")
-    # What a recipe cannot be without, and says nothing of where ranks are.
+    # The keys that every recipe must have; they do not affect where ranks are.
     rest: dict[str, Any] = {"name": "none", "model": {}, "data": {"path": "none"}, "cluster": source or "auto"}
     whole: dict[str, Any] = {**rest, **{str(key): value for key, value in given.items()}}
     if isinstance(whole["data"], dict):
@@ -62,12 +62,12 @@ def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:
 
 
 def _is_description(source: str) -> bool:
-    """Whether a name or a file is a cluster's description: has keys of one, and none of a recipe."""
+    """Whether a name or a file is the description of a cluster: it has keys of one, and no keys of a recipe."""
     if source in shipped_names():
         return False
     path = Path(source)
     if not path.is_file():
-        # A name that is neither is told what it was most likely meant to be.
+        # For a name that is neither, the error suggests the nearest one.
         names = [*shipped_names(), *shipped_clusters()]
         near = get_close_matches(path.stem, names, n=1)
         if not near and not path.exists():
@@ -79,7 +79,7 @@ def _is_description(source: str) -> bool:
     try:
         given = read_yaml(path, "is no description")
     except BadInputError:
-        # Whatever is wrong with it is told of it as a recipe.
+        # Reading it as a recipe reports the error.
         return False
     keys = set(given) if isinstance(given, DictConfig) else set()
     of_cluster, of_recipe = ({field.name for field in fields(form)} for form in (Cluster, Recipe))
@@ -87,7 +87,7 @@ def _is_description(source: str) -> bool:
 
 
 def _described(cluster: Cluster | None, parallel: ParallelConfig) -> int:
-    """Return how many ranks there are where nobody says it: all that are described, or as few as fill nodes."""
+    """Return the default number of ranks: all that are described, or else the fewest that fill whole nodes."""
     wanted = parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
     if cluster is None:
         return wanted

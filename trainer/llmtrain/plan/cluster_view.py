@@ -1,4 +1,4 @@
-"""A cluster and the groups of a run on it, described: as plain data, and as tables. No torch in here."""
+"""A cluster and the groups of a run on it, as plain data and as tables. No torch in here."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,9 @@ Described = dict[str, Any]
 
 
 def describe(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout) -> Described:
-    """Return the cluster and who forms which group on it as plain data; rates in bytes per second, times in seconds.
+    """Return the cluster and the groups of ranks on it as plain data; rates in bytes per second, times in seconds.
 
-    Of each group: its ranks, where they lie, and the card that they speak through (None: whatever the backend takes).
+    Each group has its ranks, where they are, and the network card that they use (None: the backend chooses).
     """
     return {
         "name": cluster.name if cluster else None,
@@ -39,7 +39,7 @@ def describe(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout) -> 
 
 
 def tables(found: Described) -> Iterator[Table | str]:
-    """Yield what `describe` returned, to be printed in this order."""
+    """Yield tables and lines that show what `describe` returned, in the order to print."""
     machine = (
         f"{found['name'] or 'a cluster'}, {found['ranks_per_node']} on each node"
         if found["ranks_per_node"]
@@ -74,7 +74,7 @@ def tables(found: Described) -> Iterator[Table | str]:
 def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: Axis) -> Described:
     groups = layout.groups(axis)
     cards = cards_of(cluster, groups)
-    # There are many groups and few cards.
+    # Convert each card once: many groups share few cards.
     shown = {id(card): asdict(card) for card in cards if card}
     return {
         "degree": layout.degrees[axis],
@@ -91,7 +91,7 @@ def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: 
 
 
 def _lies(cluster: Cluster | None, tiers: Sequence[Tier], group: Sequence[int]) -> str:
-    """Say what is the smallest thing that has all of the group."""
+    """Return the smallest place that has all ranks of the group."""
     if len(group) == 1:
         return "alone"
     within = next(tier for tier in tiers if group[0] // tier.ranks == group[-1] // tier.ranks)
@@ -118,7 +118,7 @@ def _clusters(cluster: Cluster, world: int) -> Iterator[Described]:
 
 
 def _rows(found: Described) -> Iterator[Sequence[Any]]:
-    """Yield a row for all groups of an axis that lie alike and speak alike."""
+    """Yield one row for all groups of an axis that have the same place and card."""
     for axis, shown in found["axes"].items():
         alike = [(each["lies"], _cards([each["card"]] if each["card"] else [])) for each in shown["groups"]]
         for (lies, card), count in Counter(alike).items():
@@ -136,7 +136,7 @@ def _cards(cards: Sequence[Described]) -> str:
 
 
 def _few(ranks: Sequence[int]) -> str:
-    """Write ranks at one distance from each other without all of them: `0-7`, or `0, 8 ... 56`."""
+    """Return evenly spaced ranks as short text: `0-7`, or `0, 8 ... 56`."""
     if len(ranks) > 2 and all(later - earlier == 1 for earlier, later in pairwise(ranks)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"

@@ -20,7 +20,8 @@ Section = TypeVar("Section", PartitionConfig, QuantizeConfig)
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What the `zero` and `quantize` sections come to. hierarchical: whether weights are gathered level by level."""
+    """The `zero` and `quantize` sections without presets and `auto`. hierarchical: whether weights are gathered level
+    by level."""
 
     degrees: Degrees
     hierarchical: bool
@@ -30,11 +31,11 @@ class ZeroSettings:
 def zero_settings(
     recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
 ) -> ZeroSettings:
-    """Return what both sections come to.
+    """Return the settings of both sections.
 
-    ranks: data-parallel ones. tiers: along the data axis. fits: whether model states at given degrees fit a rank's
-    memory, None where the cluster does not state it: `auto` is then a node. Raises BadInputError naming the key and the
-    rule.
+    ranks: number of data-parallel ranks. tiers: tiers along the data axis. fits: whether model states at given degrees
+    fit the memory of a rank; None if the description has no memory, and `auto` is then a node. Raises BadInputError
+    with the key and the rule that it breaks.
     """
     zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
     degrees = _degrees(zero, ranks, tiers, fits)
@@ -45,7 +46,7 @@ def zero_settings(
 def _with_preset(
     zero: ZeroConfig, quantize: QuantizeConfig, tiers: Sequence[Tier]
 ) -> tuple[ZeroConfig, QuantizeConfig]:
-    """Fill what is left out from the preset."""
+    """Return both sections with the preset's values for keys that are left out."""
     if zero.preset is None:
         return zero, quantize
     if zero.stage is not None:
@@ -63,7 +64,7 @@ def _with_preset(
 
 
 def _presets(fastest: str) -> dict[str, tuple[PartitionConfig, Degree, QuantizeConfig]]:
-    """Return by name what a preset sets. fastest: the fastest link's tier."""
+    """Return the settings of each preset by name. fastest: name of the fastest tier."""
     return {
         "mics": (PartitionConfig(weights="auto"), 0, QuantizeConfig()),
         "zero++": (PartitionConfig(weights="all"), "node", QuantizeConfig(weights="int8", gradients="int4")),
@@ -81,8 +82,11 @@ def _filled(own: Section, preset: Section) -> Section:
 
 
 def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None) -> Degrees:
-    """Return the degrees that a section says, with the smallest number for every `auto` (MiCS, section 3.2) that goes
-    with what else it says and fits; where nothing says what fits, the one nearest to a node, rather above it."""
+    """Return the degrees of a section.
+
+    `auto` is the smallest number that fits (MiCS, section 3.2) and that the other degrees allow. If the memory is
+    unknown, it is the allowed number nearest to a node, preferably not below it.
+    """
     if zero.secondary == "auto":
         raise BadInputError("zero.secondary is auto; expected a number of ranks or a tier, such as node")
     if "auto" not in (zero.partition.weights, zero.partition.gradients, zero.partition.optimizer):
@@ -94,7 +98,7 @@ def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable
         with suppress(BadInputError):
             allowed.append(_with_auto(zero, ranks, tiers, number))
     if not allowed:
-        # Which says why not.
+        # This raises the error that explains why.
         return _with_auto(zero, ranks, tiers, ranks)
     fitting = [degrees for degrees in allowed if fits is None or fits(degrees)]
     if fitting:
@@ -106,7 +110,7 @@ def _degrees(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], fits: Callable
 
 
 def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -> Degrees:
-    """Return the degrees that a section says where `auto` stands for a number. Raises BadInputError."""
+    """Return the degrees of a section, with the number `auto` for every `auto`. Raises BadInputError."""
     given = (zero.partition.weights, zero.partition.gradients, zero.partition.optimizer)
     staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
     numbers: list[int] = []
@@ -116,13 +120,13 @@ def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -
         elif zero.stage is not None or (not numbers and all(value is None for value in given)):
             number = staged[zero.stage or 0][place]
         else:
-            # Without a stage, a state left out is cut as the one before it.
+            # Without a stage, a state that is left out has the degree of the state before it.
             number = numbers[-1] if numbers else 1
         numbers.append(number)
     weights, gradients, optimizer = numbers
     secondary = _number("zero.secondary", zero.secondary or 0, auto, tiers)
     if ranks == 1 or (zero.preset and weights == 1):
-        # A recipe for many ranks is fine on one, where there is nothing to spread or send.
+        # A recipe for many ranks also runs on one, which needs no secondary copy.
         secondary = 0
     degrees = Degrees(ranks, weights, gradients, optimizer, secondary)
     _check(degrees)
@@ -167,7 +171,8 @@ def _check(degrees: Degrees) -> None:
 
 
 def _quantization(given: QuantizeConfig, filled: QuantizeConfig, degrees: Degrees) -> Quantization:
-    """Turn off what has nothing to act on: quietly where a preset or a single rank is why, else as a mistake."""
+    """Return the quantization, without what cannot apply. Raises BadInputError if the recipe asks for that itself, on
+    several ranks; a preset, or a single rank, turns it off quietly."""
     nothing = {
         "weights": "no weights are gathered (zero.partition is all 1)" if degrees.optimizer == 1 else None,
         "secondary": "there is no secondary copy (zero.secondary)" if degrees.secondary == 0 else None,

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, and what cards can do at best. No torch in here."""
+"""FLOPs of training, and the peak FLOP/s of cards. No torch in here."""
 
 import re
 
@@ -36,9 +36,9 @@ _DATASHEET: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def multiplying_parameters(config: GPTConfig) -> int:
-    """Number of weights that a token is multiplied with: every matrix but the embeddings, and the head.
+    """Return the number of weights that a token is multiplied with: all matrices except the embeddings, and the head.
 
-    Looking up an embedding multiplies nothing; a head tied to it does. Norms and biases do not count.
+    Embedding lookups multiply nothing; a tied head does. Norms and biases do not count.
     """
     matrices = [
         tensor
@@ -52,7 +52,7 @@ def multiplying_parameters(config: GPTConfig) -> int:
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
-    """Operations that training spends on a token, forward and backward.
+    """Return the FLOPs of training per token, forward and backward.
 
     6 x (parameters that multiply) + 12 x layers x hidden x sequence; the second term is attention's two
     products, not halved for the causal mask (PaLM, appendix B). Recomputed activations are not counted.
@@ -62,9 +62,9 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
 
 
 def datasheet_peak(device_name: str, precision: str) -> float | None:
-    """Dense peak of a card in FLOP/s at fp32, bf16 or fp16; None for a card or a precision not known.
+    """Return the dense peak of a card in FLOP/s at fp32, bf16 or fp16; None for an unknown card or precision.
 
-    A slice of a card (MIG) and a laptop's card have other peaks than their name says: not known.
+    The name of a MIG slice or a laptop card does not determine its peak, so these are unknown.
     """
     if re.search(r"\bMIG\b|Laptop", device_name):
         return None
@@ -75,8 +75,8 @@ def datasheet_peak(device_name: str, precision: str) -> float | None:
 
 
 def share_of(rate: float, fastest: float, peak: float | None) -> float | None:
-    """Return the share of a peak that a rate is; None where the peak is not known, or is none.
+    """Return `rate / peak`; None if the peak is unknown or wrong.
 
-    fastest: the best rate seen so far. Where that is above the peak, the peak is wrong, and so is every share of it.
+    fastest: the best rate so far. If it exceeds the peak, the peak is wrong.
     """
     return rate / peak if peak and fastest <= peak else None

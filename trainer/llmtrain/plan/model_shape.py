@@ -1,4 +1,4 @@
-"""The shape of a recipe's model: every size that the recipe leaves open, filled in. No torch in here."""
+"""The shape of a recipe's model, with the sizes that the recipe leaves out. No torch in here."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -32,7 +32,7 @@ def model_shape(recipe: Recipe, facts: Facts) -> GPTConfig:
 
 
 def _scaled(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Let what belongs to a size follow it when a recipe changes that size of a preset."""
+    """Return a preset whose ffn and kv_heads follow the hidden size and heads that the recipe changes."""
     if "hidden" in given:
         base["ffn"] = _ffn(base["family"], given["hidden"])
     if "heads" in given and base["kv_heads"] == base["heads"]:
@@ -62,7 +62,8 @@ def _family_defaults(given: dict[str, Any], sequence_length: int) -> dict[str, A
 
 
 def _ffn(family: Family, hidden: int) -> int:
-    """Width of the MLP: 4 x hidden; with SwiGLU 2/3 of that, up to a multiple of 256 (Touvron et al. 2023)."""
+    """Return the width of the MLP: 4 x hidden; with SwiGLU 2/3 of that, rounded up to a multiple of 256 (Touvron et al.
+    2023)."""
     return -(-(8 * hidden // 3) // 256) * 256 if family == "llama" else 4 * hidden
 
 

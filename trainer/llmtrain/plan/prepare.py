@@ -1,4 +1,4 @@
-"""From a loaded recipe to a checked plan: all that happens before a run starts. No torch in here."""
+"""From a loaded recipe to a checked plan, before a run starts. No torch in here."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,15 +20,15 @@ from llmtrain.yaml.shipped import find_recipe
 
 
 def folders_above(name_or_path: str) -> list[Path]:
-    """Return the folders that a recipe's paths may be relative to, if not to the one that we are in: its own and those
-    above it."""
+    """Return the recipe's own folder and those above it. Its paths may be relative to one of them by mistake."""
     return list(find_recipe(name_or_path).resolve().parents)
 
 
 def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) -> Plan:
     """Check a loaded recipe, plan it and check the plan. Raises BadInputError or DataError; writes nothing.
 
-    facts: the run's ranks and device; what the recipe's names refer to is looked up here. others: see `check_folders`.
+    facts: the ranks and the device; this function adds the tokenizer's size, the Hugging Face model's shape and the
+    cluster. others: see `check_folders`.
     """
     check_given(recipe)
     check_folders(recipe, others)

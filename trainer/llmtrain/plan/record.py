@@ -1,4 +1,4 @@
-"""A plan as a recipe that reproduces it, and what was decided in it. No torch in here."""
+"""The recipe that reproduces a plan, and the decisions in it. No torch in here."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _FORMATS = {0: "none", 4: "int4", 8: "int8"}
 
 
 def record_of(recipe: Recipe, zero: ZeroSettings, plan: Plan) -> dict[str, Any]:
-    """Return the recipe as plain data, with the plan's values in place of those that it leaves open."""
+    """Return the recipe as plain data, with the plan's values for the keys that it leaves open."""
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
     record["train"]["microbatch"] = plan.batch.microbatch
@@ -57,8 +57,8 @@ def _quantize_keys(zero: ZeroSettings) -> dict[str, Any]:
 
 
 def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
-    """Return what a plan with this record decided, as lines `key: auto -> value`. The model's sizes share one line; so
-    do the degrees of model states, where the recipe sets any of them."""
+    """Return the decisions in a plan's record, as lines `key: auto -> value`. The model's sizes share one line; so do
+    the degrees of model states, which are left out if the recipe sets none."""
     old, new = dict(_flat(as_data(recipe))), dict(_flat(record))
     lines, sizes, spread = [], [], []
     silent = ("model", "cluster") if recipe.parallel.pipeline > 1 else ("model", "cluster", "pipeline")
@@ -82,8 +82,8 @@ def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return what a resolved recipe has otherwise than `before`, an earlier one as plain data, as lines `key: value ->
-    value`. Keys that only one of them has are left out, and the cluster."""
+    """Return the differences between the records of an earlier and a later plan, as lines `key: value -> value`. Keys
+    that only one of them has, and the cluster, are left out."""
     old = dict(_flat(before))
     found = [(key, old[key], value) for key, value in _flat(after) if key in old and old[key] != value]
     return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]

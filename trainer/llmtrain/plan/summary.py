@@ -1,4 +1,4 @@
-"""What a run will be, in figures, before it starts. No torch in here."""
+"""The figures of a run before it starts: parameters, tokens, FLOPs, memory. No torch in here."""
 
 from dataclasses import asdict, dataclass
 
@@ -18,9 +18,9 @@ from llmtrain.recipe.schema import Recipe
 class Summary:
     """The figures of a plan.
 
-    tokens: trained on, in all. training_tokens: those of the training split, and epochs: how often the run goes through
-    them; None where the data cannot be opened, for which data_problem is why. flops: of the whole run.
-    state_bytes_per_rank: of the model states of the rank that holds most. auto: what was decided, a line each.
+    tokens: tokens that the run trains on. training_tokens: tokens of the training split; epochs: passes over them; both
+    None if the data cannot be opened. data_problem: the reason for that, else None. flops: FLOPs of the whole run.
+    state_bytes_per_rank: bytes of model states on the rank that holds most. auto: one line for each decision.
     """
 
     parameters: int
@@ -37,11 +37,11 @@ class Summary:
     auto: list[str]
 
     def as_data(self) -> dict[str, object]:
-        """Return all of it as plain data, for JSON."""
+        """Return the summary as plain data, for JSON."""
         return asdict(self)
 
     def comments(self) -> str:
-        """Return a table as lines of YAML comments."""
+        """Return the summary as a table in YAML comments."""
         tokens = f"{units.number(self.tokens)}, {units.number(self.tokens_per_step)} per step"
         epochs = f"not known: {self.data_problem}"
         if self.epochs is not None and self.training_tokens is not None:
@@ -56,7 +56,7 @@ class Summary:
             ("states per rank", f"{units.size(self.state_bytes_per_rank)} of weights, gradients and optimizer states"),
             *(("auto" if index == 0 else "", line) for index, line in enumerate(self.auto)),
         ]
-        # In one line each: a path may hold a line end, and what comes after it would be YAML.
+        # One line each: text after a line break in a path would be read as YAML.
         return "".join(f"# {name:<17}{' '.join(value.split())}\n" for name, value in rows)
 
 

@@ -1,14 +1,14 @@
-"""Whether a model can be cut over tensor-parallel ranks. No torch in here."""
+"""Whether a model can be split over tensor-parallel ranks. No torch in here."""
 
 from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.model.config import GPTConfig
 
 
 def tensor_problems(config: GPTConfig, parallel: ParallelConfig, sequence_length: int) -> str | None:
-    """Return a sentence about what does not divide by the ranks of `parallel.tensor`, or None where all does.
+    """Return an error about a size that `parallel.tensor` does not divide; None if it divides all.
 
-    The vocabulary need not divide. `parallel.sequence` with one rank shares nothing out, and is no error: a recipe that
-    has it runs with `parallel.tensor=1` as well.
+    The vocabulary need not be divisible. `parallel.sequence` with one rank has no effect and is no error, so that a
+    recipe with it also runs with `parallel.tensor=1`.
     """
     degree = parallel.tensor
     for key, what in (("heads", "heads"), ("kv_heads", "key/value heads"), ("ffn", "channels of the MLP")):

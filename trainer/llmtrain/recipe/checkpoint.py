@@ -9,12 +9,12 @@ from pydantic import Field
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save and what to start from.
+    """When to save, and what to start from.
 
-    every: steps between checkpoints (0: only at the end). keep: how many complete ones stay.
-    async: write in the background while training goes on.
-    resume: auto continues the run folder's newest sound checkpoint if there is one; never starts anew in an
-    empty folder; anything else is the folder of a run or of a checkpoint to start from.
+    every: steps between checkpoints (0: only at the end). keep: number of complete checkpoints to keep.
+    async: write in the background while training continues.
+    resume: auto resumes from the newest undamaged checkpoint in the run's folder, if there is one; never starts from
+    the beginning and requires an empty folder; any other value is the folder of a run or of a checkpoint to start from.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -1,4 +1,4 @@
-"""The recipe's JSON schema, for editors that complete and check YAML."""
+"""The JSON schema of a recipe, for editors that complete and check YAML."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from llmtrain.recipe.load import recipe_adapter
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe file; what a section's docstring says of a key describes that key."""
+    """Return the JSON schema of a recipe file. The descriptions of keys come from the docstrings of their sections."""
     schema: dict[str, Any] = recipe_adapter().json_schema(by_alias=True)
     schema["required"].remove("name")
     schema["properties"]["extends"] = {"type": "string"}
@@ -21,7 +21,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _describe_keys(definition: dict[str, Any]) -> None:
-    """Move the `key: text` parts of a section's description to its keys."""
+    """Move each `key: text` part of a section's description to that key."""
     properties, text = definition["properties"], definition["description"]
     names = "|".join(map(re.escape, properties))
     starts = list(re.finditer(rf"(?:^|(?<=\s))((?:{names})(?:,\s(?:{names}))*):\s", text))
@@ -35,7 +35,7 @@ def _describe_keys(definition: dict[str, Any]) -> None:
 
 
 def _describe_sections(definition: dict[str, Any], sections: dict[str, Any]) -> None:
-    """Describe keys of which nothing is said by the section that they hold."""
+    """Describe a key that has no text of its own by the section that it holds."""
     for key in definition["properties"].values():
         named = re.search(r"#/\$defs/(\w+)", str(key))
         if "description" not in key and named:

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a recipe, as one sentence."""
+"""An error of pydantic about a recipe, as one sentence."""
 
 from pydantic import ValidationError
 
@@ -10,9 +10,9 @@ _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_er
 
 
 def explain(error: ValidationError) -> str:
-    """Name the key, the value, what was expected and what to do, for the first thing that is wrong."""
-    # An unknown key is told first, as a key that seems to be missing is often the same one misspelt. A union reports
-    # an error for each of its members: those about one key are weighed together, and the one that says most is told.
+    """Return the key, the value, what was expected and what to do, for the first error."""
+    # Unknown keys come first, because a missing key is often the same key misspelt. A union reports an error for each
+    # of its members; among the errors about one key, the most specific one is shown.
     found = [(_key(details["loc"]), details) for details in error.errors(include_url=False)]
     found.sort(key=lambda item: item[1]["type"] != _UNKNOWN)
     first = found[0][0]
@@ -32,22 +32,22 @@ def explain(error: ValidationError) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Say that `key` is no key of a recipe, and which one is nearest."""
+    """Return a sentence that `key` is not a recipe key, with the nearest key that is."""
     near = nearest_key(key)
     advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
     return f"{shown(key)} is not a recipe key; {advice}"
 
 
 def _rank(kind: str, key: str) -> tuple[bool, int, int]:
-    # What is wrong inside a section says more than that the section is no text. A number beside its bounds is of the
-    # right type, so that it says more than what another type finds wrong.
-    said_more = kind == _VALUE or kind.startswith(("greater_than", "less_than"))
-    return kind != _UNKNOWN, -key.count(".") - key.count("["), 0 if said_more else 2 if kind.startswith(_MISSING) else 1
+    # An error inside a section is more specific than "the section is no text". A number outside its bounds has the
+    # right type, so its error is more specific than those of other types.
+    specific = kind == _VALUE or kind.startswith(("greater_than", "less_than"))
+    return kind != _UNKNOWN, -key.count(".") - key.count("["), 0 if specific else 2 if kind.startswith(_MISSING) else 1
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """Return the part of pydantic's location that is a key, such as `cluster.clusters[0].speed`; the rest names members
-    of unions and places in lists of other things than sections."""
+    """Return the key in pydantic's location, such as `cluster.clusters[0].speed`. The other parts of a location are
+    members of unions, and places in lists of plain values."""
     key = ""
     for part in location:
         longer = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}" if key else part

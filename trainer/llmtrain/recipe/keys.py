@@ -1,4 +1,4 @@
-"""The recipe's keys as dotted names, and what each of them takes, in words."""
+"""The keys of a recipe as dotted names, with their types."""
 
 import re
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from pydantic.fields import FieldInfo
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.expected import _options
 
-# The place of a section in a list.
+# The index of a section in a list.
 INDEX = re.compile(r"\[[0-9]+\]")
 
 
 @cache
 def recipe_keys() -> Mapping[str, Any]:
-    """Return every key of a recipe by its dotted name, with its type; sections included, those in lists by `[]`."""
+    """Return the type of every key by its dotted name, sections included. `[]` stands for the index in a list."""
     return MappingProxyType(dict(_walk(Recipe, "")))
 
 
@@ -42,7 +42,8 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
 
 
 def nearest_key(key: str) -> str | None:
-    """Return the known key that `key` was most likely meant to be: misspelt, or put into the wrong section."""
+    """Return the recipe key that `key` most likely stands for, if misspelt or in the wrong section; None if no key is
+    near."""
     key, known = INDEX.sub("[]", key), list(recipe_keys())
     section, _, leaf = key.rpartition(".")
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a typed recipe. Whatever is wrong becomes one sentence."""
+"""From a YAML file and overrides to a typed recipe. Every error is one sentence."""
 
 import json
 import math
@@ -23,28 +23,28 @@ from llmtrain.yaml.shown import shown
 from llmtrain.yaml.yaml11 import as_meant
 
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
-# A resolver is named before a colon, and its name may itself be made of references.
+# The name of a resolver comes before a colon, and may itself contain references.
 _RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")
 _LARGEST = 2**63 - 1
 
 
 @cache
 def recipe_adapter() -> TypeAdapter[Recipe]:
-    """Return pydantic's reader, writer and schema of recipes."""
+    """Return pydantic's adapter, which reads and writes recipes and has their schema."""
     return TypeAdapter(Recipe)
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> Recipe:
-    """Read a recipe: what it extends, then the file, then `key=value` overrides, the later winning.
+    """Read a recipe: the recipes that it extends, then the file, then `key=value` overrides; later values win.
 
-    name_or_path: a shipped recipe's name or a YAML file. `name` is the file's stem unless given. complete: refuse a
-    recipe that leaves values (`???`) to the command line. Raises BadInputError with one sentence for whatever is wrong.
+    name_or_path: name of a shipped recipe, or a YAML file. `name` defaults to the file's stem. complete: refuse a
+    recipe that leaves values (`???`) to the command line. Raises BadInputError.
     """
     return parse_recipe(read_recipe(name_or_path, overrides, complete=complete))
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> dict[str, Any]:
-    """Return what `load_recipe` checks, as plain data: all that is given and no default, but for the name."""
+    """Return the plain data that `load_recipe` checks: the given keys and the name, without other defaults."""
     path = find_recipe(name_or_path)
     merged = merge_overrides(read_recipe_file(path), overrides)
     container = _resolved_container(merged, path, complete)
@@ -58,14 +58,14 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a recipe's keys with `key=value` overrides, the later winning. Raises BadInputError."""
+    """Return a recipe's keys with `key=value` overrides; later values win. Raises BadInputError."""
     for override in overrides:
         content = _merge(content, _parse_override(override), override)
     return content
 
 
 def parse_recipe(container: dict[str, Any]) -> Recipe:
-    """Check plain data (as read from YAML or JSON) against the recipe's types. Raises BadInputError."""
+    """Return the recipe that plain data from YAML or JSON holds. Raises BadInputError."""
     container = as_meant(container, Recipe)
     for key, value in _leaves(container):
         _refuse_unwritable(key, value)
@@ -76,7 +76,7 @@ def parse_recipe(container: dict[str, Any]) -> Recipe:
 
 
 def read_recipe_file(path: Path) -> DictConfig:
-    """Return a file's keys merged over those of the recipes that it extends; `name` is not inherited."""
+    """Return a file's keys merged over the keys of the recipes that it extends. `name` is not inherited."""
     (path, merged), *children = reversed(_chain(path))
     for path, content in children:
         _take(merged, "name")
@@ -85,12 +85,12 @@ def read_recipe_file(path: Path) -> DictConfig:
 
 
 def recipe_files(name_or_path: str) -> list[Path]:
-    """Return the file of a recipe and those of the recipes that it extends. Raises BadInputError."""
+    """Return the file of a recipe and the files of the recipes that it extends. Raises BadInputError."""
     return [path for path, _ in _chain(find_recipe(name_or_path))]
 
 
 def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
-    """Return the keys of a file, and of each that it extends, the nearest first."""
+    """Return each file and its keys: the file itself, the recipe that it extends, and so on."""
     found: list[tuple[Path, DictConfig]] = []
     seen: list[Path] = []
     while True:
@@ -107,12 +107,12 @@ def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
             raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
         child, path = path, find_recipe(parent, beside=path.parent)
         if path.suffix not in (".yaml", ".yml"):
-            # What is wrong with a recipe is quoted, and must not show what is no recipe.
+            # Errors quote the recipe; other files may be private and must not be quoted.
             raise BadInputError(f"extends in {child} is {parent}; expected another recipe's name, or a .yaml file")
 
 
 def _take(content: DictConfig, key: str) -> Any:
-    """Remove a key and return its value as it is written: what `pop` returns of a reference is what it refers to."""
+    """Remove a key and return its value as written. `pop` would return the value that a reference refers to."""
     values = OmegaConf.to_container(content, resolve=False)
     assert isinstance(values, dict)
     if key in values:

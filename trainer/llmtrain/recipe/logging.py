@@ -8,10 +8,10 @@ from llmtrain_data.bounds import Steps
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where the run's folder lies and what is written to it.
+    """The run's folder, and what is logged.
 
-    every: steps between logged lines. dir: folder that holds the run's folder `dir/name`. wandb: off, offline (written
-    under the run's folder, for `wandb sync`) or online. wandb_project: project at Weights & Biases.
+    every: steps between logged lines. dir: folder in which the run's folder `dir/name` is. wandb: off, offline (written
+    to the run's folder, for `wandb sync`) or online. wandb_project: project at Weights & Biases.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

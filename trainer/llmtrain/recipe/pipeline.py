@@ -13,14 +13,13 @@ class PipelineConfig:
     """How the stages of `parallel.pipeline` work together.
 
     schedule: gpipe (Huang et al. 2019), 1f1b and interleaved (Narayanan et al. 2021), zero-bubble and zero-bubble-v
-    (ZB-H1 and ZB-V; Qi et al. 2024), or message-driven, which does what has arrived (AxoNN, Algorithm 2). chunks:
-    pieces of the model that each rank holds (auto: 2 with interleaved and zero-bubble-v, which need several; else 1).
-    split: layers of each stage, in the order of the model; uniform: as many in each; balanced: so that the slowest is
-    fastest, embedding and head counted; auto: balanced by the speed of each stage's ranks, which the cluster file
-    states, or else is measured at the start (but for CPU ranks that share one machine, which are equally fast). alpha:
-    how much more than its share a faster stage gets (Holmes, equation 2). transport: what carries activations between
-    stages: torch.distributed, or MPI. limit: microbatches that message-driven has under way; auto: as many as there are
-    stages.
+    (ZB-H1 and ZB-V; Qi et al. 2024), or message-driven, which runs whatever has arrived (AxoNN, Algorithm 2). chunks:
+    stages on each rank (auto: 2 with interleaved and zero-bubble-v, which need several; else 1). split: layers of each
+    stage, in the order of the model; uniform: the same number in each; balanced: minimizes the time of the slowest
+    stage, embedding and head included; auto: balanced by the speeds of the stages' ranks, which the cluster file gives,
+    or the start measures (CPU ranks of one machine count as equally fast). alpha: how much more than its share a faster
+    stage gets (Holmes, equation 2). transport: torch (torch.distributed) or mpi carries activations between stages.
+    limit: microbatches in flight with message-driven; auto: the number of stages.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -1,4 +1,4 @@
-"""The recipe: what a run is, as typed, frozen data."""
+"""The recipe: everything that a user can set for a run, as typed, frozen data."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -18,17 +18,16 @@ from llmtrain.recipe.zero import QuantizeConfig, ZeroConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long and in which batches.
+    """How long a run trains, and in which batches.
 
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
-    sequences that one rank computes at once (auto: the largest divisor of its share, up to 8; with a pipeline, that
-    leaves four of them for each stage). eval_every: steps between evaluations (0: never). eval_batches: global batches
-    per evaluation, fewer if the validation split is smaller. compile: run the blocks through torch.compile.
-    max_skipped: skipped steps in a row that stop the run. compare_every: steps between comparisons of what ranks hold
-    alike, by checksum, which then also come before each checkpoint (0: never). timeout: seconds within which a rank
-    that is gone, or that all wait for, has ended the run. max_restarts: times in a row without a new checkpoint that
-    `llmtrain run` starts its ranks again after one was lost; on fewer ranks when the same one was lost twice, if
-    parallel.data is auto.
+    sequences that one rank computes at once (auto: the largest divisor of its share, up to 8; with a pipeline, one that
+    leaves four microbatches for each stage). eval_every: steps between evaluations (0: never). eval_batches: global
+    batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through torch.compile.
+    max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks that replicas are equal,
+    by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank
+    ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` restarts its ranks after it
+    lost one; it restarts on fewer ranks if it lost the same one twice and parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -47,7 +46,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
-    """Activation checkpointing in groups of blocks: activations stay at group borders only. every: blocks of one."""
+    """Activation checkpointing in groups of blocks: only activations at group borders are kept. every: blocks of a
+    group."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -58,10 +58,10 @@ class EveryK:
 class Recipe:
     """One training run. See each section's class for its keys.
 
-    seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (every block
-    recomputed on its own); {every: k} (k blocks at a time); auto (k is the factor of the number of layers nearest its
-    square root; AxoNN, section V). cluster: what the ranks run on: a file or a shipped description's name, or the
-    description itself; auto: nodes of as many ranks as were started on each machine.
+    seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (each block is
+    recomputed on its own); {every: k} (k blocks at a time); auto (k is the factor of a stage's number of layers nearest
+    its square root; AxoNN, section V). cluster: description of the machines: a file, the name of a shipped description,
+    or the description itself; auto: each machine is a node of the ranks that were started on it.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -13,12 +13,12 @@ Block = Annotated[int, Field(ge=1, le=2**24)]
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
-    """Over how many data-parallel ranks each model state is cut; null follows the stage.
+    """Over how many data-parallel ranks each model state is sharded; null follows the stage.
 
-    Each is a number of ranks, the name of a link tier such as node, all, or auto: the smallest degree whose model
-    states fit the memory that the cluster states. The first divides the second, and so on to the data-parallel ranks.
-    weights: degree of the weights that passes compute with. gradients: degree of their gradients. optimizer: degree of
-    the fp32 weights and both moments.
+    Each degree is a number of ranks, the name of a link tier such as node, all, or auto: the smallest degree at which
+    the model states fit the memory in the cluster's description. Each degree divides the next: weights, gradients,
+    optimizer, all data-parallel ranks. weights: degree of the weights in the compute dtype. gradients: degree of the
+    gradients. optimizer: degree of the fp32 weights and both moments.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -30,13 +30,13 @@ class PartitionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How model states are spread over the data-parallel ranks.
+    """How model states are sharded over the data-parallel ranks.
 
-    stage: 0 nothing, 1 optimizer states, 2 gradients as well, 3 weights as well (ZeRO, section 5). partition: a degree
-    of its own for each state. secondary: degree of a second copy of the weights, gathered in place of the first once
-    that was gathered (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights across nodes first and
-    inside a node second (MiCS, section 3.3); auto does so. preset: mics, zero++ or topo set the keys above that are
-    left out, and those of `quantize`.
+    stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5). partition: a degree
+    for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead
+    of the primary one (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes,
+    then inside each node (MiCS, section 3.3); auto is true. preset: mics, zero++ or topo set the keys above, and those
+    of `quantize`, that are left out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -50,10 +50,10 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig:
-    """What travels and rests in fewer bits, in blocks that share one scale; null follows `zero.preset`.
+    """What is quantized, in blocks that share one scale; null follows `zero.preset`.
 
-    weights: gathers of weights. secondary: the secondary copy. gradients: the reduction of gradients, whose sums
-    stay fp32. block: elements that share a scale.
+    weights: weights in gathers. secondary: the secondary copy. gradients: gradients in reductions, whose sums stay
+    fp32. block: elements that share a scale.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

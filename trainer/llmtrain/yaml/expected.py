@@ -1,4 +1,4 @@
-"""What a key of some type takes, in words."""
+"""The values that a key accepts, in words."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass
@@ -16,7 +16,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def expected(hint: Any) -> str:
-    """Say what a key of this type takes."""
+    """Return the values that a key of this type accepts, in words."""
     if get_origin(hint) is Annotated:
         return f"{expected(get_args(hint)[0])}{_bounds(get_args(hint)[1:])}"
     if get_origin(hint) in (Union, UnionType):
@@ -36,7 +36,7 @@ def expected(hint: Any) -> str:
 
 
 def _bounds(extras: Iterable[Any]) -> str:
-    """Return how small and how large a number may be, as the words that follow `a number`."""
+    """Return the bounds of a number, as words that follow `a number`."""
     rules = [asdict(rule) for extra in extras for rule in getattr(extra, "metadata", ())]
     limits = {name: f"{value:,}" for rule in rules for name, value in rule.items()}
     if not limits:
@@ -48,7 +48,7 @@ def _bounds(extras: Iterable[Any]) -> str:
 
 
 def _plural(hint: Any) -> str:
-    """Return the plural of what a list holds."""
+    """Return the items of a list in the plural."""
     if is_dataclass(hint):
         return expected(hint).replace("a section", "sections")
     options = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in _options(hint)]

@@ -1,4 +1,4 @@
-"""How long a recipe becomes when its references, `${key}`, are replaced by what they stand for."""
+"""The size of a recipe after its references, `${key}`, are resolved."""
 
 import re
 from collections.abc import Iterator
@@ -11,10 +11,11 @@ Place = tuple[str | int, ...]
 
 
 def resolved_size(content: Any) -> int:
-    """Return how many characters and values plain data has once its references are resolved, without resolving them.
+    """Return the number of characters and values of plain data after its references are resolved, without resolving
+    them.
 
-    References of references may multiply; each place is looked at once. Those that lead nowhere or in a circle count
-    nothing: they are refused later. Raises RecursionError for a chain of a thousand.
+    Nested references can multiply, but each place is visited once. References that lead nowhere or in a circle count
+    nothing; they are refused later. Raises RecursionError for a chain of about a thousand.
     """
     return _size(content, (), {})
 
@@ -29,21 +30,21 @@ def _size(content: Any, place: Place, known: dict[Place, int]) -> int:
 
 
 def _parts(content: Any, place: Place, value: Any) -> Iterator[Place]:
-    """Yield the places of what a value holds or refers to."""
+    """Yield the places of the values that a value contains or refers to."""
     if isinstance(value, dict):
         yield from ((*place, key) for key in value)
     elif isinstance(value, list):
         yield from ((*place, index) for index in range(len(value)))
     elif isinstance(value, str):
         for dots, name in _REFERENCE.findall(value):
-            # As many dots as levels to go up.
+            # Each leading dot goes up one level.
             start = place[: -len(dots)] if dots else ()
             if nearest := _nearest(content, (*start, *_PART.findall(name))):
                 yield nearest
 
 
 def _nearest(content: Any, place: Place) -> Place:
-    """Return a place as its keys are, or that of the reference that leads there."""
+    """Return a place with list indices as numbers, cut off at the first key that does not exist."""
     found: Place = ()
     for part in place:
         value = _at(content, found)

@@ -1,4 +1,4 @@
-"""Where recipes are: those that come with llmtrain, by name, and the user's own, by path."""
+"""Finding recipes: shipped ones by name, the user's own by path."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,9 +22,9 @@ def shipped_names() -> list[str]:
 
 
 def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
-    """Return the file of a shipped recipe's name, or of a path (relative to the folder `beside`, if given).
+    """Return the file of a shipped recipe by name, or of a path (relative to the folder `beside`, if given).
 
-    Raises BadInputError when there is none.
+    Raises BadInputError if there is none.
     """
     if name_or_path in shipped_names():
         return shipped_folder() / f"{name_or_path}.yaml"

@@ -1,13 +1,13 @@
-"""Values from a file as an error message quotes them."""
+"""Values of a file as error messages quote them."""
 
 import json
 from typing import Any
 
 
 def shown(value: Any) -> str:
-    """Write a value as the recipe would, cut short where it is long."""
+    """Return a value as a recipe writes it, truncated if it is long."""
     if isinstance(value, int) and abs(value) >= 10**19:
-        # Python refuses to write numbers of thousands of digits; a float holds those of up to 308.
+        # Python refuses to print numbers of thousands of digits; a float can hold up to 308.
         return f"{value:.3g}" if value.bit_length() < 1024 else f"a number of {value.bit_length()} bits"
     try:
         text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""Reading a YAML file of known keys into a dataclass. Whatever is wrong becomes one sentence."""
+"""Reading a YAML file of known keys into a dataclass. Every error is one sentence."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from llmtrain.yaml.yaml11 import as_meant
 
 T = TypeVar("T")
 
-# YAML reads 24:00:00 as a number to the base of 60, which nobody who writes a time means.
+# YAML 1.1 reads the time 24:00:00 as a base-60 number.
 _BASE_60 = re.compile(r"(?m)^([ \t]*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
 
 _KEY = re.compile(r"[\w.\[\]-]{1,60}")
@@ -26,7 +26,7 @@ _KEY = re.compile(r"[\w.\[\]-]{1,60}")
 
 @dataclass(frozen=True)
 class StrictFile(Generic[T]):
-    """A kind of file. section: the dataclass that it holds. noun: what it describes, such as `a cluster`."""
+    """A kind of file. section: the dataclass of its content. noun: the thing that it describes, such as `a cluster`."""
 
     section: type[T]
     noun: str
@@ -43,7 +43,7 @@ class StrictFile(Generic[T]):
         return {str(name): value for name, value in plain.items()}
 
     def parse(self, data: Mapping[str, Any], where: str) -> T:
-        """Return the section that plain data holds. where: in front of messages. Raises BadInputError."""
+        """Return the section in plain data. where: prefix of error messages. Raises BadInputError."""
         try:
             return TypeAdapter(self.section).validate_json(json.dumps(as_meant(dict(data), self.section)))
         except TypeError as error:
@@ -52,15 +52,14 @@ class StrictFile(Generic[T]):
             raise BadInputError(where + self._explain(error)) from error
 
     def _explain(self, error: ValidationError) -> str:
-        """Name the key, the value and what was expected, for the first thing that is wrong; an unknown key goes
-        first."""
+        """Return the key, the value and what was expected, for the first error; unknown keys come first."""
         unknown = "unexpected_keyword_argument"
         details = min(error.errors(include_url=False), key=lambda found: found["type"] != unknown)
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"]).lstrip(".")
         if details["type"] == unknown:
             near = self._nearest([str(part) for part in details["loc"] if isinstance(part, str)])
             known = ", ".join(entry.name for entry in fields(self.section))  # type: ignore[arg-type]
-            # A file of another kind may hold what nobody is to see: only what looks like a key is quoted.
+            # A file of another kind may be private: quote it only if the text looks like a key.
             quoted = shown(key) if _KEY.fullmatch(key) else "a line of it"
             return f"{quoted} is no key of {self.noun}; " + (f"did you mean {near}?" if near else f"expected {known}")
         if details["type"] == "value_error":
@@ -77,7 +76,7 @@ class StrictFile(Generic[T]):
         return f"{key} is {shown(details['input'])}; expected {wanted}"
 
     def _nearest(self, parts: list[str]) -> str | None:
-        """Return the key that `parts` was most likely meant to be: misspelt, or put into the wrong section."""
+        """Return the key that `parts` most likely stands for, if misspelt or in the wrong section."""
         known = dict.fromkeys(_walk(self.section, ""))
         section, leaf = "".join(f"{part}." for part in parts[:-1]), parts[-1]
         siblings = [key for key in known if key.startswith(section) and "." not in key.removeprefix(section)]
@@ -88,7 +87,7 @@ class StrictFile(Generic[T]):
 
 
 def _walk(section: type, prefix: str) -> Iterator[str]:
-    """Yield every key by its dotted name; those of a list's sections without a place in the list."""
+    """Yield every key by its dotted name, without indices for sections in lists."""
     for name, hint in get_type_hints(section).items():
         if name not in {entry.name for entry in fields(section)}:
             continue

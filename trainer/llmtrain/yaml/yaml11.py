@@ -1,18 +1,18 @@
-"""What YAML 1.1 reads as something else than was meant, put right by the type of the key."""
+"""Values that YAML 1.1 misreads, corrected by the type of the key."""
 
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# The words that YAML 1.1 takes for booleans, beside true and false.
+# The words other than true and false that YAML 1.1 reads as booleans.
 WORDS = {False: ("off", "no"), True: ("on", "yes")}
 
 
 def as_meant(value: Any, hint: Any) -> Any:
-    """Return a value of a YAML file as a key of type `hint` takes it; sections and lists with all that is in them.
+    """Return a value of a YAML file as a key of type `hint` means it, recursively for sections and lists.
 
-    An unquoted off, on, yes or no is a word where the key takes that word and no boolean, and 1e3 is a whole number
-    where the key takes no other. Whatever else is wrong stays as it is, to be refused.
+    An unquoted off, on, yes or no becomes a word if the key accepts that word and no boolean. 1e3 becomes a whole
+    number if the key accepts no other number. All other values stay as they are.
     """
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if isinstance(value, bool):
