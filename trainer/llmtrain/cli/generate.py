@@ -32,7 +32,7 @@ def generate(
         model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
         waiting.doing = lambda: "loading the tokenizer"
         texts = complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer)
-        # The prompt, once the tokenizer is there.
+        # The first text is the prompt; it comes after the tokenizer has been loaded.
         first = next(texts)
     for text in chain([first], texts):
         say(text, end="")

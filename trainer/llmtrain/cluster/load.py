@@ -24,6 +24,13 @@ def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Clust
     return _FILE.parse({"name": path.stem, **_FILE.read(path)}, f"{path}: ")
 
 
+def given_cluster(source: str | Cluster) -> Cluster | None:
+    """Return the cluster that the recipe's key `cluster` gives; None for auto. Raises BadInputError."""
+    if isinstance(source, Cluster):
+        return source
+    return None if source == "auto" else load_cluster(source)
+
+
 def shipped_clusters() -> list[str]:
     """Return the names of the descriptions that come with llmtrain."""
     return sorted(path.stem for path in (shipped_folder() / "clusters").glob("*.yaml"))

@@ -35,7 +35,7 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
             said = f"parallel.data is {data}" + (f", times {parts}" if model > 1 else "")
         needed = f"start it with a multiple of {model}"
         if parallel.data != "auto":
-            # With any other number of ranks, auto has nothing to fit.
+            # auto helps only if tensor x pipeline divides the ranks.
             needed = f"start it with {model * data}" if world % model else "set parallel.data=auto"
         raise BadInputError(f"{said}, but the run has {world} rank{'s' if world > 1 else ''}; {needed}")
     degree = {Axis.TENSOR: parallel.tensor, Axis.PIPELINE: parallel.pipeline, Axis.DATA: data}
@@ -119,7 +119,7 @@ def _remedy(cluster: Cluster, layout: Layout) -> str:
         other = Layout(dict(zip(axes, (pipeline, blocks // pipeline, tensor), strict=True)))
         return not any(_names(cluster, group) for group in other.groups(Axis.DATA))
 
-    # Prefer the present number of stages. One block per stage always fits.
+    # Prefer the present number of stages. With one tensor group per stage, no data group crosses anything.
     counts = (layout.degree(Axis.PIPELINE), *range(1, blocks + 1))
     pipeline = next(stages for stages in counts if blocks % stages == 0 and inside(stages))
     keys = [f"parallel.pipeline to {pipeline}"] if pipeline != layout.degree(Axis.PIPELINE) else []

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.load import find_cluster, load_cluster
+from llmtrain.cluster.load import find_cluster, given_cluster
 from llmtrain.cluster.topology import check_world
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.measure.result import as_data
@@ -87,7 +87,7 @@ def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
     """Return a recipe as YAML that needs no other recipe or cluster file; `auto` stays, as the job's nodes decide it.
     Raises BadInputError if the job could not read the text."""
     given = as_meant(given, Recipe)
-    if (cluster := _cluster(recipe.cluster)) is not None:
+    if (cluster := given_cluster(recipe.cluster)) is not None:
         given["cluster"] = as_data(cluster)
     text = OmegaConf.to_yaml(OmegaConf.create(given))
     try:
@@ -135,7 +135,7 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
 
 def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
     """Return (nodes, ranks per node) for a run. Raises BadInputError if nothing gives them."""
-    parallel, cluster = recipe.parallel, _cluster(recipe.cluster)
+    parallel, cluster = recipe.parallel, given_cluster(recipe.cluster)
     per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
     model = parallel.tensor * parallel.pipeline
     wanted = None if parallel.data == "auto" else model * parallel.data
@@ -160,12 +160,6 @@ def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
             f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
         )
     return wanted // per_node, per_node
-
-
-def _cluster(source: str | Cluster) -> Cluster | None:
-    if isinstance(source, Cluster):
-        return source
-    return None if source == "auto" else load_cluster(source)
 
 
 def _gpus(site: Site) -> int | None:

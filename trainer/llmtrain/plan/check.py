@@ -43,7 +43,7 @@ def check_given(recipe: Recipe) -> None:
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
     pipeline = recipe.pipeline
-    # recipe.resolved.yaml keeps alpha beside the list of layers that it led to.
+    # recipe.resolved.yaml has alpha beside the list of layers that it led to.
     if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
         raise BadInputError(
             f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
-from llmtrain.cluster.load import load_cluster, shipped_clusters
+from llmtrain.cluster.load import given_cluster, shipped_clusters
 from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.cluster.topology import layout_degrees
@@ -38,9 +38,7 @@ def run_on(
 
 def ranks_of(recipe: Recipe, ranks: int | None) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
     """Return what `run_on` does, for a loaded recipe. It needs no plan, so the model and the batch need not fit."""
-    cluster = recipe.cluster if isinstance(recipe.cluster, Cluster) else None
-    if isinstance(recipe.cluster, str) and recipe.cluster != "auto":
-        cluster = load_cluster(recipe.cluster)
+    cluster = given_cluster(recipe.cluster)
     world = ranks or _described(cluster, recipe.parallel)
     per_node = cluster.node.ranks if cluster else world
     return cluster, tiers(cluster, world, per_node), Layout(layout_degrees(recipe.parallel, world))

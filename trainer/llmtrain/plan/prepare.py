@@ -7,8 +7,7 @@ from pathlib import Path
 from llmtrain_data.errors import DataError
 from llmtrain_data.tokenizer import tokenizer_size
 
-from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.load import load_cluster
+from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import check, check_folders, check_given
@@ -36,15 +35,10 @@ def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) ->
         facts = replace(facts, tokenizer=_tokenizer_size(recipe.data.tokenizer))
     if recipe.model.hf is not None:
         facts = replace(facts, hf=read_hf_config(Path(recipe.model.hf)))
-    if recipe.cluster != "auto":
-        facts = replace(facts, cluster=_cluster(recipe.cluster))
+    facts = replace(facts, cluster=given_cluster(recipe.cluster))
     plan = make_plan(recipe, facts)
     check(plan, facts)
     return plan
-
-
-def _cluster(source: str | Cluster) -> Cluster:
-    return source if isinstance(source, Cluster) else load_cluster(source)
 
 
 def _tokenizer_size(folder: str) -> int:
