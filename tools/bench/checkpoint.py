@@ -1,8 +1,8 @@
-"""Checkpoint saving against the disk, and how long an asynchronous save holds up the loop.
+"""Checkpoint saving relative to the disk's speed, and how long an asynchronous save blocks the training loop.
 
     python tools/bench/checkpoint.py [--mib 1024] [--rounds 7] [--folder DIR] [--write docs/benchmarks.md]
 
-Every round takes each contender once, in turn, over the same bytes on the same disk; figures are medians.
+Every round runs each contender once, with the same bytes on the same disk. Results are medians.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BLOCK = 16 * 1024**2
 
 @dataclass
 class Bench:
-    """States of a model, and the folder to save them in."""
+    """The states of a model, and the folder for their checkpoints."""
 
     config: GPTConfig
     shards: list[StateShard]
@@ -57,12 +57,12 @@ class Bench:
         return Checkpointer(self.folder / "ours", ranks, 1, asynchronous)
 
     def about(self) -> dict[str, dict[str, JsonValue]]:
-        """Return what a checkpoint says about its run."""
+        """Return the checkpoint's metadata about its run."""
         return {"recipe": {}, "model": asdict(self.config)}
 
 
 def model_of_size(mib: int) -> GPTConfig:
-    """Return a GPT-2 of the size whose three fp32 states take about `mib` MiB."""
+    """Return the smallest GPT-2 whose three fp32 states take at least `mib` MiB."""
     layers = 1
     while True:
         config = GPTConfig(
@@ -76,7 +76,7 @@ def model_of_size(mib: int) -> GPTConfig:
 
 
 def make(mib: int, folder: Path) -> Bench:
-    """Fill the states of a model with numbers that do not compress."""
+    """Return a model's states, filled with random numbers, which do not compress."""
     config = model_of_size(mib)
     shards = [
         StateShard(unit, 0, unit.numel, {name: torch.randn(unit.numel) for name in ("master", "m", "v")})
@@ -86,7 +86,7 @@ def make(mib: int, folder: Path) -> Bench:
 
 
 def plain_write(bench: Bench) -> None:
-    """Write the same bytes in blocks of 16 MiB, then fsync: what the disk gives."""
+    """Write the same bytes in blocks of 16 MiB, then fsync: the disk's speed."""
     fd = os.open(bench.folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for state in bench.states:
         view = state.numpy().data.cast("B")
@@ -99,7 +99,7 @@ def plain_write(bench: Bench) -> None:
 
 
 def torch_save(bench: Bench) -> None:
-    """torch.save, made as durable as ours."""
+    """Save with torch.save, then fsync, as llmtrain does."""
     with open(bench.folder / "torch.pt", "wb") as file:
         torch.save(bench.states, file)
         file.flush()
@@ -107,13 +107,13 @@ def torch_save(bench: Bench) -> None:
 
 
 def dcp_save(bench: Bench) -> None:
-    """torch.distributed.checkpoint, which fsyncs by itself."""
+    """Save with torch.distributed.checkpoint, which calls fsync itself."""
     states = {f"state{index}": state for index, state in enumerate(bench.states)}
     dcp.save(states, checkpoint_id=bench.folder / "dcp", no_dist=True)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long `work` takes."""
+    """Return the duration of `work`."""
     gc.collect()
     start = time.perf_counter()
     work()
@@ -121,13 +121,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def succeed(failure: str | None) -> None:
-    """End with the sentence of a save that failed: its time is that of no save."""
+    """Exit with the message of a failed save, whose time is meaningless."""
     if failure is not None:
         raise SystemExit(failure)
 
 
 def measure_saves(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Return seconds of each round, by contender. The first round only warms up; the order changes every round."""
+    """Return seconds of each round, by contender. The first round is a warm-up; the order changes every round."""
     ours, steps = bench.checkpointer(asynchronous=False), count(1)
     contenders: dict[str, Callable[[], object]] = {
         "plain": lambda: plain_write(bench),
@@ -140,7 +140,7 @@ def measure_saves(bench: Bench, rounds: int) -> dict[str, list[float]]:
     for _ in range(rounds + 1):
         for name in names:
             times[name].append(seconds(contenders[name]))
-            # Nobody deletes an old file, or writes one back, in another one's time.
+            # Delete and write back outside the measured time.
             for path in bench.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             os.sync()
@@ -149,7 +149,7 @@ def measure_saves(bench: Bench, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_blocking(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds that an asynchronous save blocks, and those of copying the states; in turn."""
+    """Return the seconds that an asynchronous save blocks, and those of copying the states, interleaved."""
     ours, steps = bench.checkpointer(asynchronous=True), count(1)
     ours.reserve(bench.shards)
     buffers = [torch.zeros_like(state) for state in bench.states]
@@ -185,7 +185,7 @@ def row(name: str, values: list[float]) -> list[str]:
 
 
 def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[float]], load: float) -> str:
-    """Return the section for the document. load: the machine's load average before the first round."""
+    """Return the section of the document. load: the machine's load average before the first round."""
     names = {
         "plain": "plain write, 16 MiB blocks, then fsync",
         "ours": "llmtrain, checksums included",
@@ -199,7 +199,7 @@ def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[fl
     first = table(["save", "seconds", "range", "GB/s", "rate / plain write's rate"], rows)
     blocked, copied = holds["blocked"], holds["copied"]
     second = table(
-        ["what holds up the loop", "seconds", "range", "time / copying's time"],
+        ["blocks the loop", "seconds", "range", "time / copying's time"],
         [
             [*row("asynchronous save", blocked), f"{ratio(blocked, copied):.2f}"],
             [*row("copying the states into buffers", copied), "1.00"],
@@ -207,9 +207,9 @@ def report(bench: Bench, saves: dict[str, list[float]], holds: dict[str, list[fl
     )
     return (
         f"## Checkpoints\n\n{machine(('torch', 'xxhash'))}.\n\n"
-        f"`python tools/bench/checkpoint.py`: {bench.nbytes / 1e9:.2f} GB of fp32 states on one rank. {len(blocked)} "
-        "rounds, every contender once a round in changing order; seconds are medians, ratios the median of the "
-        f"rounds' ratios. Load average when it started, from other work: {load:.1f}.\n\n{first}\n\n{second}\n"
+        f"`python tools/bench/checkpoint.py`: {bench.nbytes / 1e9:.2f} GB of fp32 states on one rank. Each of "
+        f"{len(blocked)} rounds runs every contender once, in changing order. Seconds are medians; ratios are medians "
+        f"of the rounds' ratios. Load average of other work at the start: {load:.1f}.\n\n{first}\n\n{second}\n"
     )
 
 
@@ -218,8 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="size of the states")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, default=Path(), help="where to write; its disk is what is measured")
-    parser.add_argument("--write", type=Path, help="document to put the table into")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder to write to, on the disk to measure")
+    parser.add_argument("--write", type=Path, help="document to update with the tables")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     load = os.getloadavg()[0]

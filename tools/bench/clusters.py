@@ -1,6 +1,6 @@
-"""Clusters whose fast networks do not reach each other, trained with stages inside them and without regard to them:
-seconds per step, and bytes on the network between. `python -m tools.bench.clusters --write docs/benchmarks.md`; needs
-root.
+"""Training over clusters whose fast networks are not connected: with one pipeline stage per cluster, and with
+placements that ignore the clusters. Measures seconds per step and bytes on the network between the clusters.
+`python -m tools.bench.clusters --write docs/benchmarks.md`; needs root.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
 
-# Rates and the shares of fast and slow are those of Holmes, table 1, a thousandth of each.
+# The rates are those of Holmes, table 1, divided by 1000.
 DESCRIPTION = """
 node: {{ranks: {ranks}}}
 clusters:
@@ -42,15 +42,15 @@ logging: {{every: 1, dir: {folder}/runs}}
 """
 HEAD = """## Clusters
 
-`python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes, 200 Mbit/s among the nodes of each, whose
-cards do not reach those of other clusters, and Ethernet of 25 Mbit/s that joins all: a thousandth of the rates of
-Holmes, table 1 and figure 3. A GPT of hidden {hidden}, {layers} layers in each stage, fp32, ZeRO stage 1, a stage for
-each cluster, {tokens} tokens in a microbatch; `llmtrain run` on every rank, placements in turns, medians of all steps
-but each run's first. "stages in clusters" is what a cluster file and the default `parallel.order` do, Holmes'
-placement; the others place ranks with `parallel.order=data-pipeline-tensor`, where replicas are clusters apart: over
-Ethernet alone, which is what reaches everything, as without a cluster file, or with a card chosen for each group. "on
-Ethernet" is what all nodes together send over it in a step, by their cards' counters, headers included; "stages
-alone" what the activations and their gradients make up by formula."""
+`python -m tools.bench.clusters`. {machine}. Clusters of emulated nodes. The nodes of a cluster have a network of 200
+Mbit/s that does not reach the other clusters; Ethernet of 25 Mbit/s joins all nodes. The rates are those of Holmes,
+table 1 and figure 3, divided by 1000. A GPT of hidden {hidden}, {layers} layers per stage, fp32, ZeRO stage 1, one
+stage per cluster, {tokens} tokens per microbatch; `llmtrain run` on every rank, placements interleaved, medians of all
+steps except each run's first. "stages in clusters" is Holmes' placement, the result of a cluster file and the default
+`parallel.order`. The others use `parallel.order=data-pipeline-tensor`, which puts replicas into different clusters:
+with Ethernet for all groups, as without a cluster file, or with a card chosen for each group. "on Ethernet" is what
+all nodes together send over it in a step, by their cards' counters, including headers. "stages alone" is the size of
+the activations and their gradients, by formula."""
 PLACEMENTS: Mapping[str, tuple[str, ...]] = {
     "stages in clusters": ("cluster={cluster}",),
     "anywhere, Ethernet": ("parallel.order=data-pipeline-tensor",),
@@ -58,15 +58,15 @@ PLACEMENTS: Mapping[str, tuple[str, ...]] = {
 }
 HOLMES, ANYWHERE = list(PLACEMENTS)[:2]
 GOAL = 1.38
-# Steps of a run beside which another one's bytes are counted.
+# Steps of the short run whose bytes are subtracted from those of a longer run.
 SHORT = 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Clusters, each of `nodes` nodes with `ranks` ranks, which are the tensor-parallel ones; a stage in each cluster.
+    """Clusters of `nodes` nodes with `ranks` tensor-parallel ranks each; one stage per cluster.
 
-    microbatches: of each replica in a step. layers: of each stage.
+    microbatches: per replica and step. layers: per stage.
     """
 
     clusters: int = 2
@@ -79,7 +79,7 @@ class Setting:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of activations and of their gradients between stages in a step, of all replicas together."""
+        """Bytes of activations and their gradients between stages in a step, over all replicas."""
         message = self.tokens * self.hidden * 4
         return 2 * (self.clusters - 1) * self.nodes * self.ranks * self.microbatches * message
 
@@ -93,7 +93,7 @@ class Setting:
         return DESCRIPTION.format(ranks=self.ranks, clusters="\n".join(lines))
 
     def recipe(self, folder: Path) -> str:
-        """Return the recipe, which finds its data in `folder`."""
+        """Return the recipe, with its data in `folder`."""
         return RECIPE.format(
             folder=folder,
             layers=self.layers * self.clusters,
@@ -108,7 +108,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. crossed: bytes that all nodes sent over Ethernet. seconds, losses: of each step."""
+    """One run. crossed: bytes that all nodes sent over Ethernet. seconds, losses: one value per step."""
 
     crossed: int
     seconds: tuple[float, ...]
@@ -127,7 +127,7 @@ class Bench:
         self.lab = Lab(of_cluster(load_cluster(self._description)))
 
     def train(self, keys: Sequence[str], steps: int) -> Trained:
-        """Run the recipe with overrides on every rank, and return what it took. Raises SystemExit where it fails."""
+        """Run the recipe with overrides on every rank. Raises SystemExit if the run fails."""
         self._runs += 1
         name = f"run{self._runs}"
         keys = [key.format(cluster=self._description) for key in keys]
@@ -145,7 +145,7 @@ class Bench:
 
 
 def report(setting: Setting, rounds: int, steps: int) -> str:
-    """Return the table of one setting, measured now."""
+    """Measure one setting and return its table."""
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(setting, Path(name))
         with bench.lab:
@@ -154,7 +154,7 @@ def report(setting: Setting, rounds: int, steps: int) -> str:
                 for placement in list(PLACEMENTS) if turn % 2 else list(reversed(list(PLACEMENTS))):
                     found[placement].append(bench.train(PLACEMENTS[placement], steps))
             short = {placement: bench.train(keys, SHORT).crossed for placement, keys in PLACEMENTS.items()}
-    # By how much more crosses in a longer run, so that what is sent at its start and end does not count.
+    # Subtract the bytes of a short run, so that the traffic at a run's start and end does not count.
     crossed = {placement: (runs[0].crossed - short[placement]) / (steps - SHORT) for placement, runs in found.items()}
     seconds = {placement: [second for run in runs for second in run.seconds[1:]] for placement, runs in found.items()}
     rows = [
@@ -172,14 +172,14 @@ def report(setting: Setting, rounds: int, steps: int) -> str:
     header = ("ranks", "s per step", "from, to", "/ first", "MB on Ethernet", "stages alone", f"loss of step {steps}")
     ratio = statistics.median(seconds[ANYWHERE]) / statistics.median(seconds[HOLMES])
     totals = [run.crossed for run in found[HOLMES]]
-    # Whole runs, as what is sent at their start and end is what differs.
-    apart = f"; whole runs alike differ by up to {max(totals) - min(totals):,} bytes" if rounds > 1 else ""
+    # Compare whole runs: their traffic differs at the start and end.
+    apart = f"; equal runs differ in total by up to {max(totals) - min(totals):,} bytes" if rounds > 1 else ""
     degrees = f"tensor {setting.ranks} x pipeline {setting.clusters} x data {setting.nodes}"
     return (
         f"{setting.clusters} clusters x {setting.nodes} nodes x {setting.ranks} ranks ({degrees}), "
         f"{setting.microbatches} microbatches, {rounds} runs of {steps} steps each:\n\n{table(header, rows)}\n\n"
-        f"A step is {ratio:.2f} times as fast as over Ethernet alone (goal: {GOAL}). What crosses in a step is the "
-        f"stages' messages and {crossed[HOLMES] - setting.stage_bytes:+,.0f} bytes{apart}."
+        f"A step is {ratio:.2f} times as fast as over Ethernet alone (goal: {GOAL}). The traffic between clusters in a "
+        f"step is that of the stages {crossed[HOLMES] - setting.stage_bytes:+,.0f} bytes{apart}."
     )
 
 

@@ -1,13 +1,12 @@
-"""Rate and memory of `llmtrain data prepare` against its encoder alone and against Megatron-style workers.
+"""Rate and memory of `llmtrain data prepare`, compared to its encoder alone and to Megatron-style workers.
 
     python tools/bench/data.py [--write docs/benchmarks.md]
 
-Every measurement is a process of its own on all cores, interleaved over the rounds; medians are reported. The
-corpus is Python's standard library, over and over, with a letter in a hundred replaced at random in each copy, so
-that an encoder which remembers words keeps meeting new ones. The encoder alone has all texts in memory; `prepare`
-is the whole command, from the start of Python to the last fsync; what it wrote is removed before the next round,
-outside the timed part. Processor time is given beside wall time because
-it hardly moves when the machine has other work.
+Every measurement is a separate process on all cores; rounds interleave them, and results are medians. The corpus is
+many copies of Python's standard library, with one letter in a hundred replaced at random in each copy, so that an
+encoder with a word cache keeps seeing new words. The encoder alone has all texts in memory. `prepare` is the whole
+command, from the start of Python to the last fsync; its output is removed outside the timed part. The report has CPU
+time as well as wall time, because CPU time hardly depends on other work of the machine.
 """
 
 import argparse
@@ -39,13 +38,13 @@ WORK = [
 
 
 def main() -> None:
-    """Measure, print the table, and write it into the document if asked to."""
+    """Measure, print the table, and write it to the document if --write is given."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--megabytes", type=int, default=800, help="size of the large corpus")
-    parser.add_argument("--rounds", type=int, default=7, help="odd; the encoder's rate varies by a factor of 2")
+    parser.add_argument("--rounds", type=int, default=7, help="an odd number; the encoder's rate varies twofold")
     parser.add_argument("--folder", type=Path, help="folder for the corpora (default: a temporary one)")
-    parser.add_argument("--write", type=Path, help="document to put the table into")
+    parser.add_argument("--write", type=Path, help="document to update with the table")
     parser.add_argument("--peer", nargs=2, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -113,7 +112,7 @@ def report(
         for name, label in names.items()
     ]
     header = ["work", "text", "MB/s", "of the encoder", "of Megatron-style", "CPU s/GB", "encoder / it", "peak memory"]
-    # What the text between the small and the large corpus takes: the rate without the start of the command.
+    # The rate without the command's start: additional text of the large corpus over the additional time.
     sizes = [texts[name] for name in ("large", "small")]
     times = [size / rate[f"prepare {name}.jsonl"] for size, name in zip(sizes, ("large", "small"), strict=True)]
     loads = [size * load[f"prepare {name}.jsonl"] for size, name in zip(sizes, ("large", "small"), strict=True)]
@@ -129,16 +128,16 @@ def report(
             "",
             table(header, rows),
             "",
-            f"Once started, `data prepare` of JSONL goes at {going:.0f} MB/s ({going / encoder:.2f} of the encoder) "
-            f"and {going_load:.1f} s/GB ({load['encoder large.jsonl'] / going_load:.2f}). "
-            "Targets: at least 0.7 of the encoder, at least 10 times the Megatron-style workers, memory flat: "
+            f"Without its start, `data prepare` of JSONL runs at {going:.0f} MB/s ({going / encoder:.2f} of the "
+            f"encoder) and {going_load:.1f} s/GB ({load['encoder large.jsonl'] / going_load:.2f}). "
+            "Goals: at least 0.7 of the encoder, at least 10 times the Megatron-style workers, constant memory: "
             f"8 times the corpus takes {growth:.2f} times the memory.",
         ]
     )
 
 
 def make_corpus(path: Path, megabytes: int, seed: int) -> int:
-    """Write about `megabytes` of text as .jsonl and as .txt; return the bytes of text."""
+    """Write about `megabytes` MB of text as .jsonl and as .txt; return the bytes of text."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in sorted(root.rglob("*.py")) if "site-packages" not in file.parts]
     sources = [file.read_bytes() for file in files]
@@ -156,7 +155,7 @@ def make_corpus(path: Path, megabytes: int, seed: int) -> int:
 
 
 def perturbed(source: bytes, random: np.random.Generator) -> bytes:
-    """Replace one letter in a hundred, at random, by another."""
+    """Replace about one letter in a hundred by a random one."""
     text = np.frombuffer(source, np.uint8).copy()
     places = random.integers(0, max(len(text), 1), len(text) // 100)
     places = places[(text[places] >= 97) & (text[places] <= 122)]
@@ -165,13 +164,13 @@ def perturbed(source: bytes, random: np.random.Generator) -> bytes:
 
 
 def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float]:
-    """Return the wall seconds, the processor seconds and the peak memory (MB) of one measurement."""
+    """Return the wall seconds, the CPU seconds and the peak memory (MB) of one measurement."""
     if what != "prepare":
         output, *_ = run([__file__, "--peer", what, str(corpus), "--tokenizer", str(tokenizer)])
         seconds, processor = json.loads(output)
         return seconds, processor, 0.0
     prefix = corpus.with_suffix("")
-    # Making room for new output by freeing the old one's pages is no part of preparing.
+    # Remove the old output first: freeing its pages is not part of the measurement.
     for suffix in (".bin", ".checksums", ".idx"):
         Path(f"{prefix}{suffix}").unlink(missing_ok=True)
     arguments = ["--tokenizer", str(tokenizer), "--output", str(prefix)]
@@ -180,7 +179,7 @@ def timed(what: str, corpus: Path, tokenizer: Path) -> tuple[float, float, float
 
 
 def run(arguments: list[str]) -> tuple[str, float, resource.struct_rusage]:
-    """Run Python on `arguments`; return what it printed, its wall seconds and its use of resources."""
+    """Run Python with `arguments`; return its output, its wall seconds and its resource usage."""
     started = time.perf_counter()
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -193,9 +192,9 @@ def run(arguments: list[str]) -> tuple[str, float, resource.struct_rusage]:
 
 
 def encoder_alone(corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the wall and processor seconds that gigatoken takes on all cores, with the texts in memory.
+    """Return gigatoken's wall and CPU seconds on all cores, with the texts in memory.
 
-    In calls of 16 MB, the size it is fastest at: one call for everything spends as long again on page faults.
+    It encodes 16 MB per call, its fastest size: a single call for all texts takes twice as long because of page faults.
     """
     import gigatoken
 
@@ -212,7 +211,7 @@ def encoder_alone(corpus: Path, tokenizer: Path) -> tuple[float, float]:
 
 
 def encoder_reads(corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the wall and processor seconds of gigatoken's own JSONL reader and encoder; ids stay in memory."""
+    """Return the wall and CPU seconds of gigatoken's own JSONL reader and encoder; ids stay in memory."""
     import gigatoken
 
     encoder = gigatoken.Tokenizer(tokenizer)
@@ -228,10 +227,10 @@ class _Worker:
 
 
 def megatron_style(corpus: Path, tokenizer: Path) -> tuple[float, float]:
-    """Return the wall and processor seconds of preparing as Megatron's preprocess_data does.
+    """Return the wall and CPU seconds of a preparation as in Megatron's preprocess_data.
 
-    A pool of processes, each with a tokenizer of its own; one JSON line is a task, its ids come back as a list
-    and are written one document at a time.
+    It uses a pool of processes, each with its own tokenizer. One JSON line is a task; its ids come back as a list, and
+    the parent writes one document at a time.
     """
     started, processor = time.perf_counter(), time.process_time()
     lengths = []

@@ -1,4 +1,4 @@
-"""Blocks that take longer than they compute, as if they ran on a processor of each rank's own."""
+"""Blocks that sleep in addition to their computation, to emulate a separate processor for each rank."""
 
 import time
 from collections.abc import Callable, Collection
@@ -12,32 +12,31 @@ from torch import Tensor
 
 
 class Pace(torch.autograd.Function):
-    """The identity, which waits as if a block were computed elsewhere meanwhile."""
+    """The identity; it sleeps, as if another processor computed a block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, later: Callable[[], bool]) -> Tensor:
-        """Wait `seconds`. later: whether in the backward pass the weights wait apart."""
+        """Sleep `seconds`. later: whether the weights' backward pass sleeps separately."""
         ctx.seconds, ctx.later = seconds, later
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Wait as long for the gradient of the inputs, and again for that of the weights."""
+        """Sleep as long for the gradient of the inputs, and again for that of the weights."""
         time.sleep(ctx.seconds if ctx.later() else 2 * ctx.seconds)
         return gradient, None, None
 
 
 def pace(model: GPT, seconds: float, later: Callable[[], bool]) -> None:
-    """Have each block take so many seconds more in its forward pass, in the backward pass of its inputs and in that of
-    its weights. later: whether the latter come apart, in `backward_weights`."""
+    """Add `seconds` to each block's forward pass, to the backward pass of its inputs and to that of its weights.
+    later: whether the last one is separate, in `backward_weights`."""
     for block in model.blocks.values():
         block.register_forward_hook(lambda _, given, x: Pace.apply(x, seconds, later))
 
 
 def pace_run(run: Run, seconds: float) -> None:
-    """Have each block of a pipelined run of ours take so many seconds more in each of the three, the weights' where
-    they come apart too."""
+    """Apply `pace` to the blocks of a pipelined llmtrain run, with or without a separate backward pass of weights."""
     if not seconds:
         return
     deferred, inner = run.executor._weight_gradients, run.engine.backward_weights

@@ -1,5 +1,6 @@
-"""Our pipeline schedules, and torch.distributed.pipelining's 1F1B, on four ranks of this machine: seconds per step,
-waiting against what the timeline says, activations held. `python -m tools.bench.pipeline --write docs/benchmarks.md`.
+"""llmtrain's pipeline schedules and torch.distributed.pipelining's 1F1B on four ranks of this machine: seconds per
+step, bubble compared to the simulated timeline, live activations.
+`python -m tools.bench.pipeline --write docs/benchmarks.md`.
 """
 
 import argparse
@@ -39,8 +40,8 @@ Found = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison. pace: seconds that each block waits in a forward pass, as if it were computed elsewhere, in the
-    backward pass of its inputs and in that of its weights. rounds: measured steps of each contestant."""
+    """One comparison. pace: seconds that each block sleeps in its forward pass, in the backward pass of its inputs and
+    in that of its weights. rounds: measured steps of each contestant."""
 
     hidden: int
     sequence: int
@@ -52,18 +53,18 @@ class Setting:
         size = f"hidden {self.hidden}, {self.sequence} tokens a microbatch"
         if self.pace:
             return (
-                f"Each block also sleeps {1e3 * self.pace:.0f} ms in a forward pass, in the backward pass of its "
-                "inputs and in that of its weights, so that the ranks' work goes side by side as on processors of "
-                f"their own ({size}):"
+                f"Each block also sleeps {1e3 * self.pace:.0f} ms in its forward pass, in the backward pass of its "
+                "inputs and in that of its weights, so that the ranks overlap as on separate processors "
+                f"({size}):"
             )
-        return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
+        return f"Without sleeping; the ranks share this machine's cores ({size}):"
 
 
 SETTINGS = (Setting(128, 128, 0.010, 5, get_args(ScheduleName)), Setting(256, 128, 0.0, 15, (OURS,)))
 
 
 def measure(setting: Setting) -> dict[str, Found]:
-    """Return what `pipeline_ranks` measured, of passes and of whole steps."""
+    """Return the measurements of `pipeline_ranks`, for passes and for whole steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
@@ -96,7 +97,7 @@ def measure(setting: Setting) -> dict[str, Found]:
 
 
 def timeline(name: str, by_kind: Mapping[str, list[float]], transfer: float) -> Timeline:
-    """Play a schedule with the durations that were measured in a step of it. transfer: of a message, in seconds."""
+    """Simulate a schedule with the durations measured in one step. transfer: seconds of a message."""
     forward = by_kind["F"]
     known = Durations(forward, by_kind["B"], by_kind["W"], [transfer] * (len(forward) - 1))
     if name == "message-driven":
@@ -106,12 +107,12 @@ def timeline(name: str, by_kind: Mapping[str, list[float]], transfer: float) -> 
 
 
 def ratio(found: Found, name: str, other: str) -> float:
-    """Return how many times as long the steps of `name` take as those of `other`: the median within a turn."""
+    """Return the duration of the steps of `name` relative to those of `other`: the median ratio within a round."""
     return median(a / b for a, b in zip(found[name]["seconds"], found[other]["seconds"], strict=True))
 
 
 def report(setting: Setting, found: Mapping[str, Found]) -> str:
-    """Return the table of one comparison, and what it says of the goals."""
+    """Return the table of one comparison, and its results relative to the goals."""
     passes, rows, off = found["passes"], [], {}
     for name, figures in passes.items():
         pieces, fit = len(figures["durations"][0]["F"]) // RANKS, ["", ""]
@@ -134,19 +135,21 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
         "schedule",
         "seconds per step",
         f"of {OURS}'s",
-        "processor seconds",
+        "CPU seconds",
         "bubble",
         "timeline's",
         "ratio",
-        "activations held, in microbatches, by rank",
+        "live activations, in microbatches, by rank",
     )
-    said = ""
+    fits = ""
     if setting.pace:
-        said = f" Its bubble is {off[OURS]:.1%} off the timeline's (goal: 10%), the farthest {max(off.values()):.1%}."
+        fits = (
+            f" Its bubble differs from the timeline's by {off[OURS]:.1%} (goal: 10%), at most {max(off.values()):.1%}."
+        )
     return (
         f"{setting}\n\n{table(header, rows)}\n\n"
-        f"{OURS} goes at {ratio(passes, PEER, OURS):.3f} times the rate of torch's in the passes alone, and at "
-        f"{ratio(found['whole'], PEER, OURS):.3f} times in whole optimizer steps (goal: 1.0).{said}"
+        f"{OURS} is {ratio(passes, PEER, OURS):.3f} times as fast as torch's in the passes alone, and "
+        f"{ratio(found['whole'], PEER, OURS):.3f} times in whole optimizer steps (goal: 1.0).{fits}"
     )
 
 
@@ -162,16 +165,15 @@ def main() -> None:
     if given.write:
         head = (
             f"## Pipeline\n\n`python -m tools.bench.pipeline`. {machine()}. A GPT of {LAYERS} layers, fp32, in "
-            f"{RANKS} stages on ranks of one thread each, {MICROBATCHES} microbatches of one sequence; forward and "
-            "backward passes of steps in turns, medians, ratios within a turn. The bubble is the share of the ranks' "
-            "time in which no action runs, from the first stage's start to the last one's end; the timeline's is the "
-            "schedule played with the means of the durations measured in the same step, and the median of how long the "
-            "schedule's messages took that a rank waited for; what a rank does between actions is waiting in the "
-            "first, and not in the second. Once its forward "
-            "passes are done, a rank of ours hands back the gradient of its inputs before it computes those of its "
-            "weights; torch's hands it back after both. Whole steps: "
-            "ours with gradients' norm, logging and its own AdamW; torch's with its fused AdamW and nothing else. "
-            f"Load average when it started, from other work: {load:.1f}."
+            f"{RANKS} stages on ranks of one thread each, {MICROBATCHES} microbatches of one sequence. Forward and "
+            "backward passes of each step, contestants interleaved; medians, ratios within a round. The bubble is the "
+            "share of the ranks' time in which no action runs, from the first stage's start to the last one's end. "
+            "The timeline's bubble is that of the simulated schedule. The simulation takes the mean durations measured "
+            "in the same step, and the median time of messages that a rank waited for. The measured bubble includes "
+            "a rank's work between actions; the timeline's does not. After its forward passes, a rank of llmtrain "
+            "sends back the gradient of its inputs before it computes those of its weights; torch's rank sends it "
+            "after both. Whole steps: llmtrain's include gradient norm, logging and its own AdamW; torch's include "
+            f"only its fused AdamW. Load average of other work at the start: {load:.1f}."
         )
         write_section(given.write, "pipeline", "\n\n".join([head, *parts]))
 

@@ -1,7 +1,7 @@
-"""The rank's side of the pipeline benchmark: one GPT in stages, by schedules of ours and by torch's 1F1B, in turns.
+"""The rank program of the pipeline benchmark: trains one GPT in stages, by llmtrain's schedules and by torch's 1F1B.
 
-Started by `pipeline.py` as every rank of one machine, with its settings as JSON. The last line that rank 0 writes to
-stdout is the result as JSON.
+`pipeline.py` starts it on every rank of one machine, with the settings as JSON. The last line of rank 0's stdout is the
+result as JSON.
 """
 
 import json
@@ -37,7 +37,7 @@ PEER = "torch"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train. passes: does the forward and backward passes of the step of a number. whole: does the whole
+    """One way to train. passes: runs the forward and backward passes of a step, given its number. whole: runs the whole
     optimizer step."""
 
     passes: Callable[[int], object]
@@ -52,7 +52,7 @@ def rows_of(run: Run, number: int) -> Tensor:
 
 
 def ours(run: Run, seconds: float) -> Contestant:
-    """A schedule of ours, in a run as any other."""
+    """Return the contestant of an llmtrain run."""
     executor, watch, microbatch = run.executor, Watch(), run.plan.batch.microbatch
     pace_run(run, seconds)
     watch_run(run, watch)
@@ -65,14 +65,14 @@ def ours(run: Run, seconds: float) -> Contestant:
 
 
 class PlainStage(nn.Module):
-    """A stage of the same blocks as torch's pipeline takes it: from tokens or activations to activations."""
+    """A stage of the same blocks for torch's pipeline: maps tokens or activations to activations."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pass a microbatch through."""
+        """Run a microbatch."""
         if self.model.embedding is not None:
             x = self.model.embedding(x)
         for block in self.model.blocks.values():
@@ -81,9 +81,9 @@ class PlainStage(nn.Module):
 
 
 def peer(run: Run, seconds: float) -> Contestant:
-    """torch.distributed.pipelining's 1F1B of the stages that `run`, one of ours, has cut, with fused AdamW.
+    """Return the contestant of torch.distributed.pipelining's 1F1B, with the stages of `run` and fused AdamW.
 
-    The loss is our kernel's too, and gradients come out scaled, so that torch's pass over all of them can be left out.
+    It uses the same loss kernel. The loss is already scaled, so torch's extra pass that scales gradients is off.
     """
     rank, watch = run.ranks.rank, Watch()
     count = run.plan.batch.sequences // run.plan.batch.microbatch
@@ -117,7 +117,7 @@ def peer(run: Run, seconds: float) -> Contestant:
 
 
 def watch_chunks(stage: Any, name: str, kind: str, watch: Watch) -> None:
-    """Note every forward or backward pass of torch's stage."""
+    """Record every forward or backward pass of torch's stage."""
     inner = getattr(stage, name)
 
     def watched(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def watch_chunks(stage: Any, name: str, kind: str, watch: Watch) -> None:
 
 
 def plain_copy(run: Run) -> GPT:
-    """Return this rank's part of the model with the same weights, each parameter a tensor of its own."""
+    """Return this rank's part of the model with the same weights, each parameter in its own tensor."""
     model = GPT(run.plan.model, torch.device("cpu"))
     for name in set(model.blocks) - set(run.model.blocks):
         del model.blocks[name]
@@ -142,7 +142,7 @@ def plain_copy(run: Run) -> GPT:
 
 
 def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
-    """Compose a real run of ours, with its logging."""
+    """Compose a real llmtrain run, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
     recipe = load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"])
     plan = make_plan(recipe, facts)
@@ -153,7 +153,7 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
 
 
 def take_turns(contestants: dict[str, Contestant], rounds: int, whole: bool) -> None:
-    """Have each do `rounds` steps after some that warm up, and note them in its watch."""
+    """Run `rounds` interleaved steps of each contestant after the warm-up, and record them in its watch."""
     for number in range(-WARMUP, rounds):
         for name in list(contestants) if number % 2 else list(reversed(contestants)):
             contestant = contestants[name]
@@ -169,7 +169,7 @@ def take_turns(contestants: dict[str, Contestant], rounds: int, whole: bool) -> 
 
 
 def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Return, by name, what the watches of all ranks say. Collective; the result is rank 0's."""
+    """Return the measurements of all ranks' watches, by name. Collective."""
     found = {}
     for name, contestant in contestants.items():
         watches: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""When a pipeline's actions ran on each rank, and what follows from that: waiting, durations, transfers."""
+"""Records when a pipeline's actions ran on each rank, and computes bubbles, durations and message times from that."""
 
 import time
 from collections import defaultdict
@@ -13,17 +13,17 @@ from llmtrain.plan.pipeline.actions import Action
 from llmtrain.training.run import Run
 from torch import Tensor
 
-# Seconds of waiting from which on a message came when it says so: a rank that is slowed may stop for two milliseconds
-# while it takes one that is there.
+# After a wait of this many seconds, a message arrived at the end of the wait. Shorter waits prove nothing: a slowed
+# rank may stop for two milliseconds while it takes a message that is already there.
 WAITED = 3e-3
-# Seconds that a rank needs at most to take what is there, if it is not slowed.
+# Most seconds that a rank needs to take a message that is already there, if the rank is not slowed.
 AT_ONCE = 2e-4
 
 
 class Done(NamedTuple):
-    """An action that ran; times in seconds of the machine's clock, which all its processes share. start: once what it
-    needs was there. after: for how long it went on when what it hands on was ready. idle: for how long the rank stood
-    still for what it needs."""
+    """A finished action; times in seconds of the machine's clock, which all processes share. start: when its inputs
+    were there. after: seconds that it ran after its result was ready to send. idle: seconds that the rank waited for
+    its inputs."""
 
     stage: int
     microbatch: int
@@ -35,7 +35,7 @@ class Done(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What an action hands on."""
+    """The message with an action's result."""
 
     stage: int
     microbatch: int
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Of a message to the stage `to`: how long it took, or no longer than where no rank waited for it."""
+    """The transfer of a message to the stage `to`. seconds: its duration; an upper bound if no rank waited for it."""
 
     to: int
     seconds: float
@@ -52,8 +52,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Watch:
-    """One rank's actions, those of all steps one after another; when each step began and ended, and its processor time
-    in seconds."""
+    """One rank's actions of all steps, in order; the start and end of each step, and its CPU seconds."""
 
     actions: list[Done] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -63,7 +62,7 @@ class Watch:
     _idle: float = 0.0
 
     def act(self, stage: int, microbatch: int, kind: str, run: Callable[[], Any]) -> Any:
-        """Run an action and note it."""
+        """Run an action and record it."""
         self._got, self._after = time.perf_counter(), 0.0
         result = run()
         self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after, self._idle))
@@ -71,13 +70,13 @@ class Watch:
         return result
 
     def go_on(self, run: Callable[[], None]) -> None:
-        """Do what the running action has left to do once it has handed on its result."""
+        """Run the part of an action after it has sent its result."""
         began = time.perf_counter()
         run()
         self._after = time.perf_counter() - began
 
     def stand_still(self, run: Callable[[], Any]) -> Any:
-        """Wait for what the running action needs, or the next one: nothing of it was computed before."""
+        """Wait for the inputs of the running or the next action; the action's computation has not begun."""
         began = time.perf_counter()
         result = run()
         self._got = time.perf_counter()
@@ -91,7 +90,7 @@ class Watch:
 
 
 class WatchedTransport:
-    """A transport whose receives are noted."""
+    """A transport that records its receives."""
 
     def __init__(self, inner: Transport, watch: Watch) -> None:
         self._inner, self._watch = inner, watch
@@ -104,12 +103,12 @@ class WatchedTransport:
         return self._watch.stand_still(lambda: self._inner.receive(channel))
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
-        """Wait until the next message of any of `channels` is there."""
+        """Wait until the next message of any of `channels` has arrived."""
         self._watch.stand_still(lambda: self._inner.wait_any(channels))
 
 
 def watch_run(run: Run, watch: Watch) -> None:
-    """Note what a run's pipeline does."""
+    """Record the actions of a run's pipeline."""
     executor, links, engine = run.executor, run.executor._links, run.engine
     schedule, act, inner = executor._schedule, executor._act, engine.backward_weights
     links._transport = WatchedTransport(links._transport, watch)  # type: ignore[assignment]
@@ -124,26 +123,26 @@ def watch_run(run: Run, watch: Watch) -> None:
 
 
 def step_seconds(watches: Sequence[Watch]) -> list[float]:
-    """Return how long each step took, from the first stage's start to the last rank's end. watches: by rank, of which
-    the first has the first stage: others may come sooner out of what they all waited in, but to no avail."""
+    """Return the duration of each step, from the first stage's start to the last rank's end. watches: by rank; the
+    first rank has the first stage. Other ranks may leave the barrier earlier, but can then only wait."""
     return [max(end for _, end in step) - step[0][0] for step in zip(*(w.steps for w in watches), strict=True)]
 
 
 def bubbles(watches: Sequence[Watch]) -> list[float]:
-    """Return the share of all ranks' time, of each step, in which they wait."""
+    """Return each step's bubble: the share of all ranks' time without an action."""
     steps = zip(*(watch.by_step() for watch in watches), strict=True)
     busy = [sum(done.end - done.start for rank in step for done in rank) for step in steps]
     return [1 - b / (seconds * len(watches)) for b, seconds in zip(busy, step_seconds(watches), strict=True)]
 
 
 def ran(actions: Sequence[Done]) -> list[float]:
-    """Return the seconds of each action of a rank's step alone."""
+    """Return the seconds of each action of a rank's step, without the time between actions."""
     return [done.end - done.start for done in actions]
 
 
 def took(actions: Sequence[Done]) -> list[float]:
-    """Return the seconds of each action of a rank's step, with what the rank does to come to it: where it has to wait,
-    it does that meanwhile."""
+    """Return the seconds of each action of a rank's step, with the rank's work between the previous action and this
+    one. If the rank waits for inputs, it does that work meanwhile, and it does not count."""
     ends = [None, *(done.end for done in actions)]
     return [
         done.end - (done.start if ended is None or done.idle > AT_ONCE else ended)
@@ -154,9 +153,9 @@ def took(actions: Sequence[Done]) -> list[float]:
 def durations(
     steps: Iterable[Sequence[Done]], of: Callable[[Sequence[Done]], list[float]] = ran
 ) -> dict[str, list[float]]:
-    """Return, by kind, how long an action of each stage takes, the mean of all. Of backward passes that do it all, W is
-    what comes after they have handed back the inputs' gradient, where any of the stage does that first; B the rest.
-    steps: the actions of a rank's step, of any ranks and steps. of: seconds of such actions."""
+    """Return the mean duration of an action of each stage, by kind. A combined backward pass counts as W after it has
+    sent the inputs' gradient, if a pass of the stage sends it first; the rest is B. steps: lists of the actions of a
+    rank's step, from any ranks and steps. of: returns the seconds of such actions."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     after: dict[int, list[float]] = defaultdict(list)
     for actions in steps:
@@ -172,9 +171,9 @@ def durations(
 
 
 def ways(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Message, Way]:
-    """Return how long each message of a step took over a free link: from when the action that made it had it to the
-    start of the one that needs it. step: actions by rank, in order. busy: seconds in which a message keeps each hop's
-    link from the next one; none where empty."""
+    """Return the duration of each message of a step over a free link: from when the sending action had its result to
+    the start of the action that needs it. step: actions by rank, in order. busy: seconds that a message occupies each
+    hop's link; empty for none."""
     found: dict[Message, Way] = {}
     rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
     needed = {Message(done.stage, done.microbatch, done.kind): done for actions in step for done in actions}
@@ -191,8 +190,8 @@ def ways(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Mes
 
 
 def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
-    """Return how long a message takes over each hop, the mean of both ways' medians of those that a rank was waiting
-    for. busy: see `ways`."""
+    """Return the duration of a message over each hop: the mean of both directions' medians, of messages that a rank
+    waited for. busy: see `ways`."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in zip(*(watch.by_step() for watch in watches), strict=True):
         for message, way in ways(step, busy).items():
@@ -203,14 +202,14 @@ def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
 
 
 def transfer(watches: Sequence[Watch]) -> float:
-    """Return how long a message takes where all links are alike: the median of those that a rank was waiting for."""
+    """Return the duration of a message if all links are equal: the median of messages that a rank waited for."""
     steps = zip(*map(Watch.by_step, watches), strict=True)
     found = [way.seconds for step in steps for way in ways(step).values() if way.waited]
     return max(median(found), 0.0) if found else 0.0
 
 
 def peak_live(watches: Sequence[Watch], last: str) -> list[int]:
-    """Return the most microbatches of one piece of the model that each rank held. last: the kind that frees them."""
+    """Return each rank's peak number of live microbatches, counted per stage. last: kind of action that frees one."""
     return [max(_peak(step, last) for step in watch.by_step()) for watch in watches]
 
 

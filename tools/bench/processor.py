@@ -1,4 +1,4 @@
-"""A processor of each rank's own, emulated: it takes the time that it is given, whatever the rank's own work takes."""
+"""Emulates a separate processor for each rank. Its work takes a given time, independent of the rank's computation."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
@@ -10,34 +10,35 @@ from llmtrain.parallel.pipeline.stage_links import channels
 from llmtrain.training.run import Run
 from torch import Tensor
 
-# Seconds by which a sleep may end late.
+# Usual lateness of a sleep in seconds.
 PROMPT = 5e-4
 
 
 class Processor:
-    """Works without a pause, like an accelerator whose host hands work ahead: the host's own work, for which it sleeps
-    the less, takes none of its time, unless it is late. What has to wait for a message begins when the host has it."""
+    """Works without a pause, like an accelerator with a queue of launched kernels. The host's own work takes none of
+    the processor's time, because `work` sleeps less for it, unless the host is late. Work that needs a message begins
+    when the host has the message."""
 
     def __init__(self, arrived: Callable[[], set[Channel]]) -> None:
-        """arrived: gives the channels whose next message is there."""
+        """arrived: returns the channels whose next message has arrived."""
         self._arrived, self._free, self._there = arrived, 0.0, set[Channel]()
 
     def begin(self) -> None:
-        """Begin now, after a pause."""
+        """Start working now, after a pause."""
         self._free, self._there = perf_counter(), set()
 
     def work(self, seconds: float) -> None:
-        """Return when it has worked so many seconds from the end of the work before."""
+        """Return when `seconds` of work are done, counted from the end of the previous work."""
         self._free += seconds
         sleep(max(0.0, self._free - perf_counter()))
         late = perf_counter() - self._free
-        # What ends a little late has the next work begin no later.
+        # A sleep that ends only a little late does not delay the next work.
         if late > PROMPT:
             self._free += late
         self._there = self._arrived()
 
     def receive(self, channel: Channel, receive: Callable[[Channel], Tensor]) -> Tensor:
-        """Receive the next message of a channel, for what is worked on next."""
+        """Receive the next message of a channel, for the next work."""
         values = receive(channel)
         if channel not in self._there:
             self._free = max(self._free, perf_counter())
@@ -46,24 +47,24 @@ class Processor:
 
 
 class Given(torch.autograd.Function):
-    """What a block is given: the identity, behind whose backward pass the block's is done."""
+    """The identity on a block's input. Its backward pass runs right after the block's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, worked: Callable[[], None]) -> Tensor:
-        """worked: called once the gradient is there."""
+        """worked: called when the gradient is ready."""
         ctx.worked = worked
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Hand on the gradient."""
+        """Pass on the gradient."""
         ctx.worked()
         return gradient, None
 
 
 def emulate(run: Run, seconds: float) -> None:
-    """Have each block of a pipelined run of ours take so many seconds in its forward pass, in the backward pass of its
-    inputs and in that of its weights, also where these come apart."""
+    """Make each block of a pipelined run take `seconds` in its forward pass, in the backward pass of its inputs and in
+    that of its weights, whether these two are separate or not."""
     executor, engine = run.executor, run.engine
     transport, deferred, train, weights = (
         executor._links._transport,

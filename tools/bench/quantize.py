@@ -1,12 +1,12 @@
-"""Rate of the block quantization kernels on the CPU against copying memory, and against their torch reference.
+"""Rate of the block quantization kernels on the CPU, compared to copying memory and to the torch reference.
 
     python tools/bench/quantize.py [--write docs/benchmarks.md]
 
-A rate is the bytes that a call must read and write, each once, by the time it takes: fp32 elements and packed rows
-for a kernel; for the copy, torch's `copy_` of as many fp32 elements, 4 bytes read and 4 written each. Sizes are those
-of the fp32 elements. Each round measures the copy right before every kernel, with the same number of threads; a share
-is the median, over the rounds, of the kernel's rate by that copy's. The reference does the same work in torch; it is
-called once before the first round, and measured in some rounds only, as it takes long.
+A rate is the bytes that a call reads and writes, each counted once, divided by its time. A kernel reads and writes fp32
+elements and packed rows; the copy is torch's `copy_` of equally many fp32 elements, 4 bytes read and 4 written each.
+Sizes are those of the fp32 elements. Each round measures the copy right before every kernel, with the same number of
+threads. A share is the median over rounds of the kernel's rate divided by that copy's. The reference does the same work
+in torch. It has one warm-up call, and only some rounds measure it, because it is slow.
 """
 
 import argparse
@@ -27,27 +27,27 @@ from torch import Tensor
 SIZES = {"512 KB": 1 << 17, "8 MB": 1 << 21, "64 MB": 1 << 24}
 BLOCK = 256
 ROWS = 4
-"""Rows that a sum adds up: the ranks of a small group."""
+"""Rows of a sum: the ranks of a small group."""
 
 REFERENCE_ROUNDS = 3
 SECONDS = 2e-3
-"""A measurement repeats its call for at least so long."""
+"""A measurement repeats its call for at least this time."""
 
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object], int]]
-"""For each kernel: the call, the same by the reference, and the bytes it reads and writes."""
+"""For each kernel: its call, the reference's call, and the bytes that it reads and writes."""
 
 
 def main() -> None:
-    """Measure, print the table, and write it into the document if asked to."""
+    """Measure, print the table, and write it to the document if --write is given."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--write", type=Path, help="document to put the table into")
+    parser.add_argument("--write", type=Path, help="document to update with the table")
     arguments = parser.parse_args()
     native = native_backend()
     if native is None:
-        raise SystemExit("the C++ kernels cannot be built here: see llmtrain doctor")
+        raise SystemExit("the C++ kernels cannot be built here; run llmtrain doctor")
     measured = {}
     for threads, size in product(arguments.threads, SIZES):
         torch.set_num_threads(threads)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def kernels(native: Backend, numel: int) -> Calls:
-    """Return every kernel, ready to be called on `numel` fp32 elements."""
+    """Return the calls of every kernel on `numel` fp32 elements."""
     torch.manual_seed(0)
     x, out = torch.randn(1, numel), torch.empty(1, numel)
     calls: Calls = {}
@@ -78,12 +78,12 @@ def kernels(native: Backend, numel: int) -> Calls:
 
 
 def pair(native: Backend, name: str, moved: int, *arguments: object) -> tuple[partial[None], partial[None], int]:
-    """Return the call of both backends, and the bytes it moves."""
+    """Return the calls of both backends, and the bytes that a call moves."""
     return partial(getattr(native, name), *arguments), partial(getattr(REFERENCE, name), *arguments), moved
 
 
 def measure(native: Backend, numel: int, rounds: int) -> dict[str, tuple[float, float, float, float]]:
-    """Return for each kernel: its GB/s, the copy's, its share of the copy's, and its times the reference's rate."""
+    """Return for each kernel: its GB/s, the copy's GB/s, their ratio, and its speed relative to the reference."""
     calls = kernels(native, numel)
     source, target = torch.randn(numel), torch.empty(numel)
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
@@ -110,12 +110,12 @@ def measure(native: Backend, numel: int, rounds: int) -> dict[str, tuple[float, 
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy."""
+    """Copy `source` to `target`."""
     target.copy_(source)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the mean time of a call, repeated after one that warms the cache; of that one alone if it is long."""
+    """Return the mean time of repeated calls after a warm-up call; if that is long, return its time."""
     started = time.perf_counter()
     call()
     if (elapsed := time.perf_counter() - started) > 25 * SECONDS:
@@ -151,15 +151,16 @@ def report(measured: dict[tuple[int, str], dict[str, tuple[float, float, float, 
             "",
             f"{machine()}.",
             f"Blocks of {BLOCK}; {rounds} rounds, interleaved, medians; `python tools/bench/quantize.py`. A rate is "
-            "the bytes read and written, each once, by time; the copy is torch's, of the same fp32 elements, measured "
-            'right before each kernel. Sizes are of the fp32 elements. "/ torch" is the time of the reference by the '
-            f"kernel's, median of {min(rounds, REFERENCE_ROUNDS)} rounds.",
+            "the bytes read and written, each counted once, divided by time. The copy is torch's, of the same fp32 "
+            'elements, measured right before each kernel. Sizes are those of the fp32 elements. "/ torch" is the '
+            f"reference's time divided by the kernel's, median of {min(rounds, REFERENCE_ROUNDS)} rounds.",
             "",
             table(header, rows),
             "",
-            f"Least share of the copy's rate: {', '.join(f'{share:.2f} at {size}' for size, share in shares.items())}; "
-            f"least times the torch reference: {times_torch:.1f}. Targets: 0.6 of the copy's, 3 times the reference. "
-            "Memory's own rate is the one beyond the caches; inside them the arithmetic is what takes the time.",
+            "Smallest share of the copy's rate: "
+            f"{', '.join(f'{share:.2f} at {size}' for size, share in shares.items())}; "
+            f"smallest speedup over the torch reference: {times_torch:.1f}. Goals: 0.6 of the copy's rate, 3 times the "
+            "reference. Beyond the caches, memory bandwidth limits the rate; inside them, the arithmetic does.",
         ]
     )
 

@@ -1,10 +1,10 @@
-"""What verifying data costs a training step, and what the size of a block changes.
+"""The cost of verifying data in a training step, and its dependence on the block size.
 
     python tools/bench/reading.py [--write docs/benchmarks.md]
 
-Every sample is read by a reader that has read nothing yet, which is the most that verifying can cost: blocks that were
-verified are known. A step, its batch without and one with verification are timed in turns, in one process, each batch
-at positions of its own, so that none finds its tokens in the processor's cache.
+A new reader reads every batch. This is the worst case: a reader verifies each block only once. One process times a
+step, a batch without and a batch with verification, interleaved. Each batch has its own positions, so that its tokens
+are never in the CPU cache.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from step import CASES, Case, our_loop
 from table import machine, median_interval, table, write_section
 
 DOCUMENTS = 32_000
-"""Of 2000 tokens: 2000 blocks, so that hardly two samples of a batch share one."""
+"""Of 2000 tokens each. They fill 2000 blocks, so that two samples of a batch rarely share one."""
 
 SIZES = [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20]
 SEQUENCE, TOGETHER = 1024, 8
-"""Tokens of a sample, and samples of a batch, where sizes of blocks are compared."""
+"""Tokens of a sample, and samples of a batch, for the comparison of block sizes."""
 
 
 def main() -> None:
-    """Measure, print the report, and write it into the document if asked to."""
+    """Measure, print the report, and write it to the document if --write is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=61)
     parser.add_argument("--folder", type=Path, help="folder for the sets (default: a temporary one)")
@@ -61,20 +61,19 @@ def report(steps: list[list[str]], sizes: dict[int, tuple[list[str], float]], ro
         [
             "## Verified reading",
             "",
-            f"{machine(['torch', 'numpy', 'xxhash'])}. `python tools/bench/reading.py`, {rounds} rounds in turns, "
-            "medians; in parentheses, between what a median lies in 95 of 100 repetitions. Every sample lies in blocks "
-            "that are verified as it is read, as in a run's first epoch; the share of the step is that of the upper "
-            "end. Goal: less than 1%.",
+            f"{machine(['torch', 'numpy', 'xxhash'])}. `python tools/bench/reading.py`, {rounds} interleaved rounds; "
+            "medians, with 95% confidence intervals in parentheses. Reading a sample verifies all of its blocks, as in "
+            "a run's first epoch. The share of the step is computed from the interval's upper end. Goal: less than 1%.",
             "",
             table(
-                ["model, fp32", "step, ms", "its batch unverified, us", "verifying adds, us", "of the step, at most"],
+                ["model, fp32", "step, ms", "batch unverified, us", "verifying adds, us", "of the step, at most"],
                 steps,
             ),
             "",
-            f"One sample of {SEQUENCE + 1} tokens of 2 bytes, by the size of a block, in batches of {TOGETHER}. Warm: "
-            "the set is in the page cache. Cold: it is on the disk. Prepared sets have blocks of "
-            f"{checksums.BLOCK // 1024} KiB: {most * 1e6:.0f} us for a sample in the page cache, at most, are 1% of a "
-            f"step where a rank trains on {0.01 / most * SEQUENCE:,.0f} tokens a second.",
+            f"One sample of {SEQUENCE + 1} tokens of 2 bytes, by block size, in batches of {TOGETHER}. Warm: the set "
+            "is in the page cache. Cold: it is on the disk. Prepared sets have blocks of "
+            f"{checksums.BLOCK // 1024} KiB. Verifying a sample in the page cache takes at most {most * 1e6:.0f} us. "
+            f"This is 1% of a step if a rank trains on {0.01 / most * SEQUENCE:,.0f} tokens per second.",
             "",
             table(
                 [
@@ -100,7 +99,7 @@ def case_row(case: Case, rounds: int, parent: Path | None) -> list[str]:
             train_step(run, number)
             step = time.perf_counter() - started
             pair = batches(Path(folder) / "set", case.sequence, case.batch, number)
-            if number:  # the first one warms up
+            if number:  # the first round is a warm-up
                 steps.append(step)
                 pairs.append(pair)
     step, added = statistics.median(steps), [verified - plain for plain, verified in pairs]
@@ -110,7 +109,7 @@ def case_row(case: Case, rounds: int, parent: Path | None) -> list[str]:
 
 
 def size_row(size: int, prefix: Path, rounds: int) -> tuple[list[str], float]:
-    """Return the row of one size of blocks, and the seconds that verifying adds to a warm sample, the upper end."""
+    """Return the row of one block size, and the seconds that verifying adds to a warm sample (upper end)."""
     used, checksums.BLOCK = checksums.BLOCK, size
     try:
         write_checksums(prefix, overwrite=True)
@@ -129,11 +128,11 @@ def size_row(size: int, prefix: Path, rounds: int) -> tuple[list[str], float]:
 
 
 def batches(prefix: Path, sequence: int, count: int, number: int, cold: bool = False) -> tuple[float, float]:
-    """Return the seconds of a batch that is read without and of one that is read with verification, by readers that
-    have read nothing yet; which is first alternates. cold: with nothing of the set in the page cache."""
+    """Return the seconds of a batch without and of a batch with verification, each by a new reader, in alternating
+    order. cold: drop the set from the page cache first."""
     seconds = [0.0, 0.0]
     for place in (0, 1) if number % 2 else (1, 0):
-        # One that is not timed, as the first batch after a step finds the processor's caches full of other things.
+        # An untimed batch first: after a step, the CPU caches are full of other data.
         reader(prefix, sequence, verified=bool(place)).batch(2, 2 * number + place, 1)
         samples = reader(prefix, sequence, verified=bool(place))
         if cold:
@@ -145,13 +144,13 @@ def batches(prefix: Path, sequence: int, count: int, number: int, cold: bool = F
 
 
 def reader(prefix: Path, sequence: int, verified: bool) -> Samples:
-    """Return the set's samples, unverified: as where it has no checksums."""
+    """Return the set's samples. verified: verify checksums at reads."""
     data = IndexedData(prefix, verified)
     return Samples([Source(data, 1.0, data.documents, 0, data.token_count)], sequence)
 
 
 def micro(seconds: list[float]) -> str:
-    """Return the median in microseconds, and where it lies."""
+    """Return the median in microseconds, with its confidence interval."""
     low, high = median_interval(seconds)
     return f"{statistics.median(seconds) * 1e6:.0f} ({low * 1e6:.0f} to {high * 1e6:.0f})"
 

@@ -1,8 +1,8 @@
-"""How INT4 gradients are best rounded: what each way of rounding does to the loss of a tiny model over 20 steps.
+"""Compares ways to round INT4 gradients by the loss of a tiny model over 20 steps.
 
-All ranks are emulated in one process, which computes their microbatches one after another, rounds their gradients as
-the two hops of a reduction would, and compares its losses with those of the same run without any rounding. Weights are
-exact. `python tools/bench/rounding.py`; its times are of no interest, so it may share the machine.
+One process emulates all ranks. It computes their microbatches one after another, rounds their gradients as the two hops
+of a reduction do, and compares its losses to those of the same run without rounding. Weights are exact.
+`python tools/bench/rounding.py`. It measures no times, so the machine may have other work.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tools.bench, however this file is started
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tools.bench, if this file runs as a script
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ seed: {seed}
 
 @dataclass(frozen=True)
 class Setting:
-    """An emulated cluster. each: whether the hop between nodes is made in each microbatch, or once a step."""
+    """An emulated cluster. each: reduce between nodes in each microbatch, not once per step."""
 
     nodes: int
     ranks: int
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def world(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks."""
         return self.nodes * self.ranks
 
     def __str__(self) -> str:
@@ -75,9 +75,9 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way of rounding. scale: absmax / 7; of signed absmax / -8; from minimum to maximum with a zero point; or the
-    one that makes the squared error least. own: whether a rank keeps its own part as it is. feedback: hops whose
-    error is added to what is sent next.
+    """A way of rounding. scale: absmax / 7; signed absmax / -8; minimum to maximum with a zero point; or the scale with
+    the least squared error. own: a rank does not round its own part. feedback: hops with error feedback, which add
+    their rounding error to the next gradient.
     """
 
     rounding: Rounding = "nearest"
@@ -109,7 +109,7 @@ WAYS = {
 
 @dataclass
 class Reduction:
-    """The reduction of all ranks' gradients in two hops."""
+    """The two-hop reduction of all ranks' gradients."""
 
     setting: Setting
     way: Way
@@ -133,7 +133,7 @@ class Reduction:
         return total.flatten()[:numel]
 
     def _hop(self, unit: str, hop: int, values: Tensor) -> Tensor:
-        """Return what `[groups, members, numel]` is once the members have exchanged it: `[groups, members, part]`."""
+        """Reduce-scatter `[groups, members, numel]` within each group; return `[groups, members, part]`."""
         members = values.shape[1]
         parts = values.unflatten(2, (members, -1))
         if hop in self.way.feedback:
@@ -158,13 +158,13 @@ class Reduction:
 
 
 def signed_scale(blocks: Tensor) -> Tensor:
-    """Return rows of a block each rounded with the code -8 for the one farthest from zero."""
+    """Round each row, a block; code -8 is the element farthest from zero."""
     scale = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
     return (blocks / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7) * scale
 
 
 def zero_point(blocks: Tensor) -> Tensor:
-    """Return rows of a block each rounded with 16 codes from their minimum to their maximum, one of them for zero."""
+    """Round each row, a block, with 16 codes from its minimum to its maximum; one code is zero."""
     low, high = blocks.amin(1, keepdim=True).clamp_max(0), blocks.amax(1, keepdim=True).clamp_min(0)
     scale = torch.where(high > low, (high - low) / 15, 1.0)
     zero = (-low / scale).round()
@@ -172,7 +172,7 @@ def zero_point(blocks: Tensor) -> Tensor:
 
 
 def least_squares(blocks: Tensor) -> Tensor:
-    """Return rows of a block each rounded by the one of 15 scales that leaves the least squared error."""
+    """Round each row, a block, with the one of 15 scales that gives the least squared error."""
     absmax = blocks.abs().amax(1, keepdim=True).clamp_min(1e-37)
     scales = absmax * torch.linspace(0.3, 1.0, 15) / MOST
     tried = torch.stack([(blocks / s).round().clamp(-MOST, MOST) * s for s in scales.unsqueeze(1).unbind(2)])
@@ -186,7 +186,7 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | None) -> list[float]:
-    """Return the loss of each step; without a way, of the run whose gradients are summed as they are."""
+    """Return the loss of each step. way: None sums gradients without rounding."""
     microbatch = BATCH // setting.world // setting.accumulation
     recipe_file = folder / "tiny.yaml"
     recipe_file.write_text(RECIPE.format(folder=folder, steps=STEPS, batch=BATCH, microbatch=microbatch, seed=seed))
@@ -206,8 +206,8 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
 
 
 def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., None]:
-    """Return `backward`, one microbatch's backward pass, as one that keeps the microbatches' gradients apart and
-    reduces them after the last."""
+    """Wrap `backward`, the backward pass of one microbatch: keep each microbatch's gradients separate, and reduce them
+    after the last one."""
     setting = reduction.setting
     kept: dict[str, list[Tensor]] = {name: [] for name in units}
 
@@ -225,7 +225,7 @@ def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reductio
 
 
 def measure(seeds: int) -> list[tuple[str, ...]]:
-    """Return a row of the table for each way."""
+    """Return one row of the table per way."""
     ranks = connect(Layout({Axis.DATA: 1}))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -261,14 +261,15 @@ def report(seeds: int, rows: list[tuple[str, ...]]) -> str:
     """Return the section of the document."""
     return (
         f"## Rounding of gradients\n\n{machine(['torch'])}. `python tools/bench/rounding.py --seeds {seeds}`: INT4 "
-        f"gradients of a tiny model ({STEPS} steps, blocks of 2048 where nothing else is said) against the same run "
-        "without rounding. Each cell: the largest relative difference of a step's loss, and the mean one. Nodes x "
-        "ranks of a node; `topo` makes the hop between nodes once a step, `zero++` in each microbatch. Limit: 1%, of "
-        f"all quantizers together.\n\n{table(('rounding', *map(str, SETTINGS)), rows)}\n\n"
-        "Chosen: to nearest, own part exact (it never travels), blocks of 256: no memory, no other format, and 1/32 of "
-        "the payload for scales in place of 1/256. Stochastic rounding and error feedback are unbiased, but their "
-        "noise enlarges Adam's second moments, and losses fall more slowly; error feedback would also hold a rank's "
-        "whole gradients in fp32. Scales of least squared error measure best, at 15 passes over each block."
+        f"gradients of a tiny model ({STEPS} steps, blocks of 2048 by default), compared to the same run without "
+        "rounding. Each cell: the largest and the mean relative difference of a step's loss. The columns are nodes x "
+        "ranks per node; `topo` reduces between nodes once per step, `zero++` in each microbatch. Limit: 1%, for all "
+        f"quantizers together.\n\n{table(('rounding', *map(str, SETTINGS)), rows)}\n\n"
+        "Chosen: round to nearest, own part exact (it is never sent), blocks of 256. This takes no memory and no other "
+        "format; scales take 1/32 of the payload instead of 1/256. Stochastic rounding and error feedback are "
+        "unbiased, but their noise enlarges Adam's second moments, and losses fall more slowly; error feedback also "
+        "needs a rank's whole gradients in fp32. Scales of least squared error are the most accurate, but take 15 "
+        "passes over each block."
     )
 
 

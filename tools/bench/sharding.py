@@ -1,5 +1,5 @@
-"""Ways to spread model states, ours and peers', on one emulated cluster: bytes between nodes, seconds per step, memory,
-loss. `python -m tools.bench.sharding --write docs/benchmarks.md`; needs root, and DeepSpeed for that peer.
+"""Sharding strategies of llmtrain and of peers on one emulated cluster: bytes between nodes, seconds per step, memory,
+loss. `python -m tools.bench.sharding --write docs/benchmarks.md`; needs root and, for that peer, DeepSpeed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tools.bench.table import machine, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import plain
 
-# What the processors need for a step if nothing has to travel: every rank trains alone, all at once.
+# A step without communication: all ranks train alone at the same time.
 ALONE = "each rank alone"
 PEERS = ("FSDP2", "DeepSpeed ZeRO-3", "FSDP2 hybrid")
 STRATEGIES: Mapping[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ logging: {{every: 1, dir: {folder}/runs}}
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison. rate: of each node's card. rounds: measured turns of each contestant. turn: its steps on end."""
+    """One comparison. rate: of each node's card. rounds: measured turns of each contestant. turn: steps of a turn."""
 
     nodes: int
     ranks_per_node: int
@@ -57,7 +57,7 @@ class Setting:
     turn: int = 1
 
 
-# goals: a strategy's rate is to be so many times another's.
+# goals: (strategy, peer, required speedup).
 SETTINGS = (
     Setting(2, 2, "100mbit", 1, 3),
     Setting(
@@ -71,7 +71,7 @@ SETTINGS = (
 
 
 def measure(setting: Setting) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return by contestant what `sharding_ranks` measured, and the bytes of all weights in fp32."""
+    """Return the measurements of `sharding_ranks` by contestant, and the bytes of all weights in fp32."""
     with tempfile.TemporaryDirectory() as name, Lab(plain(setting.nodes, setting.ranks_per_node, setting.rate)) as lab:
         folder = Path(name)
         write_set(folder / "set", 2048, 200)
@@ -120,14 +120,14 @@ def report(setting: Setting, found: dict[str, dict[str, Any]], weights: int) -> 
         "MB of model states per rank",
         f"loss of step {setting.rounds * setting.turn + 1}",
     )
-    said = [
-        f"{ours} goes at {seconds[theirs] / seconds[ours]:.2f} times the rate of {theirs} (goal: {goal})."
+    results = [
+        f"{ours} is {seconds[theirs] / seconds[ours]:.2f} times as fast as {theirs} (goal: {goal})."
         for ours, theirs, goal in setting.goals
     ]
     return (
         f"{setting.nodes} nodes x {setting.ranks_per_node} ranks, {setting.rate}/s between nodes, accumulation "
         f"{setting.accumulation}, {weights / 1e6:.1f} MB of weights, {setting.rounds} turns of {setting.turn}:\n\n"
-        f"{table(header, rows)}\n\n{' '.join(said)}"
+        f"{table(header, rows)}\n\n{' '.join(results)}"
     ).rstrip()
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--accumulation", type=int, help="one setting with the other options, in place of all")
+    parser.add_argument("--accumulation", type=int, help="measure one setting, by the other options, instead of all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn", type=int, default=2)
     parser.add_argument("--peers", nargs="*", default=PEERS)
@@ -155,11 +155,11 @@ def main() -> None:
     if given.write:
         head = (
             f"## Sharding\n\n{machine(['torch', 'deepspeed'])}. A GPT of 6 layers, hidden 256, sequence 32, fp32, on "
-            "an emulated cluster; contestants in turns, each of so many steps on end, medians; the lower bound is a "
-            "step's bytes over the link's rate, or the time of the same computation without any communication, "
-            "whichever is larger (goal: within 1.15 of it). What crosses between nodes once a step, as with mics and "
-            "topo, can hide behind the last of its microbatches alone, so with accumulation the two times add up; what "
-            "goes on inside a node takes the same two cores, ours through memory that its ranks share."
+            "an emulated cluster; contestants interleaved in turns of consecutive steps, medians. The lower bound is a "
+            "step's bytes divided by the link's rate, or the time of the same computation without communication, "
+            "whichever is larger (goal: within 1.15 of it). With mics and topo, the traffic between nodes once per "
+            "step can overlap only with the last microbatch, so with accumulation the two times add up. Communication "
+            "inside a node uses the same two cores; llmtrain's goes through shared memory."
         )
         write_section(given.write, "sharding", "\n\n".join([head, *parts]))
 

@@ -1,7 +1,7 @@
-"""The rank's side of the sharding benchmark: trains one GPT by every contestant in turns, and times each step.
+"""The rank program of the sharding benchmark: trains one GPT with every contestant, interleaved, and times each step.
 
-Started by `sharding.py` as every rank of an emulated cluster, with its settings as JSON. The last line that rank 0
-writes to stdout is the result as JSON.
+`sharding.py` starts it on every rank of an emulated cluster, with the settings as JSON. The last line of rank 0's
+stdout is the result as JSON.
 """
 
 import json
@@ -36,8 +36,9 @@ from tools.netlab import counters
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train. step: does the optimizer step of a number, and returns its loss on this rank, if it has one.
-    state_bytes: of model states on this rank, after a step. finish_updates: waits for what goes on after a step."""
+    """One way to train. step: runs an optimizer step, given its number, and returns its loss on this rank or None.
+    state_bytes: bytes of model states on this rank, after a step. finish_updates: waits for communication that
+    continues after a step."""
 
     step: Callable[[int], float | None]
     state_bytes: Callable[[], int]
@@ -45,7 +46,7 @@ class Contestant:
 
 
 def batches(run: Run, number: int) -> Iterable[Tensor]:
-    """Yield the microbatches of this rank, int64 `[1, sequence + 1]`, the same for all contestants."""
+    """Yield the microbatches of this rank, int64 `[1, sequence + 1]`, equal for all contestants."""
     batch, ranks = run.plan.batch.sequences, run.ranks
     share = batch // ranks.layout.world
     rows = torch.from_numpy(run.train_data.batch(run.plan.seed, number * batch + ranks.rank * share, share))
@@ -53,7 +54,7 @@ def batches(run: Run, number: int) -> Iterable[Tensor]:
 
 
 def plain_model(run: Run) -> GPT:
-    """Return the same model with the same weights, each parameter a tensor of its own."""
+    """Return the same model with the same weights, each parameter in its own tensor."""
     model = GPT(run.plan.model, torch.device("cpu"))
     for spec in model_units(run.plan.model):
         whole_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.plan.seed)
@@ -64,24 +65,24 @@ def plain_model(run: Run) -> GPT:
 
 
 def stored(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of memory that this rank's parts of tensors lie in, each counted once."""
+    """Return the storage bytes of this rank's parts of tensors, each storage counted once."""
     parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients that are there now; asked for in a step that is not timed."""
+    """Return the bytes of the present gradients."""
     return stored(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what the optimizer keeps for each parameter, but the count of its steps."""
+    """Return the optimizer's state tensors, without its step counts."""
     states = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in states if isinstance(value, Tensor) and value.dim() > 0]
 
 
 def ours(run: Run) -> Contestant:
-    """A strategy of ours, through the loop of every run."""
+    """Return the contestant of an llmtrain run."""
 
     def step(number: int) -> float | None:
         train_step(run, number)
@@ -91,7 +92,7 @@ def ours(run: Run) -> Contestant:
 
 
 def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
-    """torch's FSDP2, fully sharded or in nodes with replicas between them."""
+    """Return the contestant of torch's FSDP2: fully sharded, or hybrid, sharded inside nodes and replicated between."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -126,7 +127,7 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
 
 
 def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
-    """DeepSpeed's ZeRO-3 on CPU."""
+    """Return the contestant of DeepSpeed's ZeRO-3 on CPU."""
     import deepspeed
 
     model = plain_model(run)
@@ -152,7 +153,7 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
         return total
 
     def state_bytes() -> int:
-        """Of weights, their fp32 copies for the optimizer, gradients and two moments."""
+        """Return the bytes of weights, their fp32 copies for the optimizer, gradients and two moments."""
         zero = engine.optimizer
         weights = [parameter.ds_tensor for parameter in model.parameters()]  # type: ignore[attr-defined]
         own = [*zero.fp32_partitioned_groups_flat, zero.grad_partitions_flat_buffer]
@@ -162,7 +163,7 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
 
 
 def alone(run: Run, accumulation: int) -> Contestant:
-    """A step of this rank's batches that nobody else hears of."""
+    """Return the contestant that trains on this rank's batches without communication."""
     model = plain_model(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     gradients = 0
@@ -183,7 +184,7 @@ def alone(run: Run, accumulation: int) -> Contestant:
 
 
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
-    """Compose a real run of ours, with its logging."""
+    """Compose a real llmtrain run, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     plan = make_plan(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
     placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, plan.tiers)
@@ -195,10 +196,10 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
 
 
 def measure(contestants: dict[str, Contestant], rounds: int, turn: int, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """Return by name what a step took and what this node sent in it, by round after a first one.
+    """Return, by name, a step's time and this node's sent bytes in each round after the warm-up.
 
-    In each round every contestant does `turn` steps on end, as in training, where what one step leaves to be sent goes
-    beside the next one; nothing is left for others. The first round is of one step.
+    In each round, every contestant runs `turn` consecutive steps. As in training, communication that a step leaves
+    unfinished overlaps with the next one; it ends before the next contestant starts. The warm-up has one step.
     """
     found: dict[str, dict[str, Any]] = {name: {"seconds": [], "sent": [], "losses": []} for name in contestants}
     done = 0
@@ -225,7 +226,7 @@ def measure(contestants: dict[str, Contestant], rounds: int, turn: int, ranks: R
 
 
 def card_bytes() -> int:
-    """Return what this node has sent to others so far."""
+    """Return the bytes that this node has sent so far."""
     return counters.read()[os.environ["GLOO_SOCKET_IFNAME"]].sent
 
 
@@ -257,7 +258,7 @@ def main(settings: dict[str, Any]) -> None:
             found[name]["buffer_bytes"] = run.engine.buffer_bytes
     if ranks.is_main:
         print(json.dumps(found), flush=True)
-    # DeepSpeed's own groups and threads do not end by themselves.
+    # DeepSpeed's threads would keep the process alive.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""Tokens per second of our training step against transformers' model in a plain loop.
+"""Tokens per second of llmtrain's training step, compared to transformers' model in a plain loop.
 
-Both train the same sizes on the same data in the same process, in turns whose order alternates. A ratio is the median
-over the turns of the ratio within a turn, as a shared machine's speed changes from one turn to the next.
+Both train models of the same sizes on the same data in one process, interleaved, in alternating order. A ratio is the
+median over rounds of the ratio within a round, because a shared machine's speed changes over time.
 """
 
 import argparse
@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from table import machine, write_section
 
 LIBRARY = (
-    "Our products of matrices are oneDNN's on this CPU, with all of its vectors' width; the plain loop's are MKL's, "
-    "which is what torch takes by itself. "
+    "On this CPU, llmtrain's matrix products use oneDNN, which uses the full vector width; the plain loop's use MKL, "
+    "torch's default. "
 )
 
 
@@ -73,7 +73,7 @@ CASES = [
 
 
 def peer_model(case: Case) -> transformers.PreTrainedModel:
-    """Return transformers' model of the same sizes."""
+    """Return transformers' model with the same sizes."""
     common: dict[str, Any] = {"vocab_size": case.vocab, "bos_token_id": 0, "eos_token_id": 0}
     if case.family == "gpt2":
         return transformers.GPT2LMHeadModel(
@@ -96,7 +96,7 @@ def peer_model(case: Case) -> transformers.PreTrainedModel:
 
 
 def plain_loop(case: Case, run: Run, fused: bool) -> Callable[[int], None]:
-    """Return a step of the loop that most people write around transformers' model, compiled where ours is."""
+    """Return the step of a usual training loop with transformers' model, compiled if the case is."""
     model = peer_model(case)
     if case.compiled:
         model.compile()
@@ -114,7 +114,7 @@ def plain_loop(case: Case, run: Run, fused: bool) -> Callable[[int], None]:
 
 @contextmanager
 def our_loop(case: Case, folder: Path, documents: int = 100) -> Iterator[Run]:
-    """Compose a real run, with its logging, on so many documents of 2000 tokens."""
+    """Compose a real run, with its logging, on `documents` documents of 2000 tokens."""
     writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
     writer.add(np.random.default_rng(0).integers(0, case.vocab, documents * 2000, np.uint16), np.full(documents, 2000))
     writer.commit()
@@ -145,7 +145,7 @@ def measure(case: Case, rounds: int) -> list[list[float]]:
             for index in order:
                 started = time.perf_counter()
                 loops[index](number)
-                if number:  # the first step warms up
+                if number:  # the first step is a warm-up
                     seconds[index].append(time.perf_counter() - started)
     return seconds
 
@@ -174,11 +174,10 @@ def main() -> None:
         lines.append(row(case, measure(case, arguments.rounds)))
         print(lines[-1], flush=True)
     text = (
-        f"## Training step\n\n{machine(['torch', 'transformers'])}. Median of "
-        f"{arguments.rounds} steps each, in turns, in one process; our step includes sampling "
-        "and logging; ratios within a turn, medians. Where ours has `train.compile`, torch.compile has the plain "
-        f"loops' model too. {LIBRARY * onednn_is_wider()}Goal: at least 1.15 times the plain loop.\n\n"
-        + "\n".join(lines)
+        f"## Training step\n\n{machine(['torch', 'transformers'])}. Medians of {arguments.rounds} steps each, "
+        "interleaved in one process; ratios are medians of the ratios within a round. llmtrain's step includes "
+        "sampling and logging. With `train.compile`, the plain loops' model is compiled by torch.compile, too. "
+        f"{LIBRARY * onednn_is_wider()}Goal: at least 1.15 times the plain loop.\n\n" + "\n".join(lines)
     )
     print(text)
     if arguments.write:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, and a section of a document that a bench owns."""
+"""Shared code of the benchmarks: the machine's description, tables, and a benchmark's section of a document."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def machine(packages: Sequence[str] = ("torch",)) -> str:
-    """Return one line: processor, usable cores, memory, system, Python and the versions of `packages`."""
+    """Return one line: CPU, usable cores, memory, system, Python and the versions of `packages`."""
     cores = len(os.sched_getaffinity(0))
     parts = [f"{_processor()}, {cores} cores", f"{_memory_gib():.0f} GiB memory"]
     parts += [
@@ -26,17 +26,17 @@ def machine(packages: Sequence[str] = ("torch",)) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a markdown table; the first column is left-aligned, the others to the right."""
+    """Return a markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return between which two of `values` the median of what they are drawn from lies in at least 95 of 100 such
-    draws, or the least and the greatest where there are too few for that; by order statistics alone."""
+    """Return a confidence interval of at least 95% for the median, from order statistics alone. With too few values,
+    return the smallest and the largest."""
     ordered, count = sorted(values), len(values)
     below = outside = 0
-    # Each end leaves out the most values that all lie on one side of the median in at most 2.5 of 100 draws.
+    # Each end drops the most values that all lie on one side of the median with a probability of at most 2.5%.
     while (outside := outside + math.comb(count, below)) <= 0.025 * 2**count:
         below += 1
     left_out = max(below - 1, 0)
@@ -46,7 +46,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def write_section(path: Path | str, name: str, markdown: str) -> None:
     """Put `markdown` between `<!-- name:start -->` and `<!-- name:end -->` of the file at `path`.
 
-    The file is made with a title, and the markers appended at its end, where they do not exist yet.
+    If the file does not exist, create it with a title. If the markers do not exist, append them.
     """
     path = Path(path)
     text = path.read_text() if path.exists() else "# Benchmarks\n"
@@ -60,7 +60,7 @@ def write_section(path: Path | str, name: str, markdown: str) -> None:
 
 
 def _processor() -> str:
-    """Return the processor's name, by /proc/cpuinfo where there is one."""
+    """Return the CPU's name, from /proc/cpuinfo if it exists."""
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

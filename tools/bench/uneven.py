@@ -1,5 +1,5 @@
-"""Stages on two clusters with a slow way between them and one slower stage: by schedule and by split, against the
-timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`; needs root.
+"""A pipeline over two clusters with a slow link between them and one slower stage: schedules and splits, compared to
+the timeline's prediction. `python -m tools.bench.uneven --write docs/benchmarks.md`; needs root.
 """
 
 import argparse
@@ -46,29 +46,28 @@ STAGES, VOCAB = 3, 128
 NEAR, RATE = 800, 100
 HEAD = """## Uneven stages
 
-`python -m tools.bench.uneven`. {machine}. Three stages, two in one emulated cluster and the last in another, whose
-processor is slower; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; each schedule and split in turns,
-medians, ratios within a step or a turn. "passes" are all forward and backward passes of a step; a step has the sums
-over ranks and the optimizer besides. "shown" is what `llmtrain pipeline show --flops` says of the passes before a run,
-from the cluster file and the FLOPs that the first rank does in a second. The split auto has the clusters' speeds from
-the cluster file. "by means" and "by each" are timelines with durations as measured, by `simulate` or
-`simulate_message_driven` for each step: with the means of what actions of each stage took in it, with what a rank does
-to come to them unless it waits, and the medians of messages over each link that a rank waited for; and with what each
-action took, and each such message: then nothing is left between the two but what the timeline does not know of. In
-brackets is between which figures a median lies 95 times in 100.
+`python -m tools.bench.uneven`. {machine}. Three stages: two in one emulated cluster, and the last in another cluster
+with a slower processor; {rate} Mbit/s between the clusters. A GPT of 12 layers, fp32; schedules and splits interleaved,
+medians, ratios within a step or a round. "passes" are all forward and backward passes of a step; a whole step also has
+the reductions over ranks and the optimizer. "shown" is the prediction of `llmtrain pipeline show --flops` before a run,
+from the cluster file and the FLOPs per second of the first rank. The split auto takes the clusters' speeds from the
+cluster file. "by means" and "by each" are timelines of each step with measured durations, by `simulate` or
+`simulate_message_driven`. "by means" takes the mean duration of each stage's actions in the step, including a rank's
+work between actions unless it waits, and the median time of messages over each link that a rank waited for. "by each"
+takes the duration of each single action and message; the remaining difference is what the timeline does not model.
+Parentheses contain 95% confidence intervals of medians.
 
-An emulated processor takes the time that it is given for each layer, and works without a pause unless its rank waits
-for a message, like an accelerator to which its host hands work ahead: the ranks, which share this machine's cores,
-sleep for the rest of that time. So the slow one is slower by just its speed, and what is measured can be held against
-what is shown."""
+An emulated processor takes a given time for each layer, and works without a pause unless its rank waits for a message,
+like an accelerator with a queue of launched kernels. The ranks share this machine's cores and sleep for the rest of
+that time. So the slow processor is slower by exactly its speed, and measured and shown times are comparable."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """speed: of the last stage's processor beside the others'. latency: of a message between the clusters, in ms.
-    layer: seconds that the others' emulated processors take for a layer's forward pass, and as many for the backward
-    pass of its inputs and for that of its weights; 0: ranks have this machine's cores, the slow one in part. rounds:
-    measured steps of each contestant."""
+    """speed: of the last stage's processor, relative to the others. latency: between the clusters, in ms. layer:
+    seconds of the other emulated processors for a layer's forward pass, for the backward pass of its inputs and for
+    that of its weights; 0: no emulated processors; ranks use this machine's cores, the slow one for a share of the
+    time. rounds: measured steps of each contestant."""
 
     hidden: int
     latency: int
@@ -84,11 +83,11 @@ class Setting:
             f"tokens, hidden {self.hidden}, {self.rounds} steps"
         )
         if not self.layer:
-            return f"Nothing but the blocks' own work, for which the ranks share this machine's cores ({size}):"
+            return f"Without emulated processors; the ranks share this machine's cores ({size}):"
         return (
-            f"Each rank has an emulated processor, which takes {1e3 * self.layer:g} ms for a layer's forward pass, as "
-            f"many for the backward pass of its inputs and for that of its weights, {1e3 * self.layer / self.speed:g} "
-            f"ms in the slow cluster, and for the head by its FLOPs ({size}):"
+            f"Each rank has an emulated processor. It takes {1e3 * self.layer:g} ms ({1e3 * self.layer / self.speed:g} "
+            "ms in the slow cluster) for a layer's forward pass, for the backward pass of its inputs and for that of "
+            f"its weights, and for the head a time in proportion to its FLOPs ({size}):"
         )
 
 
@@ -97,13 +96,13 @@ SETTINGS = (
     Setting(hidden=64, latency=180, layer=0.006, rounds=8, speed=0.4),
     Setting(hidden=256, latency=60, layer=0.0, rounds=20, speed=0.4),
 )
-# With more microbatches under way than stages, the latency of a link is hidden behind others.
+# With more microbatches in flight than stages, a link's latency overlaps with the computation of other microbatches.
 SCHEDULES = {
     "1f1b": ["pipeline.schedule=1f1b"],
     "message-driven": ["pipeline.schedule=message-driven"],
     "message-driven with limit 6": ["pipeline.schedule=message-driven", "pipeline.limit=6"],
 }
-# Those for which goals are set.
+# The schedules with goals.
 GOALS = ("1f1b", "message-driven")
 SPLITS = ("uniform", "auto")
 BY_SPLIT = (
@@ -119,7 +118,7 @@ ALL = list(product(SCHEDULES, SPLITS))
 
 
 def measure(setting: Setting) -> dict[str, dict[str, Any]]:
-    """Return by contestant what `uneven_ranks` measured; actions by step, rank and order."""
+    """Return the measurements of `uneven_ranks` by contestant; actions by step, rank and order."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         description, recipe = folder / "clusters.yaml", folder / "bench.yaml"
@@ -153,8 +152,8 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
-    """Return the FLOPs that the first rank computes in a second: where its processor is not emulated, those that it
-    computed in its forward passes."""
+    """Return the FLOPs per second of the first rank: of its emulated processor, or else of its measured forward
+    passes."""
     forward = durations((step[0] for step in figures["actions"]), took)["F"][0]
     seconds = setting.layer or forward / figures["split"][0]
     return float(figures["layer"] * setting.tokens / seconds)
@@ -162,41 +161,41 @@ def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class OwnDurations(Durations):
-    """Durations of which each action has its own, and each message. took: seconds of an action. handed: until it had
-    what it hands on. late: latency of that."""
+    """Durations for each single action and message. took: seconds of an action. handed: seconds until its result was
+    ready to send. late: latency of its message."""
 
     took: Mapping[Message, float] = field(default_factory=dict)
     handed: Mapping[Message, float] = field(default_factory=dict)
     late: Mapping[Message, float] = field(default_factory=dict)
 
     def of(self, action: Action, stage: int, splits_backward: bool) -> float:
-        """Return how long an action of a stage takes."""
+        """Return the duration of an action of a stage."""
         return self.took[_message(action, stage)]
 
     def until_handed_back(self, action: Action, stage: int) -> float:
-        """Return how long a backward pass of a stage takes to hand back."""
+        """Return the duration of a backward pass of a stage until it sends the inputs' gradient."""
         return self.handed[_message(action, stage)]
 
     def latency_of(self, action: Action, stage: int, hop: int) -> float:
-        """Return the latency of what an action of a stage sends."""
+        """Return the latency of the message of an action of a stage."""
         return self.late[_message(action, stage)]
 
 
 def busy(setting: Setting) -> list[float]:
-    """Return the seconds in which a message has each link."""
+    """Return the seconds that a message occupies each link."""
     return [setting.tokens * setting.hidden * 4 / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
 
 
 def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timeline:
-    """Return when actions of such durations run by a schedule. limit: of a message-driven one."""
+    """Simulate a schedule with durations. limit: microbatches in flight, for message-driven."""
     if schedule == "1f1b":
         return simulate(replace(make_schedule("1f1b", STAGES, 1, setting.microbatches), hands_back=True), own)
     return simulate_message_driven(STAGES, setting.microbatches, limit, own, hands_back=True)
 
 
 def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
-    """Return the seconds that the timeline says of each step's passes, by the means of its actions and the links'
-    rates; what messages take longer than by those is their latency."""
+    """Return the timeline's seconds of each step's passes, from the mean durations of actions and the links' rates.
+    Additional measured time of messages counts as latency."""
     transfer = busy(setting)
     latency = [max(0.0, hop - own) for hop, own in zip(figures["transfers"], transfer, strict=True)]
     every = (durations(step, took) for step in figures["actions"])
@@ -205,8 +204,8 @@ def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
 
 
 def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
-    """Return the seconds that the timeline says of each step's passes, by what each action took, and each message that
-    was waited for; the others are taken to be like the median of these, but no slower than they were."""
+    """Return the timeline's seconds of each step's passes, from the duration of each action and of each message that a
+    rank waited for. Other messages have the median of these, but at most their measured upper bound."""
     transfer, found = busy(setting), []
     for step in figures["actions"]:
         every = ways(step, transfer)
@@ -226,7 +225,7 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
 
 
 def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
-    """Return the table of one setting, and what it comes to."""
+    """Return the tables of one setting, and a summary."""
     means = {key: timeline(setting, key[0], found[_name(*key)]) for key in ALL}
     each = {key: replayed(setting, key[0], found[_name(*key)]) for key in ALL}
     passes, whole = ({key: found[_name(*key)][what] for key in ALL} for what in ("passes", "whole"))
@@ -268,16 +267,16 @@ def report(setting: Setting, found: dict[str, dict[str, Any]]) -> str:
         "s of a step",
         "from, to",
     )
-    said = []
+    summary = []
     for split, schedule in product(SPLITS, list(SCHEDULES)[1:]):
         ours, theirs, goal = (schedule, split), ("1f1b", split), " (goal: 1.10)" if schedule in GOALS else ""
         rates = [median(_ratios(of[theirs], of[ours])) for of in (whole, passes, means, each)]
-        said.append(
-            f"With the split {split}, {schedule} goes at {rates[0]:.2f} times the rate of 1f1b{goal}, its passes at "
-            f"{rates[1]:.2f} (timeline: {rates[2]:.2f} by means, {rates[3]:.2f} by each)."
+        summary.append(
+            f"With the split {split}, {schedule} is {rates[0]:.2f} times as fast as 1f1b{goal}, its passes "
+            f"{rates[1]:.2f} times (timeline: {rates[2]:.2f} by means, {rates[3]:.2f} by each)."
         )
     splits = table(BY_SPLIT, [by_split(schedule, found, passes, means, each) for schedule in SCHEDULES])
-    return f"{table(header, rows)}\n\n{' '.join(said)}\n\n{splits}"
+    return f"{table(header, rows)}\n\n{' '.join(summary)}\n\n{splits}"
 
 
 def by_split(
@@ -287,7 +286,7 @@ def by_split(
     means: Mapping[tuple[str, str], list[float]],
     each: Mapping[tuple[str, str], list[float]],
 ) -> tuple[str, ...]:
-    """Return how much faster the split auto is than uniform, as measured and by the timelines: a row of a table."""
+    """Return a row of a table: the speedup of the split auto over uniform, as measured and by the timelines."""
     ours, theirs = (schedule, "auto"), (schedule, "uniform")
     measured, by_means, by_each = (_ratios(of[theirs], of[ours]) for of in (passes, means, each))
     shown = found[_name(*theirs)]["shown"] / found[_name(*ours)]["shown"]
@@ -316,12 +315,12 @@ def main() -> None:
 
 
 def _ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return how many times as much each is as its counterpart, of the same step or turn."""
+    """Return the ratios of counterparts, which are of the same step or round."""
     return [one / other for one, other in zip(some, others, strict=True)]
 
 
 def _quotient(values: Sequence[float]) -> str:
-    """Return their median, and between which figures it lies 95 times in 100."""
+    """Return the median and its 95% confidence interval."""
     least, most = median_interval(values)
     return f"{median(values):.4f} ({least:.4f} to {most:.4f})"
 

@@ -1,7 +1,7 @@
-"""The rank's side of the benchmark of uneven stages: one GPT in stages, by each schedule and split, in turns.
+"""The rank program of the benchmark of uneven stages: trains one GPT with each schedule and split, interleaved.
 
-Started by `uneven.py` as every rank of an emulated cluster, with its settings as JSON. The last line that rank 0 writes
-to stdout is the result as JSON.
+`uneven.py` starts it on every rank of an emulated cluster, with the settings as JSON. The last line of rank 0's stdout
+is the result as JSON.
 """
 
 import json
@@ -34,8 +34,8 @@ WARMUP = 1
 
 
 class Contestant:
-    """A run of ours, whose actions are watched. layer: seconds of a layer's forward pass on this rank's processor, 0
-    for what this machine takes. whole: seconds of its steps, the optimizer's part included."""
+    """An llmtrain run with recorded actions. layer: seconds of a layer's forward pass on this rank's emulated
+    processor, 0 without one. whole: seconds of its steps, including the optimizer."""
 
     def __init__(self, run: Run, layer: float) -> None:
         self.run, self.watch, self.whole = run, Watch(), list[float]()
@@ -43,7 +43,7 @@ class Contestant:
         split, stage = plan.pipeline.layers, run.ranks.layout.coordinate(run.ranks.rank, Axis.PIPELINE)
         self._costs = stage_costs(plan.model, plan.batch.sequence_length)
         if layer:
-            # The head's work is spread over the layers of its stage.
+            # Spread the head's work over the layers of its stage.
             emulate(run, layer * self._costs.of(split)[stage] / (self._costs.layer * split[stage]))
         watch_run(run, self.watch)
         executor, train = run.executor, run.executor.train
@@ -57,19 +57,19 @@ class Contestant:
         executor.train = passes  # type: ignore[method-assign, assignment]
 
     def step(self, number: int) -> None:
-        """Do the optimizer step of a number."""
+        """Run an optimizer step, given its number."""
         started = time.perf_counter()
         train_step(self.run, number)
         self.whole.append(time.perf_counter() - started)
 
     def forget(self) -> None:
-        """Forget the steps so far."""
+        """Discard the records of earlier steps."""
         self.watch.actions.clear()
         self.watch.steps.clear()
         self.whole.clear()
 
     def figures(self, busy: list[float]) -> dict[str, Any]:
-        """Return what the watches of all ranks say. busy: seconds in which a message has each link. Collective."""
+        """Return the measurements of all ranks. busy: seconds that a message occupies each link. Collective."""
         watches: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(watches, self.watch)
         pipeline = self.run.plan.pipeline
@@ -86,7 +86,7 @@ class Contestant:
 
 
 def our_run(name: str, recipe: Recipe, facts: Facts, ranks: Ranks, stack: ExitStack) -> Run:
-    """Compose a real run of ours, with its logging."""
+    """Compose a real llmtrain run, with its logging."""
     run = stack.enter_context(compose(make_plan(recipe, facts), ranks, StopRequest()))
     run.log.start(0, [])
     run.engine.update()

@@ -1,6 +1,6 @@
-"""Bytes between nodes per optimizer step, of every way to spread model states: counted at the network card of a node of
-an emulated cluster, beside our closed form and the papers'. `python -m tools.bench.wire --write docs/benchmarks.md`;
-needs root.
+"""Bytes between nodes per optimizer step, for every sharding strategy: counted at the network card of a node of an
+emulated cluster, and compared to closed forms of llmtrain and of the papers.
+`python -m tools.bench.wire --write docs/benchmarks.md`; needs root.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tools.bench.table import table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import plain
 
-# Blocks make up 99.3% of the weights, so that what only the other units save does not blur a closed form.
+# Blocks have 99.3% of the weights, so that effects of the other units do not distort the closed forms.
 BLOCKS = 12
 RECIPE = """
 model: {{family: llama, layers: {blocks}, hidden: 192, heads: 4, ffn: 768, vocab: 128, tie_embeddings: false}}
@@ -29,16 +29,16 @@ precision: {{compute: bf16}}
 optimizer: {{warmup: 0}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# The first step records the order in which units are needed; the second goes by it, as all others would.
+# The first step records the prefetch order; the second step uses it, as all later steps do.
 STEPS = 2
 HEAD = """## Bytes between nodes
 
-`python -m tools.bench.wire`. What one node sends in an optimizer step, counted at its network card, headers included,
-in M, the bytes of all weights in 16 bits (14.3 MB here, bf16). "ours" and "paper" are closed forms, (p - k) / p of M
-for a gather or reduction that crosses nodes by a hop of its own, (p - 1) / p for one in a ring of all ranks;
-`tools/bench/wire.py` has them with their sources. Headers: the cards count {headers} more than the runs' own byte
-meters, the more the smaller the messages. Beside "ours" they count {beside}."""
-# How long a card is silent when a step's last bytes have passed, in seconds.
+`python -m tools.bench.wire`. Bytes that one node sends in an optimizer step, counted at its network card, including
+headers. The unit is M, the bytes of all weights in 16 bits (14.3 MB here, bf16). "ours" and "paper" are closed forms:
+(p - k) / p of M for a gather or reduction with a separate hop between nodes, (p - 1) / p for one in a ring of all
+ranks; `tools/bench/wire.py` has the forms and their sources. Headers: the cards count {headers} more than the runs'
+byte counters, and more for smaller messages. The counted bytes differ from "ours" by {beside}."""
+# After this many silent seconds of a card, a step's last bytes have passed.
 SILENCE = 0.05
 
 
@@ -52,24 +52,24 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """All ranks together."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def hops(self) -> float:
-        """Share of M that a node sends in a gather or reduction that goes across nodes by a hop of its own, (p - k) / p
-        (MiCS, section 3.3)."""
+        """Share of M that a node sends in a gather or reduction with a separate hop between nodes, (p - k) / p (MiCS,
+        section 3.3)."""
         return (self.ranks - self.ranks_per_node) / self.ranks
 
     @property
     def gathers(self) -> float:
-        """Gathers of all weights in a step of ZeRO-3: two in each microbatch, but where forward and backward passes
-        turn into each other one block is still there."""
+        """Gathers of all weights in a step of ZeRO-3: two per microbatch, minus one block at each change between
+        forward and backward passes, where that block is still gathered."""
         return 2 * self.microbatches - (2 * self.microbatches - 1) / BLOCKS
 
     @property
     def ring(self) -> float:
-        """Share of M that a node sends in a gather or reduction of all ranks in one ring, (p - 1) / p."""
+        """Share of M that a node sends in a gather or reduction in one ring of all ranks, (p - 1) / p."""
         return (self.ranks - 1) / self.ranks
 
 
@@ -79,8 +79,8 @@ INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quanti
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy's keys, and what a node sends to others in a step, in M, the bytes of all weights in bf16: by what we
-    send, and by what the paper it is from says."""
+    """A strategy's keys, and closed forms of the bytes that a node sends in a step, in M, the bytes of all weights in
+    bf16: of llmtrain, and of the strategy's paper."""
 
     keys: tuple[str, ...]
     ours: Form
@@ -94,12 +94,12 @@ def _partition(weights: int, gradients: int, optimizer: int) -> tuple[str, ...]:
 def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
     """Return every strategy by name.
 
-    A gather or reduction over all ranks moves M; of INT8 M / 2, of INT4 M / 4 (ZeRO++, section 3). Papers: ZeRO-0 and 1
-    all-reduce gradients, or reduce-scatter them and gather weights, once a step; ZeRO-2 reduces in every microbatch;
-    ZeRO-3 moves 3 M in each (ZeRO, section 7). MiCS all-reduces gradients over the nodes once a step (section 3.4), and
-    so does ZeRO-topo, in 16 bits, which then gathers weights of 8 bits (section V). Ours goes across nodes by a hop of
-    its own; sums go no farther than to the optimizer's shard; a secondary copy serves the forward passes of all
-    microbatches but the first.
+    A gather or reduction over all ranks moves M; in INT8 M / 2, in INT4 M / 4 (ZeRO++, section 3). Papers: ZeRO-0 and 1
+    all-reduce gradients, or reduce-scatter them and gather weights, once per step; ZeRO-2 reduces in every microbatch;
+    ZeRO-3 moves 3 M in each (ZeRO, section 7). MiCS all-reduces gradients between nodes once per step (section 3.4).
+    ZeRO-topo does the same in 16 bits, and then gathers weights in 8 bits (section V). llmtrain has a separate hop
+    between nodes; it reduces only to the optimizer's shards; a secondary copy serves the forward passes of all
+    microbatches except the first.
     """
     return {**_zero_strategies(), **_node_strategies(nodes * ranks_per_node, ranks_per_node)}
 
@@ -170,15 +170,15 @@ def _node_strategies(all_ranks: int, node: int) -> dict[str, Strategy]:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a node sent to others in one step, in M. counted: by the card, headers included. metered: by the run's own
-    byte meter."""
+    """Bytes that a node sent in one step, in M. counted: by the card, including headers. metered: by the run's byte
+    counter."""
 
     counted: float
     metered: float
 
 
 def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> dict[tuple[str, int], Sent]:
-    """Train every strategy with so many microbatches, one after another, and return what was sent."""
+    """Train every strategy with each number of microbatches, and return the sent bytes."""
     with tempfile.TemporaryDirectory() as name, Lab(plain(nodes, ranks_per_node)) as lab:
         folder = Path(name)
         write_set(folder / "set", 128, 20)
@@ -201,17 +201,17 @@ def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> d
 
 
 def _metered(run: Path, strategy: Strategy, ranks: int, ranks_per_node: int) -> float:
-    """Return what a node's ranks together sent to others in the last step, by the first one's metrics, in bytes."""
+    """Return the bytes that a node's ranks sent together in the last step, from the metrics of the first rank."""
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     metered = ranks_per_node * row["comm_sent_bytes"]["all"]
     if "zero.hierarchical=false" in strategy.keys:
-        # Of a ring through all ranks one link leaves each node, whichever rank it is of.
+        # In a ring of all ranks, only one rank per node sends to another node.
         metered -= (ranks_per_node - 1) * row["comm_bytes"]["weights"]["all_gather"] * (ranks - 1) / ranks
     return float(metered)
 
 
 def rank_main(wanted: dict[str, Any]) -> None:
-    """Be one rank: train all runs; the first rank prints the bytes that its node sent in the last step of each."""
+    """The program of one rank: train all runs. The first rank prints its node's sent bytes in the last step of each."""
     import torch
     import torch.distributed as dist
     from llmtrain.cluster.layout import Axis, Layout
@@ -240,7 +240,7 @@ def rank_main(wanted: dict[str, Any]) -> None:
 
 
 def _arrive(run: Any) -> None:
-    """Wait until what a step has sent is everywhere: updated weights travel on after it. Collective."""
+    """Wait until all messages of a step have arrived: sending of updated weights continues after it. Collective."""
     import torch.distributed as dist
 
     run.engine.weights.finish_updates()
@@ -248,7 +248,7 @@ def _arrive(run: Any) -> None:
 
 
 def _when_silent(count: Callable[[], int]) -> int:
-    """Return what `count` does once it has stopped changing."""
+    """Return the value of `count` when it has stopped changing."""
     last, since = count(), time.monotonic()
     while time.monotonic() < since + SILENCE:
         time.sleep(SILENCE / 10)
@@ -261,8 +261,8 @@ Found = Mapping[tuple[str, int], Sent]
 
 
 def head(measured: Mapping[tuple[int, int], Found]) -> str:
-    """Return what the tables are of, with how far apart counted bytes, metered ones and our forms are. measured: by
-    shape."""
+    """Return the section's text, with the differences of counted bytes to metered bytes and to llmtrain's forms.
+    measured: results by cluster shape."""
     headers, beside = list[float](), list[float]()
     for shape, found in measured.items():
         for (name, count), sent in found.items():
@@ -291,7 +291,7 @@ def report(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...], found
 
 
 def main() -> None:
-    """Print the tables, or be a rank."""
+    """Print the tables, or run as a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--write", type=Path)
