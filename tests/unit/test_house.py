@@ -127,6 +127,18 @@ def test_what_runs_takes_the_plan(module: str) -> None:
     assert [imported for imported in neighbours(module) if imported.startswith("llmtrain.recipe.")] == []
 
 
+# Rooms that ask which device they run on; the others call them, `llmtrain.comm.device` for what a device can be asked.
+ASK_FOR_DEVICES = ("llmtrain.comm.", "llmtrain_kernels.")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(ASK_FOR_DEVICES)])
+def test_no_device_checks(module: str) -> None:
+    names = [ast.unparse(node) for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Attribute)]
+    ends = (".is_cuda", ".is_cpu", "device.type")
+    assert [name for name in names if name.endswith(ends) or name.startswith("torch.cuda")] == []
+    assert [each for each in imported_modules(MODULES[module]) if each.startswith("torch.cuda")] == []
+
+
 def test_no_module_imports_itself_through_others() -> None:
     # This raises CycleError, which names the modules.
     list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from llmtrain.cluster.description import Accelerator, Cluster, Node
+from llmtrain.comm.device import device_name
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
@@ -15,7 +16,7 @@ from llmtrain.plan.make import make_plan
 from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.about import RunInfo, describe
-from llmtrain.telemetry.meters import CommMeter, device_name, measured_peak, memory_bytes
+from llmtrain.telemetry.meters import CommMeter, measured_peak, memory_bytes
 from llmtrain_data.config import DataConfig
 from torch.utils.flop_counter import FlopCounterMode
 

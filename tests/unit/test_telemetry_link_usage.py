@@ -213,7 +213,7 @@ def test_cards_of_nvidia(clock: SimpleNamespace) -> None:
 
 
 def test_without_nvml_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(counters, "gpu_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert NvidiaLinks.open() is None
     assert [type(source) for source in counters.all_sources()] == [HostLinks]

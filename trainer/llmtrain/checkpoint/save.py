@@ -17,18 +17,22 @@ from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard_file import Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.store_messages import StoreMessages
+from llmtrain.comm.device import HostCopies, in_host_memory
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. host: the shards' states in order, in host memory that does not change until the save has ended."""
+    """One save. host: the shards' states in order, in host memory that does not change until the save has ended.
+
+    copied: waits until they are there.
+    """
 
     step: int
     shards: list[StateShard]
     host: list[torch.Tensor]
-    copied: torch.cuda.Event | None
+    copied: Callable[[], object]
     progress: dict[str, JsonValue]
     about: Mapping[str, dict[str, JsonValue]]
 
@@ -60,7 +64,7 @@ class Checkpointer:
     ) -> None:
         self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
         self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
-        self._staging: list[torch.Tensor] = []
+        self._staging: HostCopies | None = None
         self._failure: str | None = None
         self._warning = ""
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
@@ -77,13 +81,9 @@ class Checkpointer:
 
     def reserve(self, shards: list[StateShard]) -> None:
         """Allocate the host copies now, so that the first asynchronous save takes no longer than later ones."""
-        if not self._asynchronous and not any(state.is_cuda for state in _states(shards)):
-            return
-        sizes = [state.numel() for state in _states(shards)]
-        if [buffer.numel() for buffer in self._staging] != sizes:
-            pinned = any(state.is_cuda for state in _states(shards))
-            # fill_ touches every page, so that the kernel maps the memory now and not during the first copy.
-            self._staging = list(torch.empty(sum(sizes), dtype=torch.float32, pin_memory=pinned).fill_(0).split(sizes))
+        states = _states(shards)
+        if self._copies(states) and not (self._staging and self._staging.fits(states)):
+            self._staging = HostCopies(states)
 
     def save(
         self,
@@ -126,23 +126,20 @@ class Checkpointer:
     def close(self) -> str | None:
         """Join the current save and free the host copies. Returns the result of `wait`."""
         failure = self.wait()
-        self._staging = []
+        self._staging = None
         self._queue.put(None)
         return failure
 
-    def _host_copies(self, shards: list[StateShard]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    def _copies(self, states: list[torch.Tensor]) -> bool:
+        """Whether a save writes copies of the states, and not the states themselves."""
+        return self._asynchronous or not all(map(in_host_memory, states))
+
+    def _host_copies(self, shards: list[StateShard]) -> tuple[list[torch.Tensor], Callable[[], object]]:
         states = _states(shards)
-        on_cuda = any(state.is_cuda for state in states)
-        if not self._asynchronous and not on_cuda:
-            return states, None
         self.reserve(shards)
-        for buffer, state in zip(self._staging, states, strict=True):
-            buffer.copy_(state, non_blocking=True)
-        if not on_cuda:
-            return self._staging, None
-        copied = torch.cuda.Event()
-        copied.record()
-        return self._staging, copied
+        if self._staging is None:
+            return states, lambda: None
+        return self._staging.copies, self._staging.copy(states)
 
     def _work(self) -> None:
         """Run the queued saves in the background, until None is queued."""
@@ -213,8 +210,7 @@ class Checkpointer:
         name = f"rank-{self._ranks.rank:05d}.safetensors"
         self._ranks.activity.writing = True
         try:
-            if save.copied is not None:
-                save.copied.synchronize()
+            save.copied()
             ranges = list(_ranges(save.shards))
             if not ranges:
                 return _Result()

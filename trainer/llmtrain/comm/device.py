@@ -1,6 +1,65 @@
-"""What differs between devices, for code that runs on any of them."""
+"""What differs between CPUs and GPUs, for code that runs on either."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees. memory: in bytes. address: on the machine's PCI buses."""
+
+    name: str
+    memory: int
+    uuid: str
+    address: str
+
+
+def gpu_count() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
+def gpus() -> list[Gpu]:
+    """Return the GPUs that this process sees, in torch's order."""
+    # torch's type stubs lack some of these fields.
+    cards: list[Any] = [torch.cuda.get_device_properties(index) for index in range(gpu_count())]
+    return [
+        Gpu(
+            card.name,
+            card.total_memory,
+            str(card.uuid),
+            f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0",
+        )
+        for card in cards
+    ]
+
+
+def nccl_version() -> str:
+    """Return the version of torch's NCCL. This process sees a GPU."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def device_of(local_rank: int) -> torch.device:
+    """Return the GPU of a local rank, the only one if the rank sees no other, or the CPU without GPUs."""
+    count = gpu_count()
+    return torch.device("cuda", 0 if count == 1 else local_rank) if count else torch.device("cpu")
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether `device` is the CPU."""
+    return device.type == "cpu"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device's name, for a CPU with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def synchronize(device: torch.device) -> None:
@@ -12,3 +71,54 @@ def synchronize(device: torch.device) -> None:
 def own_generators(device: torch.device) -> list[torch.device]:
     """Return the devices, besides the CPU, whose random number generators computation on `device` uses."""
     return [device] if device.type == "cuda" else []
+
+
+def allocated_memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes `allocated` and `reserved` on a GPU, and `peak_allocated`; nothing for the CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "peak_allocated": torch.cuda.max_memory_allocated(device),
+    }
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Give unused memory back to the GPU, and measure its peak anew from now on."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def in_host_memory(tensor: Tensor) -> bool:
+    """Return whether the CPU can read `tensor` where it is."""
+    return not tensor.is_cuda
+
+
+class HostCopies:
+    """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        pinned = not all(map(in_host_memory, tensors))
+        memory = torch.empty(sum(self._sizes), dtype=torch.float32, pin_memory=pinned)
+        # fill_ touches every page, so that the kernel maps the memory now and not during the first copy.
+        self.copies: list[Tensor] = list(memory.fill_(0).split(self._sizes))
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether `tensors` are as large as those that the memory was made for."""
+        return self._sizes == [tensor.numel() for tensor in tensors]
+
+    def copy(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
+        """Copy one-dimensional tensors to `copies`, and return what waits until that is done.
+
+        Copies from a GPU are queued on the current stream, and the host continues. Other threads may wait for them.
+        """
+        for copy, tensor in zip(self.copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if all(map(in_host_memory, tensors)):
+            return lambda: None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied.synchronize

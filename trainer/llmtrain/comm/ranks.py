@@ -17,6 +17,7 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
+from llmtrain.comm.device import device_of
 from llmtrain.comm.groups import gloo_over, group_options
 from llmtrain.comm.watchdog import Watchdog
 from llmtrain.comm.workspace import Workspace
@@ -104,12 +105,6 @@ class Ranks:
         if self.is_main:
             self.store.get(f"{name} is known")
         return heard
-
-
-def device_of(local_rank: int) -> torch.device:
-    """Return the local rank's CUDA device, the only one where it sees no other, or the CPU where there is none."""
-    count = torch.cuda.device_count()
-    return torch.device("cuda", 0 if count == 1 else local_rank) if count else torch.device("cpu")
 
 
 def connect(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain_data import units
 from llmtrain_data.output import Terminal, say, say_json
@@ -58,15 +58,16 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
     place = launched(os.environ, nproc)
-    import torch
+    from llmtrain.comm.device import gpu_count
 
-    world = place.world if place else nproc or torch.cuda.device_count()
+    gpus = gpu_count()
+    world = place.world if place else nproc or gpus
     if world < 2:
         raise BadInputError(
             f"there {'is 1 rank' if world else 'are 0 ranks'}, and bench comm measures the links between at least 2; "
             "add --nproc N, or start bench comm through torchrun, srun or mpirun"
         )
-    check_gpus(torch.cuda.device_count(), place, world)
+    check_gpus(gpus, place, world)
     if place is not None:
         _measure_as_rank(options, given, place)
         return
@@ -120,12 +121,13 @@ def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: in
 
 
 def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:
+    from llmtrain.comm.device import is_cpu
     from llmtrain.launch.measure.show import name_of
     from llmtrain.launch.measure.timing import measure
 
     found: list[Measured] = []
     sockets = [machine.socket for machine in machines]
-    for link in links(cluster, ranks.layout.world, one_machine, each_card=ranks.device.type == "cpu"):
+    for link in links(cluster, ranks.layout.world, one_machine, each_card=is_cpu(ranks.device)):
         for each in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
             found.append(measure(each, cluster, ranks))
             if ranks.is_main:
@@ -173,20 +175,15 @@ def _write(output: Path, cluster: Cluster, how: str) -> None:
 
 
 def _accelerator() -> Accelerator | None:
-    import torch
+    from llmtrain.comm.device import gpus
 
-    if not torch.cuda.is_available():
-        return None
-    card = torch.cuda.get_device_properties(0)
-    return Accelerator(name=card.name, memory=units.size(card.total_memory))
+    seen = gpus()
+    return Accelerator(name=seen[0].name, memory=units.size(seen[0].memory)) if seen else None
 
 
 def _accelerator_address(local_rank: int) -> str | None:
     """Return the PCI address of a rank's accelerator, None without one."""
-    import torch
+    from llmtrain.comm.device import gpus
 
-    if local_rank >= torch.cuda.device_count():
-        return None
-    # torch's type stubs lack the PCI fields.
-    card: Any = torch.cuda.get_device_properties(local_rank)
-    return f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+    seen = gpus()
+    return seen[local_rank].address if local_rank < len(seen) else None

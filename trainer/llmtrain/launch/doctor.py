@@ -65,19 +65,18 @@ def _torch() -> Iterator[Finding]:
     else:
         yield Finding("gloo", "broken", "this torch has no gloo", "install torch from pytorch.org or PyPI")
     if dist.is_available() and dist.is_nccl_available():
-        number = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no GPU to use it"
-        yield Finding("nccl", "ok", number)
+        from llmtrain.comm.device import gpu_count, nccl_version
+
+        yield Finding("nccl", "ok", nccl_version() if gpu_count() else "no GPU to use it")
     else:
         yield Finding("nccl", "absent", "this torch has none", "only needed for several GPUs")
 
 
 def _devices(built_for_gpu: bool) -> Finding:
-    import torch
+    from llmtrain.comm.device import gpus
 
-    if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        shown = ", ".join(f"{card.name} ({units.size(card.total_memory)})" for card in cards)
-        return Finding("gpu", "ok", shown)
+    if cards := gpus():
+        return Finding("gpu", "ok", ", ".join(f"{card.name} ({units.size(card.memory)})" for card in cards))
     driver = next((tool for tool in ("nvidia-smi", "rocm-smi") if shutil.which(tool)), None)
     if driver and not built_for_gpu:
         advice = "install the torch build for your GPU from pytorch.org"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from types import FrameType
 
 import psutil
-import torch
 from llmtrain_data.output import say
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Ending
+from llmtrain.comm.device import gpu_count
 from llmtrain.comm.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
 from llmtrain.errors import (
     EXIT_BAD_INPUT,
@@ -222,7 +222,7 @@ def _killed(failure: ProcessFailure) -> bool:
 
 def _leave_out(rank: int) -> None:
     """Hide the GPU of a rank that was lost twice in a row from the next attempts."""
-    count = torch.cuda.device_count()
+    count = gpu_count()
     if count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[:rank] + visible[rank + 1 :])

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from llmtrain.cluster.quantity import quantity
+from llmtrain.comm.device import device_name, is_cpu
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.plan.plan import Plan
-from llmtrain.telemetry.meters import device_name, measured_peak
+from llmtrain.telemetry.meters import measured_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _peak_before(before: dict[str, Any], device: str, precision: str) -> float:
 def _stated_peak(plan: Plan, device: torch.device, precision: str) -> float | None:
     """Return the peak in FLOP/s in the cluster's description, None on CPUs, which only simulate its accelerators."""
     cluster = plan.cluster
-    if device.type == "cpu" or cluster is None or cluster.accelerator is None:
+    if is_cpu(device) or cluster is None or cluster.accelerator is None:
         return None
     speed = cluster.accelerator.peak.get(precision)
     return None if speed is None else quantity(speed, "FLOP/s")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-import torch
+
+from llmtrain.comm.device import gpu_count, gpus
 
 # Bytes that each link has sent (or written) and received (or read) since an arbitrary time.
 Counts = dict[str, tuple[float, float]]
@@ -61,14 +62,13 @@ class NvidiaLinks:
     @staticmethod
     def open() -> "NvidiaLinks | None":
         """Return the links of the GPUs that torch sees; None without a GPU, or without NVML for Python."""
-        if not torch.cuda.is_available():
+        if not gpu_count():
             return None
         try:
             import pynvml
 
             pynvml.nvmlInit()
-            uuids = (torch.cuda.get_device_properties(index).uuid for index in range(torch.cuda.device_count()))
-            return NvidiaLinks(pynvml, [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids])
+            return NvidiaLinks(pynvml, [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}") for gpu in gpus()])
         except Exception:
             # NVML is not installed, or there is no driver, or the card is virtual: training does not need it.
             return None

@@ -12,6 +12,7 @@ import psutil
 import torch
 from llmtrain_kernels.matmul import matmul
 
+from llmtrain.comm.device import allocated_memory, forget_peak_memory, synchronize
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.metrics import Row
 
@@ -62,25 +63,13 @@ def memory_bytes(device: torch.device, model_states: int) -> dict[str, int]:
     # The kernel updates the peak less often than the current figure, so it can lag behind.
     peak = max(rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     memory = {"rss": rss, "peak_rss": peak, "model_states": model_states}
-    if device.type == "cuda":
-        memory["allocated"] = torch.cuda.memory_allocated(device)
-        memory["reserved"] = torch.cuda.memory_reserved(device)
-        memory["peak_allocated"] = torch.cuda.max_memory_allocated(device)
-    return memory
+    return memory | allocated_memory(device)
 
 
 @cache
 def _process(number: int) -> psutil.Process:
     """Return the process of a pid. Cached, because psutil reads its start time when it makes the object."""
     return psutil.Process(number)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the device's name, for a CPU with the number of threads that torch uses."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.3) -> float:
@@ -107,10 +96,8 @@ def measured_peak(device: torch.device, dtype: torch.dtype, budget: float = 0.3)
         now = time.perf_counter()
         improved = now if rate > 1.01 * best else improved
         best = max(best, rate)
-    if device.type == "cuda":
-        del products
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    del products
+    forget_peak_memory(device)
     return best
 
 
@@ -126,11 +113,8 @@ class _Product:
     @torch.no_grad()
     def seconds(self) -> float:
         """Compute the product, and return the seconds that it took."""
-        device = self._matrix.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(self._matrix.device)
         started = time.perf_counter()
         matmul(self._matrix, self._matrix, self._out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(self._matrix.device)
         return max(time.perf_counter() - started, 1e-9)

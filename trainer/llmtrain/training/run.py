@@ -20,6 +20,7 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch.run_lock import LOOK, RunLock
@@ -112,7 +113,7 @@ def compose(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             if calls:
                 ranks.activity.record(f"{calls[-1].op} ({calls[-1].purpose})")
 
-        if ranks.device.type == "cpu":
+        if is_cpu(ranks.device):
             ranks.activity.begin("building C++ kernels for this processor")
             native_reason(MODEL_KERNELS)
         ranks.activity.begin("building the model")

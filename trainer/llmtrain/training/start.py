@@ -62,8 +62,8 @@ def _gpus(place: Launched | None) -> int:
     """Return how many GPUs this process sees."""
     # torch is imported this late so that a mistake in the recipe's text is reported at once.
     with loading("PyTorch", place is None or place.is_first):
-        import torch
-    return torch.cuda.device_count()
+        from llmtrain.comm.device import gpu_count
+    return gpu_count()
 
 
 def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:

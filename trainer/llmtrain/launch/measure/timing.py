@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.cluster.description import Cluster
+from llmtrain.comm.device import is_cpu, synchronize
 from llmtrain.comm.groups import group_over
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
@@ -58,9 +59,7 @@ class _LinkTimer:
 
     def __init__(self, link: Link, cluster: Cluster, ranks: Ranks) -> None:
         self._link, self._ranks = link, ranks
-        on_cuda = ranks.device.type == "cuda"
-        self._largest = LARGEST_ON_CUDA if on_cuda else LARGEST_ON_CPU
-        self._sync: Call = torch.cuda.synchronize if on_cuda else lambda: None
+        self._largest = LARGEST_ON_CPU if is_cpu(ranks.device) else LARGEST_ON_CUDA
         self._members = next((group for group in link.groups if ranks.rank in group), None)
         self._touched = torch.zeros(1, device=ranks.device)
         card = link.nic(cluster, ranks.rank)
@@ -189,11 +188,11 @@ class _LinkTimer:
         if call is None or before is None:
             return self._slowest(0.0)
         before()
-        self._sync()
+        synchronize(self._ranks.device)
         begin = perf_counter()
         for _ in range(times):
             call()
-        self._sync()
+        synchronize(self._ranks.device)
         return self._slowest((perf_counter() - begin) / times)
 
     def _slowest(self, seconds: float) -> float:

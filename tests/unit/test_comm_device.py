@@ -1,0 +1,39 @@
+"""What a device is asked for, without a GPU."""
+
+import torch
+from llmtrain.comm.device import (
+    HostCopies,
+    allocated_memory,
+    device_of,
+    forget_peak_memory,
+    gpu_count,
+    gpus,
+    in_host_memory,
+    is_cpu,
+    synchronize,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_without_a_gpu_there_is_the_cpu() -> None:
+    assert len(gpus()) == gpu_count()
+    if not gpu_count():
+        assert is_cpu(device_of(3))
+    assert allocated_memory(CPU) == {}
+    synchronize(CPU)
+    forget_peak_memory(CPU)
+
+
+def test_host_copies_keep_their_memory() -> None:
+    states = [torch.arange(3.0), torch.arange(5.0)]
+    copies = HostCopies(states)
+    assert [copy.tolist() for copy in copies.copies] == [[0.0] * 3, [0.0] * 5]
+    copies.copy(states)()
+    states[0].zero_()
+    assert [copy.tolist() for copy in copies.copies] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert all(map(in_host_memory, copies.copies))
+    assert copies.fits(states)
+    assert not copies.fits(states[:1])
+    # Made in one piece, whose pages are all mapped at once.
+    assert len({copy.untyped_storage().data_ptr() for copy in copies.copies}) == 1
