@@ -21,7 +21,7 @@ from llmtrain.comm.backend import collectives_of
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
-from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.parallel.weight_gradients import gradients as put_off
@@ -201,7 +201,7 @@ def traffic(mesh: TensorMesh, figures: Figures) -> None:
     """Record the bytes that the meter counts in one forward and backward pass of a model with one layer."""
     calls: list[Traffic] = []
     config = replace(config_of("gpt2"), layers=1)
-    ours = build(config, replace(mesh, count=calls.extend, tier="node"), torch.float32)
+    ours = build(config, replace(mesh, count=count_as_tensor(calls.extend, "node")), torch.float32)
     calls.clear()
     ours.model(*tokens(config, 0)).backward()
     assert {(call.purpose, call.tier) for call in calls} == {("tensor", "node")}

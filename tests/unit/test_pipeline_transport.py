@@ -10,7 +10,7 @@ import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.messages import Channel, Posting
 from llmtrain.comm.messages_gloo import GlooMessages
-from llmtrain.comm.messages_nccl import NcclMessages
+from llmtrain.comm.messages_nccl import POSTING
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
@@ -79,7 +79,7 @@ def test_as_many_receives_are_posted_as_messages_are_under_way(posted: list[Mess
 
 def test_nccl_posts_the_first_receive_when_it_is_needed_and_then_one_ahead(posted: list[Message]) -> None:
     """On a GPU, a posted receive occupies multiprocessors until its message arrives."""
-    transport = expecting(3, 0, NcclMessages.posting)
+    transport = expecting(3, 0, POSTING)
     assert not posted
     assert not transport.arrived(CHANNEL)
     assert len(posted) == 1
@@ -178,7 +178,7 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
-    monkeypatch.setattr(build_pipeline, "torch_messages", lambda peers, device, ahead: given.append(ahead))
+    monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, ahead: given.append(ahead))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)

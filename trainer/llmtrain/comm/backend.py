@@ -1,12 +1,15 @@
-"""Picks what carries the collectives of a process group."""
+"""Chooses the backend of collectives and of messages by the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.gloo import GlooCollectives
+from llmtrain.comm.messages import Channel, Messages
+from llmtrain.comm.messages_gloo import GlooMessages
+from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.nccl import NcclCollectives
 from llmtrain.comm.shared_memory import SharedMemoryCollectives, share_slots
 from llmtrain.comm.workspace import Workspace
@@ -31,3 +34,8 @@ def collectives_of(
         if slots:
             return SharedMemoryCollectives(group, slots, order)
     return GlooCollectives(group, order, workspace)
+
+
+def messages_of(peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, ahead: int) -> Messages:
+    """Return NCCL's messages on GPUs and gloo's on CPUs. peers, ahead: see GlooMessages."""
+    return NcclMessages(peers, device) if device.type == "cuda" else GlooMessages(peers, ahead)

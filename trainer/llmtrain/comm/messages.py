@@ -37,9 +37,8 @@ class Request(Protocol):
 class Messages(Protocol):
     """Posts sends and receives on channels."""
 
-    @property
-    def posting(self) -> Posting:
-        """How many receives to post on each channel."""
+    posting: Posting
+    """How many receives to post on each channel."""
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
         """Post a receive of a channel's next message into contiguous `values`."""

@@ -10,7 +10,7 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
-from llmtrain.parallel.tensor.collectives import TensorMesh
+from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.stage_layout import units_of
@@ -73,7 +73,8 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
     collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
-    return TensorMesh(place, degree, collectives, plan.sequence_parallel, tier, count, ranks.activity)
+    counted = count_as_tensor(count, tier)
+    return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
 def _units(model: GPT, plan: Plan, ranks: Ranks, sharding: ShardingSpec) -> list[ShardedUnit]:

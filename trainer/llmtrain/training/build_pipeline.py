@@ -6,7 +6,7 @@ import torch
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
-from llmtrain.comm.message_backend import torch_messages
+from llmtrain.comm.backend import messages_of
 from llmtrain.comm.messages import Channel, Messages
 from llmtrain.comm.messages_mpi import MpiMessages
 from llmtrain.comm.ranks import Ranks
@@ -89,4 +89,4 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return torch_messages(joined, ranks.device, ahead)
+    return messages_of(joined, ranks.device, ahead)
