@@ -11,10 +11,20 @@ from pathlib import Path
 import pytest
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Container, Site
-from llmtrain.launch.slurm.script import Job, array_indices, render, train_script
+from llmtrain.launch.slurm.script import (
+    Allocation,
+    Array,
+    Chain,
+    Job,
+    SubmittedRecipe,
+    array_indices,
+    render,
+    train_script,
+)
 
 RECIPE = "name: a run\nseed: 3\n"
-JOB = Job("a run", Path("/data/my runs/a run"), 2, 4, ("/env/bin/python", "-m", "llmtrain", "run"), RECIPE)
+COMMAND = ("/env/bin/python", "-m", "llmtrain", "run")
+JOB = Job("a run", Path("/data/my runs/a run"), Allocation(2, 4), COMMAND, SubmittedRecipe(RECIPE))
 FULL = Site(
     account="abc", partition="gpu", qos="high", constraint="a100&nvlink", reservation="r", time="1-0", gpus_per_node=4,
     cpus_per_rank=16, exclusive=True, margin=120, modules=("cuda/12.4", "gcc"), sbatch=("--mail-type=END",),
@@ -77,7 +87,7 @@ def test_containers() -> None:
 
 
 def test_seeds_are_runs_of_their_own() -> None:
-    job = replace(JOB, name="x", folder=Path("/runs/x"), array="1-3%2")
+    job = replace(JOB, name="x", folder=Path("/runs/x"), series=Array("1-3%2"))
     script = render(job, Site())
     assert "--array=1-3%2" in lines(script, "#SBATCH ")
     assert "--output=/runs/x-seed%a/slurm/%A_%a.log" in lines(script, "#SBATCH ")
@@ -183,7 +193,7 @@ def test_a_job_of_an_array_requeues_itself_alone(job: Path) -> None:
 
 
 def test_a_job_of_a_chain_leaves_it_to_the_next(job: Path) -> None:
-    job.write_text(render(replace(JOB, folder=job.parent / "a run", chained=True), Site()))
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", series=Chain(2)), Site()))
     assert end(start(job, "75")) == 75
     assert not requeued(job)
 

@@ -65,7 +65,7 @@ def test_nodes_and_ranks(
     recipe: Path, overrides: list[str], site: str, nodes: int | None, size: tuple[int, int]
 ) -> None:
     job = planned(recipe, *overrides, site=site, nodes=nodes)
-    assert (job.nodes, job.ranks_per_node) == size
+    assert (job.allocation.nodes, job.allocation.ranks_per_node) == size
     assert ("--nproc" in job.command) is (size == (1, 1))
 
 
@@ -201,10 +201,10 @@ def test_a_job_has_the_recipe_as_it_was_submitted(recipe: Path, monkeypatch: pyt
     child.write_text("extends: tiny.yaml\ndata: {path: set}\nlogging: {wandb: off}\ncluster: site-a.yaml\n")
     overrides = ["parallel.data=8", "optimizer.lr=1e-3", "train.steps=1e2"]
     expected, job = load_recipe("child.yaml", overrides), planned(child, *overrides)
-    assert job.sources == (child, recipe, Path("site-a.yaml"))
+    assert job.recipe.sources == (child, recipe, Path("site-a.yaml"))
     for path in ("child.yaml", "tiny.yaml", "site-a.yaml"):
         Path(path).write_text("nothing: is as it was")
-    Path("copy.yaml").write_text(job.recipe)
+    Path("copy.yaml").write_text(job.recipe.text)
     copy = load_recipe("copy.yaml")
     assert (copy.name, copy.data.path, copy.train.microbatch) == ("child", "set", "auto")
     assert isinstance(copy.cluster, Cluster)
@@ -219,10 +219,10 @@ def test_a_recipe_too_large_with_its_cluster_is_refused_before_its_job_is(
     """Each file is small enough by itself."""
     monkeypatch.chdir(recipe.parent)
     Path("site-a.yaml").write_text(DESCRIPTION)
-    text = planned(recipe, "parallel.data=8").recipe
+    text = planned(recipe, "parallel.data=8").recipe.text
     value = len(text) if limit == "LARGEST_BYTES" else 45
     monkeypatch.setattr(yaml_file, limit, value)
-    assert planned(recipe, "parallel.data=8").recipe == text
+    assert planned(recipe, "parallel.data=8").recipe.text == text
     with pytest.raises(BadInputError, match=f"its cluster's description: it has more than {value}"):
         planned(recipe, "parallel.data=8", "cluster=site-a.yaml")
 

@@ -40,20 +40,18 @@ def submit(
                 {
                     "name": job.name,
                     "folder": str(job.folder),
-                    "nodes": job.nodes,
-                    "ranks_per_node": job.ranks_per_node,
-                    "recipe": job.recipe,
+                    "nodes": job.allocation.nodes,
+                    "ranks_per_node": job.allocation.ranks_per_node,
+                    "recipe": job.recipe.text,
                     "script": script,
                 }
             )
         else:
             say(script, end="")
         return
-    jobs = [
-        (number, str(job.log).replace("%j", number).replace("%A", number)) for number in hand_in(job, profile, chain)
-    ]
+    jobs = [(number, str(job.log).replace("%j", number).replace("%A", number)) for number in hand_in(job, profile)]
     if as_json:
         say_json([{"job": number, "log": log} for number, log in jobs])
         return
     for number, log in jobs:
-        say(f"job {number} on {job.nodes} x {job.ranks_per_node} ranks, log {log}")
+        say(f"job {number} on {job.allocation.nodes} x {job.allocation.ranks_per_node} ranks, log {log}")

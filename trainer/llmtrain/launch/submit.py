@@ -18,7 +18,7 @@ from llmtrain.launch.run_lock import holder_of
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
-from llmtrain.launch.slurm.script import Job, render
+from llmtrain.launch.slurm.script import Allocation, Array, Chain, Job, SubmittedRecipe, render
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan, folders_above
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
@@ -59,21 +59,21 @@ def plan(
             "checkpoint.resume is never, but a job that is stopped and queued again resumes from its checkpoints; "
             "leave checkpoint.resume out"
         )
-    nodes, ranks_per_node = _size(recipe, site, nodes)
-    check_world(nodes * ranks_per_node)
+    allocation = _allocation(recipe, site, nodes)
+    check_world(allocation.ranks)
     if site.container is None:
         # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
-        facts = Facts(world=nodes * ranks_per_node, device="cuda", ranks_per_node=ranks_per_node, apex=True)
+        facts = Facts(world=allocation.ranks, device="cuda", ranks_per_node=allocation.ranks_per_node, apex=True)
         check_and_plan(recipe, facts, folders_above(name))
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
     python = site.python or ("python" if site.container else sys.executable)
     # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
-    alone = ["--nproc", "1"] if nodes * ranks_per_node == 1 else []
+    alone = ["--nproc", "1"] if allocation.ranks == 1 else []
     command = (python, "-m", "llmtrain", "run", *alone)
-    text, files = _as_submitted(given, recipe), _sources(name, recipe)
-    return Job(recipe.name, folder, nodes, ranks_per_node, command, text, files, array, chained=chain > 1)
+    submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
+    return Job(recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array))
 
 
 def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
@@ -101,8 +101,8 @@ def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
     return text
 
 
-def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
-    """Submit a job, `chain` times in a row, and return the jobs' numbers.
+def submit(job: Job, site: Site) -> list[str]:
+    """Submit a job, or each job of its chain, and return the jobs' numbers.
 
     Writes the script, which contains the recipe, into the run's folder, and records the numbers there. Raises
     BadInputError if the run is already in the queue, RunFailedError if Slurm refuses.
@@ -113,28 +113,29 @@ def submit(job: Job, site: Site, chain: int = 1) -> list[str]:
         slurm_folder(folder).mkdir(parents=True, exist_ok=True)
         script = slurm_folder(folder) / "job.sh"
         script.write_text(render(job, site), encoding="utf-8")
-        record_sources(folder, job.sources)
+        record_sources(folder, job.recipe.sources)
     numbers: list[str] = []
-    for _ in range(chain):
+    length = job.series.length if isinstance(job.series, Chain) else 1
+    for _ in range(length):
         try:
             number = queue.submit(script, after=numbers)
         except RunFailedError as error:
             if not numbers:
                 raise
             raise RunFailedError(
-                f"{error}; of the chain of {chain} jobs {', '.join(numbers)} are in the queue, take them out with "
+                f"{error}; of the chain of {length} jobs {', '.join(numbers)} are in the queue, take them out with "
                 f"`scancel {' '.join(numbers)}` or let them run"
             ) from error
         numbers.append(number)
-        if job.array is None:
+        if isinstance(job.series, Chain):
             record_job(job.folder, number)
         for folder, seed in zip(job.folders, job.seeds, strict=False):
             record_job(folder, f"{number}_{seed}")
     return numbers
 
 
-def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
-    """Return (nodes, ranks per node) for a run. Raises BadInputError if nothing gives them."""
+def _allocation(recipe: Recipe, site: Site, nodes: int | None) -> Allocation:
+    """Return the nodes for a run. Raises BadInputError if nothing gives their number or their ranks."""
     parallel, cluster = recipe.parallel, given_cluster(recipe.cluster)
     per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
     model = parallel.tensor * parallel.pipeline
@@ -147,19 +148,19 @@ def _size(recipe: Recipe, site: Site, nodes: int | None) -> tuple[int, int]:
             )
         per_node = 1
     if nodes is not None:
-        return nodes, per_node
+        return Allocation(nodes, per_node)
     if wanted is None:
         raise BadInputError(
             "parallel.data is auto, so nothing says how many nodes to ask for; add --nodes N, or set parallel.data"
         )
     if wanted <= per_node:
-        return 1, wanted
+        return Allocation(1, wanted)
     if wanted % per_node:
         raise BadInputError(
             f"parallel.data x pipeline x tensor is {wanted} ranks, which do not fill nodes of {per_node}; set "
             f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
         )
-    return wanted // per_node, per_node
+    return Allocation(wanted // per_node, per_node)
 
 
 def _gpus(site: Site) -> int | None:

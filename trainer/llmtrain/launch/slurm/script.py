@@ -23,48 +23,78 @@ _END = "END OF RECIPE"
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """The nodes that a job asks for."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """The ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class SubmittedRecipe:
+    """A recipe at its submission. text: in YAML, which the job's script contains. sources: the files that it was made
+    of."""
+
+    text: str
+    sources: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`length` jobs that train one run: each resumes it when the previous job stops. Slurm requeues a single job."""
+
+    length: int = 1
+
+
+@dataclass(frozen=True)
+class Array:
+    """A job whose tasks each train a run with another seed. seeds: as sbatch's --array takes them."""
+
+    seeds: str
+
+
+@dataclass(frozen=True)
 class Job:
     """A run as a Slurm job.
 
-    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file. recipe:
-    the file's content, which the job's script contains. sources: the files that the recipe was made of. array: seeds as
-    sbatch's --array takes them, one run for each; None for one run. chained: whether another job resumes the run when
-    this one stops.
+    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file.
     """
 
     name: str
     folder: Path
-    nodes: int
-    ranks_per_node: int
+    allocation: Allocation
     command: tuple[str, ...]
-    recipe: str
-    sources: tuple[Path, ...] = ()
-    array: str | None = None
-    chained: bool = False
+    recipe: SubmittedRecipe
+    series: Chain | Array = Chain()
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of `array`; empty if it is None."""
-        return [] if self.array is None else array_indices(self.array)
+        """The seeds of an array; none for a chain."""
+        return array_indices(self.series.seeds) if isinstance(self.series, Array) else []
 
     @property
     def folders(self) -> list[Path]:
         """The folders of all runs of the job, in the order of their seeds."""
-        if self.array is None:
+        if isinstance(self.series, Chain):
             return [self.folder]
         return [self.folder.with_name(seed_name(self.folder.name, str(seed))) for seed in self.seeds]
 
     @property
     def log(self) -> Path:
         """The file of the job's output, with Slurm's %j, or %A and %a, for the job's number."""
-        if self.array is None:
+        if isinstance(self.series, Chain):
             return self.folder / "slurm" / "%j.log"
         return self.folder.with_name(seed_name(self.folder.name, "%a")) / "slurm" / "%A_%a.log"
 
     @property
     def recipe_file(self) -> str:
         """The file that the job writes its recipe to, quoted for the shell."""
-        if self.array is None:
+        if isinstance(self.series, Chain):
             return f"{shlex.quote(str(self.folder))}/slurm/$SLURM_JOB_ID.yaml"
         folder = shlex.quote(seed_name(str(self.folder), ""))
         return f"{folder}{INDEX}/slurm/${{SLURM_ARRAY_JOB_ID}}_{INDEX}.yaml"
@@ -102,11 +132,11 @@ def render(job: Job, site: Site) -> str:
         f"# mkdir -p {' '.join(shlex.quote(str(folder / 'slurm')) for folder in job.folders)}",
         *(f"module load {shlex.quote(module)} || exit 1" for module in site.modules),
         *(f"export {name}={shlex.quote(str(value))}" for name, value in site.environment.items()),
-        *(["requeue=no"] if job.chained else []),
+        *(["requeue=no"] if isinstance(job.series, Chain) and job.series.length > 1 else []),
         "# The recipe as it was submitted; what is edited later does not change this job.",
         f"recipe={job.recipe_file}",
         f"cat > \"$recipe\" <<'{_END}' || exit 1",
-        f"{job.recipe}{_END}",
+        f"{job.recipe.text}{_END}",
         f"srun_options=({' '.join(map(shlex.quote, _srun_options(site)))})",
         f"set -- {' '.join(_command(job, site))}",
         "",
@@ -125,8 +155,8 @@ def train_script() -> str:
 def _options(job: Job, site: Site) -> Iterator[str]:
     values = {
         "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.ranks_per_node,
+        "nodes": job.allocation.nodes,
+        "ntasks-per-node": job.allocation.ranks_per_node,
         "cpus-per-task": site.cpus_per_rank,
         "gpus-per-node": site.gpus_per_node,
         "time": site.time,
@@ -135,7 +165,7 @@ def _options(job: Job, site: Site) -> Iterator[str]:
         "qos": site.qos,
         "constraint": site.constraint,
         "reservation": site.reservation,
-        "array": job.array,
+        "array": job.series.seeds if isinstance(job.series, Array) else None,
         "output": job.log,
         # Signal only the batch script, which passes the signal on to the ranks.
         "signal": f"B:USR1@{site.margin}",
@@ -165,6 +195,6 @@ def _command(job: Job, site: Site) -> Iterator[str]:
         yield shlex.quote(site.container.image)
     yield from map(shlex.quote, job.command)
     yield '"$recipe"'
-    if job.array is not None:
+    if isinstance(job.series, Array):
         name = shlex.quote(seed_name(f"name={job.name}", ""))
         yield f'{name}"{INDEX}" seed="{INDEX}"'
