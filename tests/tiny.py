@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,11 +40,24 @@ def small_disk(folder: Path, room: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return all rows of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_step(run: Path) -> int:
+    """Return the last step in a run's metrics so far, whose last line may be incomplete."""
+    try:
+        steps = re.findall(r'"step": (\d+)', (run / "metrics.jsonl").read_text())
+    except FileNotFoundError:
+        return 0
+    return int(steps[-1]) if steps else 0
+
+
 def curve(run: Path) -> Curve:
     """Return every loss that a run has logged, by kind and step; a step that is logged twice is an error."""
-    path, found = run / "metrics.jsonl", Curve()
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
+    found = Curve()
+    for row in rows(run) if (run / "metrics.jsonl").exists() else []:
         key = (row.get("event", "step"), row["step"])
         if key[0] != "end":
             assert key not in found

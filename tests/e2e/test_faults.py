@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny import small_disk, write_corpus
+from tiny import last_step, small_disk, write_corpus
 
 RECIPE = """
 name: {name}
@@ -92,11 +92,7 @@ class Series:
     @property
     def last_step(self) -> int:
         """Return the last step in the metrics so far."""
-        try:
-            steps = re.findall(r'"step": (\d+)', (self.folder / "metrics.jsonl").read_text())
-        except FileNotFoundError:
-            return 0
-        return int(steps[-1]) if steps else 0
+        return last_step(self.folder)
 
     def suffer(self, fault: str, further: int) -> None:
         """Start the run, cause the fault some steps later, and check that the run ends as it should."""

@@ -1,12 +1,12 @@
 """300 steps of the quickstart with all quantizers on reach the loss of one process without any."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import rows
 
 CORPUS = Path("quickstart-data")
 STEPS = 300
@@ -41,9 +41,9 @@ def train(folder: Path, name: str, *arguments: str) -> dict[str, float]:
         f"data.tokenizer={CORPUS / 'tokenizer'}", f"train.steps={STEPS}", "logging={every: 1, dir: .}", CALM,
         *arguments,
     )  # fmt: skip
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    steps = [row["loss"] for row in rows if "event" not in row]
-    validated = [row["loss"] for row in rows if row.get("event") == "eval"]
+    logged = rows(folder / name)
+    steps = [row["loss"] for row in logged if "event" not in row]
+    validated = [row["loss"] for row in logged if row.get("event") == "eval"]
     assert len(steps) == STEPS
     return {"last step": steps[-1], "last 50 steps": sum(steps[-50:]) / 50, "validation": validated[-1]}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny import Curve, curve, write_corpus
+from tiny import Curve, curve, last_step, rows, write_corpus
 
 RECIPE = """
 name: {name}
@@ -57,10 +57,6 @@ def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command(recipe, *arguments), capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     return done
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same_curve(ours: Curve, theirs: Curve, rtol: float) -> None:
@@ -127,15 +123,6 @@ def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
     while not condition():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-
-
-def last_step(folder: Path) -> int:
-    """Return the last step in the run's metrics so far."""
-    try:
-        steps = re.findall(r'"step": (\d+)', (folder / "metrics.jsonl").read_text())
-    except FileNotFoundError:
-        return 0
-    return int(steps[-1]) if steps else 0
 
 
 def kill_until_done(recipe: Path, kills: int, steps: int, *arguments: str) -> None:

@@ -11,6 +11,7 @@ from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.quantity import quantity
 from llmtrain_data.indexed import IndexedWriter
+from tiny import rows
 
 from tools.netlab.lab import Lab, LabResult
 from tools.netlab.spec import of_cluster, plain
@@ -91,15 +92,15 @@ def test_rates_are_found_and_a_run_takes_the_file(lab: Lab, tmp_path: Path) -> N
     assert trained.returncode == 0, trained.output
     assert f"interface: {cluster.clusters[0].cards[0].interface}" in (tmp_path / "run/recipe.resolved.yaml").read_text()
 
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    carried = {int(node): links for node, links in rows[-1]["links"].items()}
+    logged = rows(tmp_path / "run")
+    carried = {int(node): links for node, links in logged[-1]["links"].items()}
     assert set(carried) == {0, 1}
     for links in carried.values():
         sent = links["nic eth0"]["sent"]
         assert 0 < sent["average"] <= sent["peak"] < 1.1 * 12.5e6
         # Half of the exchanged bytes stay in the node.
         assert links["nic lo"]["sent"]["average"] > 0
-    steps = [row for row in rows if "event" not in row]
+    steps = [row for row in logged if "event" not in row]
     assert 0 < steps[-1]["link_bytes_per_s"]["nic eth0"]["average"] <= 1.1 * 2 * 12.5e6
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import write_corpus
+from tiny import last_step, write_corpus
 
 from tools.netlab.lab import Lab, LabResult
 from tools.netlab.network import node_name
@@ -34,14 +34,6 @@ def command(folder: Path, name: str, steps: int, *keys: str) -> list[str]:
     path = folder / f"{name}.yaml"
     path.write_text(RECIPE.format(name=name, folder=folder, steps=steps, timeout=TIMEOUT))
     return [sys.executable, "-m", "llmtrain", "run", str(path), *keys]
-
-
-def last_step(folder: Path) -> int:
-    try:
-        steps = re.findall(r'"step": (\d+)', (folder / "metrics.jsonl").read_text())
-    except FileNotFoundError:
-        return 0
-    return int(steps[-1]) if steps else 0
 
 
 def cut_off(lab: Lab, words: list[str], folder: Path, goal: int) -> tuple[LabResult, float]:

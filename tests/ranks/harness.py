@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from llmtrain.checkpoint.read import CheckpointReader
-from tiny import Curve, curve, write_corpus
+from tiny import Curve, curve, rows, write_corpus
 
 from tools.ports import free_ports
 
@@ -146,7 +146,7 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The logged steps."""
-        return [row for row in self._rows() if "event" not in row]
+        return [row for row in rows(self.folder) if "event" not in row]
 
     @property
     def curve(self) -> Curve:
@@ -162,9 +162,6 @@ class Result:
         """Every tensor of a checkpoint."""
         with CheckpointReader(self.folder / "checkpoints" / f"step-{step:08d}") as reader:
             return {name: reader.full_tensor(name, state) for name in reader.manifest.tensors}
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def resumed(case: Case, source: Result, step: int) -> Case:

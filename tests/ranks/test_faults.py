@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tiny import write_corpus
+from tiny import rows, write_corpus
 
 from tools.ports import free_ports
 
@@ -212,8 +212,8 @@ def test_a_straggler_is_named(patient: Patient) -> None:
     # Other processes on this machine may slow another rank for a step, which is then named first.
     named = rf"warning: rank 2 on {HOST} computes [\d.]+ times as long as ranks with the same work"
     assert any(re.fullmatch(named, warning) for warning in warnings), warnings
-    rows = [json.loads(line) for line in (ended.folder / "metrics.jsonl").read_text().splitlines()]
-    samples = [row["rank_compute_s"] for row in rows if "event" not in row and row["step"] > 4]
+    logged = rows(ended.folder)
+    samples = [row["rank_compute_s"] for row in logged if "event" not in row and row["step"] > 4]
     told = [sample for sample in samples if sample["rank"] == 2]
     assert len(told) > len(samples) // 2
     assert all(sample["slowest"] > 0.15 for sample in told)

@@ -1,11 +1,9 @@
 """The loop in one process: what must not change the curve, what ends a run, and where a run may start from."""
 
-import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from llmtrain.training import run as compose
 from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
-from tiny import write_corpus
+from tiny import rows, write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -57,10 +55,6 @@ def train(folder: Path) -> Train:
         return losses(folder / "runs" / plan.name)
 
     return run
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> list[float]:

@@ -1,6 +1,5 @@
 """Loss spikes: the run skips the step, or it rewinds and passes over the data."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training.run import Run
-from tiny import write_corpus
+from tiny import rows, write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 32, heads: 4, vocab: 64}}
@@ -42,7 +41,7 @@ def train(tmp_path: Path) -> Train:
         facts = Facts(world=1, device="cpu")
         plan = check_and_plan(load_recipe(str(tmp_path / "tiny.yaml"), overrides), facts)
         loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
-        return [json.loads(line) for line in (tmp_path / "runs" / plan.name / "metrics.jsonl").read_text().splitlines()]
+        return rows(tmp_path / "runs" / plan.name)
 
     return run
 
@@ -58,12 +57,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: range, stop_after: int | Non
     monkeypatch.setattr(loop, "forward_backward", spoilt)
 
 
-def steps(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in rows if "event" not in row]
+def steps(found: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in found if "event" not in row]
 
 
-def last_validation(rows: list[dict[str, Any]]) -> float:
-    return float([row for row in rows if row.get("event") == "eval"][-1]["loss"])
+def last_validation(found: list[dict[str, Any]]) -> float:
+    return float([row for row in found if row.get("event") == "eval"][-1]["loss"])
 
 
 def test_what_a_spike_is() -> None:
@@ -84,25 +83,25 @@ def test_skipped_spike_leaves_the_weights_alone(train: Train, monkeypatch: pytes
     calm = train("name=calm", *keys)
     shorter = train("name=shorter", *keys, "train.steps=13")
     spoil(monkeypatch, range(13, 14))
-    rows = train(*keys)
-    assert steps(rows)[:13] == steps(calm)[:13]
-    assert steps(rows)[13] == (14, pytest.approx(10 * steps(calm)[13][1]))
-    assert rows[-1]["skipped_steps"] == 1
+    found = train(*keys)
+    assert steps(found)[:13] == steps(calm)[:13]
+    assert steps(found)[13] == (14, pytest.approx(10 * steps(calm)[13][1]))
+    assert found[-1]["skipped_steps"] == 1
     # The final weights are those before the spike.
-    assert last_validation(rows) == last_validation(shorter) != last_validation(calm)
+    assert last_validation(found) == last_validation(shorter) != last_validation(calm)
 
 
 def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     calm = steps(train("name=calm", REWIND))
     spoil(monkeypatch, range(13, 15))
-    rows = train(REWIND)
-    curve = steps(rows)
+    found = train(REWIND)
+    curve = steps(found)
     assert [step for step, _ in curve] == list(range(1, 21))
     assert curve[:12] == calm[:12]
     assert max(loss for _, loss in curve[12:]) < 2 * calm[12][1]
     # The run rewinds from 14 to 12 and passes over 2 batches; the next one spikes at once: 3 in all.
-    assert [row["passed_batches"] for row in rows if "event" not in row] == [0] * 12 + [3] * 8
-    evaluations = [row["step"] for row in rows if row.get("event") == "eval"]
+    assert [row["passed_batches"] for row in found if "event" not in row] == [0] * 12 + [3] * 8
+    evaluations = [row["step"] for row in found if row.get("event") == "eval"]
     assert evaluations == [0, 10, 20]
 
 
@@ -134,19 +133,19 @@ def test_run_that_began_with_another_goes_back_to_there(
 ) -> None:
     train("name=other", "train.steps=6")
     spoil(monkeypatch, range(8, 9))
-    rows = train(REWIND, f"checkpoint.resume={tmp_path}/runs/other", "checkpoint.every=0", "train.steps=12")
-    assert [step for step, _ in steps(rows)] == list(range(7, 13))
-    assert [row["passed_batches"] for row in rows if "event" not in row] == [3] * 6
+    found = train(REWIND, f"checkpoint.resume={tmp_path}/runs/other", "checkpoint.every=0", "train.steps=12")
+    assert [step for step, _ in steps(found)] == list(range(7, 13))
+    assert [row["passed_batches"] for row in found if "event" not in row] == [3] * 6
 
 
 def test_spike_before_the_first_checkpoint_goes_back_to_the_start(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, range(5, 6))
-    rows = train(REWIND, "train.steps=8")
-    assert [step for step, _ in steps(rows)] == list(range(1, 9))
-    assert [row["step"] for row in rows if row.get("event") == "eval"] == [0, 8]
-    assert rows[-1]["outcome"] == "finished"
+    found = train(REWIND, "train.steps=8")
+    assert [step for step, _ in steps(found)] == list(range(1, 9))
+    assert [row["step"] for row in found if row.get("event") == "eval"] == [0, 8]
+    assert found[-1]["outcome"] == "finished"
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
