@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from forks import fork_ranks
-from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.backend import collectives_of
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
@@ -26,7 +25,7 @@ from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.parallel.weight_gradients import gradients as put_off
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
+from llmtrain.sharding.unit import ShardedUnit, whole_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
 from tensor_memory import kept_bytes
 from torch import Tensor
@@ -85,13 +84,12 @@ def build(
     units = []
     for whole in model_units(config):
         spec = whole.slice(mesh.place, mesh.degree)
-        cut = ShardRanges.of(spec.numel, Degrees(), (), 0)
-        units.append(build_unit(spec, model.unit(spec.name), cut, CPU, dtype, seed=1))
+        units.append(whole_unit(spec, model.unit(spec.name), CPU, dtype, seed=1))
     return Built(model, units, mesh)
 
 
 def optimizer_of(built: Built, adam: bool) -> torch.optim.Optimizer:
-    parameters = [parameter for unit in built.units for parameter in unit.parameters]
+    parameters = [parameter for unit in built.units for parameter in unit.parameters.tensors]
     if adam:
         return torch.optim.AdamW(parameters, lr=5e-3)
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)

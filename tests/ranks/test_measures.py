@@ -8,9 +8,9 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.model_shape import model_shape
+from llmtrain.plan.placement import ALIGNMENT
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.sharding.unit import ALIGNMENT
 from strategies import COVERING
 
 Trained = Callable[[Case], Result]
@@ -24,9 +24,14 @@ def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
     recipe = load_recipe(str(result.folder / "recipe.resolved.yaml"))
     cut = recipe.zero.partition
     degrees = Degrees(recipe.parallel.data, cut.weights, cut.gradients, cut.optimizer, recipe.zero.secondary)
-    multiple = degrees.ranks * ALIGNMENT
+    multiple = degrees.ranks * shard_multiple(recipe)
     padded = [-(-unit.numel // multiple) * multiple for unit in model_units(model_shape(recipe, FACTS))]
     return recipe, degrees, padded
+
+
+def shard_multiple(recipe: Recipe) -> int:
+    """Elements that every shard is a multiple of: where weights travel packed, no block lies in two shards."""
+    return ALIGNMENT if widths(recipe)[0] == 32 else BLOCK
 
 
 def packed(numel: int, bits: int) -> int:
@@ -60,7 +65,7 @@ def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
     assert {row["memory_bytes"]["model_states"] for row in result.rows} == {expected}
     numel = sum(unit.numel for unit in model_units(model_shape(recipe, FACTS)))
     padding = sum(units) - numel
-    assert 0 <= padding < UNITS * degrees.ranks * ALIGNMENT
+    assert 0 <= padding < UNITS * degrees.ranks * shard_multiple(recipe)
     if not own and widths(recipe)[1] == 32:
         assert abs(expected - degrees.state_bytes(numel, 4)) <= degrees.state_bytes(padding, 4) + 20
 

@@ -71,7 +71,7 @@ def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable
         with found.counting():
             stopping = step(run, number)
             # Count the work that the step has left for later too.
-            run.engine.weights.finish_updates()
+            run.engine.weights.updates.finish()
         notes["on_streams"].append(found.on_streams)
         notes["full"].append(found.full)
         return stopping

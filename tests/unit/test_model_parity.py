@@ -11,8 +11,9 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradients import BackwardPass
-from llmtrain.sharding.unit import parameter_ranges, whole_unit
+from llmtrain.sharding.gradient_sums import BackwardPass
+from llmtrain.sharding.parameters import parameter_ranges
+from llmtrain.sharding.unit import whole_unit
 from torch import Tensor
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
@@ -65,7 +66,7 @@ def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     model = GPT(config, torch.device("cpu"), recompute)
     units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     ranges = {
-        t.name: u.master[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
+        t.name: u.weight[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
     }
     for name, tensor in hf_tensors(folder, config):
         ranges.pop(name).copy_(tensor.flatten())

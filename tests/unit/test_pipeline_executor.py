@@ -21,7 +21,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.recipe.pipeline import ScheduleName
-from llmtrain.sharding.gradients import Received
+from llmtrain.sharding.gradient_sums import Received
 from torch import Tensor, nn
 
 COUNT, LIMIT = 12, 3

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from llmtrain.cluster.levels import Degrees
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
 from llmtrain.model.gpt import GPT
@@ -21,7 +20,7 @@ from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.unit import ShardRanges, build_unit
+from llmtrain.sharding.unit import whole_unit
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -65,10 +64,7 @@ def trained(
     model = GPT(config, CPU)
     keep(model, stage_layouts)
     parallelize(model, TensorMesh(), weight_gradients)
-    units = [
-        build_unit(spec, model.unit(spec.name), ShardRanges.of(spec.numel, Degrees(), (), 0), CPU, dtype, 1)
-        for spec in units_of(config, stage_layouts, 0, 1)
-    ]
+    units = [whole_unit(spec, model.unit(spec.name), CPU, dtype, 1) for spec in units_of(config, stage_layouts, 0, 1)]
     used = {"head": "embedding"} if config.tie_embeddings else {}
     engine, transport = Engine(model, units, ShardingSpec(), used, lambda calls: None), Neighbours(dtype)
     links = StageLinks(

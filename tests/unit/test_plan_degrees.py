@@ -40,7 +40,7 @@ def plan(world: int, node: int, *overrides: str) -> Plan:
 
 
 def degrees(world: int, node: int, *overrides: str) -> tuple[int, ...]:
-    found = plan(world, node, *overrides).sharding.degrees
+    found = plan(world, node, *overrides).sharding.placements["head"].degrees
     assert found.ranks == world
     return found.weights, found.gradients, found.optimizer, found.secondary
 

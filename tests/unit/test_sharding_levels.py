@@ -6,10 +6,12 @@ from itertools import groupby, pairwise
 from math import prod
 
 import pytest
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, levels_of, shard_range
 from llmtrain.cluster.tiers import Tier
+from llmtrain.plan.placement import ALIGNMENT, Placement
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
-from llmtrain.sharding.unit import ALIGNMENT, ShardRanges
+from llmtrain.sharding.unit import ShardRanges
 
 TIERS = {
     1: (Tier("all", 1),),
@@ -68,7 +70,8 @@ def test_cuts_tile_the_unit_and_lie_in_each_other() -> None:
     for degrees in EVERY:
         levels = levels_of(degrees, TIERS[degrees.ranks])
         for numel in (1, 1000, ALIGNMENT * degrees.ranks):
-            cuts = [ShardRanges.of(numel, degrees, levels, place) for place in range(degrees.ranks)]
+            placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
+            cuts = [ShardRanges.of(numel, placement, place) for place in range(degrees.ranks)]
             (padded,) = {cut.padded for cut in cuts}
             assert numel <= padded < numel + degrees.ranks * ALIGNMENT
             for state, degree in (
@@ -148,7 +151,7 @@ def test_bytes_held_are_those_that_cuts_give() -> None:
     for degrees in EVERY:
         numel = degrees.ranks * ALIGNMENT * 7
         levels = levels_of(degrees, TIERS[degrees.ranks])
-        cut = ShardRanges.of(numel, degrees, levels, degrees.ranks - 1)
+        cut = ShardRanges.of(numel, Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels), degrees.ranks - 1)
         weights, gradients, optimizer = (end - start for start, end in (cut.weights, cut.gradients, cut.optimizer))
         second = 2 * numel // degrees.secondary if degrees.secondary else 0
         assert degrees.state_bytes(numel, 2) == 2 * weights + 4 * gradients + 12 * optimizer + second

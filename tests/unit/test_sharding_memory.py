@@ -11,15 +11,18 @@ from itertools import product
 
 import pytest
 import torch
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, levels_of
 from llmtrain.cluster.tiers import Tier
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import UnitSpec, model_units, parameter_count
+from llmtrain.plan.placement import ALIGNMENT, Placement, alignment
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.unit import ALIGNMENT, ShardRanges, build_unit
+from llmtrain.sharding.hops import Hops
+from llmtrain.sharding.unit import ShardedUnit, ShardRanges
 from llmtrain.sharding.weights import WeightPolicy
 
 GB, BF16, FP32 = 10**9, 2, 4
@@ -62,7 +65,8 @@ def test_tables_v_and_vi(psi: int, nodes: int) -> None:
 def held(units: Iterable[UnitSpec], degrees: Degrees, place: int) -> tuple[int, int, int]:
     """Return the elements of weights, gradients and optimizer states on the rank at `place`."""
     levels = levels_of(degrees, (Tier("die", 2), Tier("node", DIES), Tier("all", degrees.ranks)))
-    cuts = [ShardRanges.of(unit.numel, degrees, levels, place) for unit in units]
+    placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
+    cuts = [ShardRanges.of(unit.numel, placement, place) for unit in units]
     ranges = ([getattr(cut, state) for cut in cuts] for state in ("weights", "gradients", "optimizer"))
     return tuple(sum(end - start for start, end in each) for each in ranges)  # type: ignore[return-value]
 
@@ -96,24 +100,21 @@ def built(degrees: Degrees, dtype: torch.dtype, int8_weights: bool, int8_seconda
     model = GPT(SMALL, device)
     levels = levels_of(degrees, (Tier("die", 2), Tier("node", DIES), Tier("all", degrees.ranks)))
     exact = not int8_weights or degrees.optimizer == degrees.weights
-    units = [
-        build_unit(
-            spec,
-            model.unit(spec.name),
-            ShardRanges.of(spec.numel, degrees, levels, degrees.ranks - 1),
-            device,
-            dtype,
-            0,
-            exact,
-        )
-        for spec in model_units(SMALL)
-    ]
+    placement = Placement(
+        axes=(Axis.DATA,),
+        degrees=degrees,
+        levels=levels,
+        masters="weights" if dtype == torch.float32 and exact else "separate",
+        alignment=alignment(BLOCK if int8_weights else 0),
+    )
+    hops = Hops(placement, degrees.ranks - 1)
+    units = [ShardedUnit(spec, model.unit(spec.name), hops, dtype, 0, device) for spec in model_units(SMALL)]
     policy = WeightPolicy(packing if int8_weights else None, packing if int8_secondary else None)
-    return Engine(model, units, ShardingSpec(degrees, weights=policy), {}, lambda calls: None)
+    return Engine(model, units, ShardingSpec(policy), {}, lambda calls: None)
 
 
-def padded(ranks: int) -> list[int]:
-    multiple = ALIGNMENT * ranks if ranks > 1 else 1
+def padded(ranks: int, shard: int = ALIGNMENT) -> list[int]:
+    multiple = shard * ranks if ranks > 1 else 1
     return [-(-unit.numel // multiple) * multiple for unit in model_units(SMALL)]
 
 
@@ -146,12 +147,12 @@ def test_units_take_what_the_tables_say(ranks: int, dtype: torch.dtype) -> None:
 def test_topo_s_secondary_of_8_bits(second: int, dtype: torch.dtype) -> None:
     """Table V: psi + psi / 8 or psi + psi / 2 bytes of 16-bit weights and their copy, plus the copy's scales."""
     ranks = 16
-    degrees, psi = Degrees(ranks, 2, DIES, ranks, second), sum(padded(ranks))
+    degrees, psi = Degrees(ranks, 2, DIES, ranks, second), sum(padded(ranks, BLOCK))
     engine = built(degrees, dtype, True, True)
-    copies = [unit.secondary for unit in engine.units.values() if unit.secondary is not None]
-    assert [copy.nbytes for copy in copies] == [int8(size // second) for size in padded(ranks)]
-    scales = sum(copy.nbytes for copy in copies) - psi // second
-    assert 0 < scales <= 4 * (psi // second // BLOCK + len(copies))
+    held, sizes = engine.weights.secondary_bytes, padded(ranks, BLOCK)
+    assert held == sum(int8(size // second) for size in sizes)
+    scales = held - psi // second
+    assert 0 < scales <= 4 * (psi // second // BLOCK + len(sizes))
     weights = dtype.itemsize * psi // 2 + psi // second + scales
     # Masters are separate even if weights are fp32, because the weights were quantized on their way.
     assert engine.state_bytes == weights + 4 * psi // DIES + 12 * psi // ranks

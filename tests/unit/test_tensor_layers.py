@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from llmtrain.cluster.levels import Degrees
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import model_units
@@ -15,7 +13,7 @@ from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue, gradients
-from llmtrain.sharding.unit import ShardRanges, build_unit
+from llmtrain.sharding.unit import whole_unit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -209,9 +207,8 @@ def test_one_rank_can_put_off(name: str) -> None:
     for queue in (None, WeightGradientQueue()):
         model = GPT(config, torch.device("cpu"))
         parallelize(model, TensorMesh(), queue)
-        make = partial(build_unit, device=torch.device("cpu"), dtype=torch.float32, seed=0)
         for unit in model_units(config):
-            make(unit, model.unit(unit.name), ShardRanges.of(unit.numel, Degrees(), (), 0))
+            whole_unit(unit, model.unit(unit.name), torch.device("cpu"), torch.float32, 0)
         if queue is None:
             model(tokens, tokens).backward()
         else:

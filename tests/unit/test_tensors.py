@@ -11,7 +11,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradients import BackwardPass
+from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.unit import whole_unit
 
 TINY = GPTConfig(
@@ -57,8 +57,26 @@ def test_units_hold_exactly_the_parameters(family: Family, tied: bool) -> None:
 def test_weight_decay_covers_matrices_only(family: Family) -> None:
     for unit in model_units(tiny(family, tied=False)):
         matrices = [tensor for tensor in unit.tensors if len(tensor.shape) == 2]
-        assert list(unit.tensors[: len(matrices)]) == matrices
-        assert unit.decayed == sum(tensor.numel for tensor in matrices)
+        decayed = [unit.tensor_ranges(start, end) for start, end, decays in unit.decay_ranges if decays]
+        assert [tensor for part in decayed for tensor, _, _ in part] == matrices
+        assert [start for start, _, _ in unit.decay_ranges[1:]] == [end for _, end, _ in unit.decay_ranges[:-1]]
+        assert (unit.decay_ranges[0][0], unit.decay_ranges[-1][1]) == (0, unit.numel)
+
+
+def test_tensors_that_are_cut_come_first() -> None:
+    """A decayed matrix on every rank (a router) beside a bias that is cut."""
+    router = TensorSpec("router", "router", (4, 8), decay=True)
+    bias = TensorSpec("bias", "bias", (16,), decay=False, split=True)
+    weight = TensorSpec("weight", "weight", (16, 8), decay=True, split=True)
+    norm = TensorSpec("norm", "norm", (8,), decay=False)
+    with pytest.raises(ValueError, match="put them first"):
+        UnitSpec("block", (weight, router, bias, norm))
+    unit = UnitSpec("block", (weight, bias, router, norm))
+    assert unit.replicated == 16 * 8 + 16
+    assert unit.decay_ranges == [(0, 128, True), (128, 144, False), (144, 176, True), (176, 184, False)]
+    share = unit.slice(1, 2)
+    assert share.replicated == 72
+    assert share.decay_ranges == [(0, 64, True), (64, 72, False), (72, 104, True), (104, 112, False)]
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
@@ -102,7 +120,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     assert sums[0].any()
     for times, found in zip((2, 1, 2, 3), sums[1:], strict=True):
         torch.testing.assert_close(found, times * sums[0])
-    block.master.zero_()
+    block.optimizer.write("master", 0, torch.zeros(block.spec.numel))
     assert not model.blocks["0"].mlp.down.weight.any()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from llmtrain.model.gpt import GPT
-from llmtrain.sharding.gradients import BackwardPass
+from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.training.run import Run
 from torch import Tensor
 

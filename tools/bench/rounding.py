@@ -26,7 +26,7 @@ from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.sharding.gradients import BackwardPass
+from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step
 from llmtrain.training.run import compose

@@ -88,7 +88,7 @@ def ours(run: Run) -> Contestant:
         train_step(run, number)
         return None
 
-    return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.finish_updates)
+    return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.updates.finish)
 
 
 def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
@@ -191,7 +191,7 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
     run = stack.enter_context(compose(plan, placed, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
-    run.engine.weights.finish_updates()
+    run.engine.weights.updates.finish()
     return run
 
 

@@ -243,7 +243,7 @@ def _arrive(run: Any) -> None:
     """Wait until all messages of a step have arrived: sending of updated weights continues after it. Collective."""
     import torch.distributed as dist
 
-    run.engine.weights.finish_updates()
+    run.engine.weights.updates.finish()
     dist.barrier()
 
 

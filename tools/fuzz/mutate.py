@@ -5,6 +5,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -13,8 +14,8 @@ import yaml
 Place = tuple[Any, Any]
 """A list or mapping, and the index or key of a value in it."""
 
-LONGEST_COPY = 1 << 20
-"""Most characters of JSON of a value that a mutation copies."""
+MOST_PLACES = 100_000
+"""Values beyond which a document is not changed again: it would exhaust the memory that a reader may take."""
 
 WORDS = (
     "", " ", "auto", "off", "no", "null", "true", "none", "0", "-1", "1e400", "nan", ".inf", "²", "१२", "1_000", "0x10",
@@ -94,7 +95,9 @@ def places(value: Any) -> Iterator[Place]:
 def change_document(document: Any, random: Random) -> Any:
     """Mutate some values of a document in place, and return it. Sometimes return another value instead."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 8))):
-        found = list(places(document))
+        found = list(islice(places(document), MOST_PLACES))
+        if len(found) == MOST_PLACES:
+            return document
         if not found or random.random() < 0.02:
             return odd_value(random)
         holder, key = random.choice(found)
@@ -109,10 +112,8 @@ def _replace(holder: Any, key: Any, random: Random, found: list[Place]) -> None:
 
 def _copy(holder: Any, key: Any, random: Random, found: list[Place]) -> None:
     other, at = random.choice(found)
-    text = json.dumps(other[at], default=str)
-    # Copy by JSON: a container of itself would never end. The limit keeps copies of copies from exhausting memory.
-    if len(text) <= LONGEST_COPY:
-        holder[key] = json.loads(text)
+    # Copy by JSON: a container of itself would never end.
+    holder[key] = json.loads(json.dumps(other[at], default=str))
 
 
 def _scale(holder: Any, key: Any, random: Random, found: list[Place]) -> None:

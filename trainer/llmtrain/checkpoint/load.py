@@ -1,17 +1,18 @@
 """Load a checkpoint: every rank reads its own ranges, whichever layout saved them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.folder import find_checkpoints, step_of
 from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
-from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.checkpoint.state_shard import StateRange
 from llmtrain.checkpoint.store_messages import StoreMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
@@ -20,7 +21,7 @@ from llmtrain.model.config import GPTConfig
 
 def load_latest(
     path: Path,
-    shards: list[StateShard],
+    shards: Sequence[StateRange],
     ranks: Ranks,
     warn: Callable[[str], None],
     model: GPTConfig | None = None,
@@ -45,7 +46,9 @@ def load_latest(
     return None
 
 
-def load(folder: Path, shards: list[StateShard], ranks: Ranks, model: GPTConfig | None = None) -> dict[str, JsonValue]:
+def load(
+    folder: Path, shards: Sequence[StateRange], ranks: Ranks, model: GPTConfig | None = None
+) -> dict[str, JsonValue]:
     """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
 
     model: the recipe's model; the checkpoint's must be equal except for dropout and the number of positions. A
@@ -67,7 +70,7 @@ def _candidates(path: Path, ranks: Ranks, messages: StoreMessages) -> list[Path]
 
 
 def _load(
-    folder: Path, shards: list[StateShard], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None
+    folder: Path, shards: Sequence[StateRange], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None
 ) -> dict[str, JsonValue]:
     """Load on every rank; if any rank has an error, raise the same error on all."""
     messages.begin()
@@ -88,26 +91,25 @@ def _load(
 
 
 def _fill(
-    folder: Path, shards: list[StateShard], model: GPTConfig | None, moving: Callable[[float], None]
+    folder: Path, shards: Sequence[StateRange], model: GPTConfig | None, moving: Callable[[float], None]
 ) -> dict[str, JsonValue]:
     with CheckpointReader(folder) as reader:
         if model is not None:
             _check_model(reader, model)
         for shard in shards:
             _check_fits(reader, shard)
-        done, total = 0, sum(values.numel() for shard in shards for values in shard.states.values())
+        done, total = 0, sum(len(shard.names) * (shard.end - shard.start) for shard in shards)
         for shard in shards:
-            for state, values in shard.states.items():
+            for state in shard.names:
                 if state not in reader.manifest.states:
-                    values.zero_()
+                    shard.write(state, 0, torch.zeros(()).expand(shard.end - shard.start))
                     continue
                 offset = 0
                 for tensor, first, last in shard.unit.tensor_ranges(shard.start, shard.end):
                     for position, read in reader.read(tensor.name, state, first, last):
                         done += len(read)
                         moving(done / total)
-                        begin = offset + position - first
-                        values[begin : begin + len(read)].copy_(read)
+                        shard.write(state, offset + position - first, read)
                     offset += last - first
         return reader.manifest.progress
 
@@ -122,7 +124,7 @@ def _check_model(reader: CheckpointReader, model: GPTConfig) -> None:
             )
 
 
-def _check_fits(reader: CheckpointReader, shard: StateShard) -> None:
+def _check_fits(reader: CheckpointReader, shard: StateRange) -> None:
     """Raise BadInputError unless the checkpoint has the tensors and states of `shard`."""
     manifest = reader.manifest
     for tensor in shard.unit.tensors:
@@ -133,7 +135,7 @@ def _check_fits(reader: CheckpointReader, shard: StateShard) -> None:
                 f"the checkpoint {reader.folder} has {tensor.name} {held}, but the recipe's model has it "
                 f"with shape {list(tensor.shape)}; make the recipe's model the same"
             )
-    missing = sorted(shard.states.keys() - manifest.states)
+    missing = sorted(set(shard.names) - manifest.states)
     if missing and manifest.step:
         raise BadInputError(
             f"the checkpoint {reader.folder} of step {manifest.step} lacks the optimizer states {missing}; "

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard_file import Range, ShardFile, merge_shard_files, write_shard_file
-from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.checkpoint.state_shard import StateRange
 from llmtrain.checkpoint.store_messages import StoreMessages
 from llmtrain.comm.device import HostCopies, in_host_memory
 from llmtrain.comm.ranks import Ranks
@@ -30,7 +30,7 @@ class _Save:
     """
 
     step: int
-    shards: list[StateShard]
+    shards: Sequence[StateRange]
     host: list[torch.Tensor]
     copied: Callable[[], object]
     progress: dict[str, JsonValue]
@@ -79,7 +79,7 @@ class Checkpointer:
             # Use one thread for all saves, as a start takes milliseconds. A daemon does not keep a failed run alive.
             threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
-    def reserve(self, shards: list[StateShard]) -> None:
+    def reserve(self, shards: Sequence[StateRange]) -> None:
         """Allocate the host copies now, so that the first asynchronous save takes no longer than later ones."""
         states = _states(shards)
         if self._copies(states) and not (self._staging and self._staging.fits(states)):
@@ -88,7 +88,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        shards: list[StateShard],
+        shards: Sequence[StateRange],
         progress: dict[str, JsonValue],
         about: Mapping[str, dict[str, JsonValue]],
     ) -> str | None:
@@ -134,7 +134,7 @@ class Checkpointer:
         """Whether a save writes copies of the states, and not the states themselves."""
         return self._asynchronous or not all(map(in_host_memory, states))
 
-    def _host_copies(self, shards: list[StateShard]) -> tuple[list[torch.Tensor], Callable[[], object]]:
+    def _host_copies(self, shards: Sequence[StateRange]) -> tuple[list[torch.Tensor], Callable[[], object]]:
         states = _states(shards)
         self.reserve(shards)
         if self._staging is None:
@@ -257,13 +257,13 @@ class Checkpointer:
         return f"the checkpoint of step {save.step} was not saved: {reason}; {stays}"
 
 
-def _states(shards: list[StateShard]) -> list[torch.Tensor]:
-    return [state.detach() for shard in shards for state in shard.states.values()]
+def _states(shards: Sequence[StateRange]) -> list[torch.Tensor]:
+    return [shard.read(name).detach() for shard in shards for name in shard.names]
 
 
-def _ranges(shards: list[StateShard]) -> Iterator[Range]:
+def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:
     for shard in shards:
-        for state in shard.states:
+        for state in shard.names:
             for tensor, first, last in shard.unit.tensor_ranges(shard.start, shard.end):
                 yield Range(tensor.name, tensor.shape, state, first, last)
 
@@ -273,7 +273,7 @@ def _contents(save: _Save) -> Iterator[memoryview]:
     host = iter(save.host)
     for shard in save.shards:
         ranges = shard.unit.tensor_ranges(shard.start, shard.end)
-        for _ in shard.states:
+        for _ in shard.names:
             values, offset = next(host), 0
             for _, first, last in ranges:
                 yield bytes_of(values[offset : offset + last - first])

@@ -1,6 +1,6 @@
 """Who does what, as pure data: the only source of truth about ranks. No torch in here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -28,32 +28,42 @@ class Layout:
         """Number of ranks."""
         return prod(self.degrees.values())
 
-    def degree(self, axis: Axis) -> int:
-        """Number of ranks along `axis`."""
-        return self.degrees.get(axis, 1)
+    def degree(self, *axes: Axis) -> int:
+        """Number of ranks along the product of `axes`."""
+        return prod(self.degrees.get(axis, 1) for axis in axes)
 
-    def coordinate(self, rank: int, axis: Axis) -> int:
-        """Place of `rank` along `axis`."""
-        return rank // self._stride(axis) % self.degree(axis)
+    def coordinate(self, rank: int, *axes: Axis) -> int:
+        """Place of `rank` along the product of `axes`, of which the last one of the layout varies fastest."""
+        place = 0
+        for axis in self._ordered(axes):
+            place = place * self.degrees[axis] + rank // self._stride(axis) % self.degrees[axis]
+        return place
 
-    def groups(self, axis: Axis) -> list[list[int]]:
-        """Every group of ranks that differ only in their place along `axis`; each in order of that place."""
-        stride, degree = self._stride(axis), self.degree(axis)
-        span = stride * degree
-        return [
-            list(range(rank, rank + span, stride))
-            for start in range(0, self.world, span)
-            for rank in range(start, start + stride)
-        ]
+    def groups(self, *axes: Axis) -> list[list[int]]:
+        """Every group of ranks that differ only in their place along the product of `axes`; each in order of that
+        place."""
+        others = [axis for axis in self.degrees if axis not in axes]
+        members = self._ranks_along(axes)
+        return [[first + member for member in members] for first in self._ranks_along(others)]
 
-    def group_of(self, rank: int, axis: Axis) -> list[int]:
-        """The group along `axis` that `rank` is in."""
-        first = rank - self.coordinate(rank, axis) * self._stride(axis)
-        return [first + place * self._stride(axis) for place in range(self.degree(axis))]
+    def group_of(self, rank: int, *axes: Axis) -> list[int]:
+        """The group along the product of `axes` that `rank` is in."""
+        members = self._ranks_along(axes)
+        first = rank - members[self.coordinate(rank, *axes)]
+        return [first + member for member in members]
+
+    def _ranks_along(self, axes: Iterable[Axis]) -> list[int]:
+        """Return the ranks whose place along all axes but `axes` is 0, in order."""
+        found = [0]
+        for axis in self._ordered(axes):
+            found = [first + place * self._stride(axis) for first in found for place in range(self.degrees[axis])]
+        return found
+
+    def _ordered(self, axes: Iterable[Axis]) -> list[Axis]:
+        """Return `axes` in the order of the layout, without those that it leaves out."""
+        return [axis for axis in self.degrees if axis in axes]
 
     def _stride(self, axis: Axis) -> int:
-        if axis not in self.degrees:
-            return 1
         axes = list(self.degrees)
         return prod(self.degrees[faster] for faster in axes[axes.index(axis) + 1 :])
 

@@ -56,15 +56,18 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
     return found
 
 
-def axis_tiers(tiers: Sequence[Tier], layout: Layout, axis: Axis) -> tuple[Tier, ...]:
-    """Return the tiers as the ranks of one axis see them: `ranks` counts neighbours along it.
+def axis_tiers(tiers: Sequence[Tier], layout: Layout, *axes: Axis) -> tuple[Tier, ...]:
+    """Return the tiers as the ranks along the product of `axes` see them: `ranks` counts neighbours along it.
 
     A tier has as many of them as divide the axis and lie in it wherever an aligned group of so many begins; one, where
     neighbours along the axis are further apart than the tier is wide, or it nests with no group of them. Every name
     stays known: tiers that become alike are one. Along the only axis of a layout they come back as they are.
+    Raises ValueError for axes that are not next to each other in the layout.
     """
-    first = layout.group_of(0, axis)
+    first = layout.group_of(0, *axes)
     stride = first[1] - first[0] if len(first) > 1 else 1
+    if first != list(range(0, len(first) * stride, stride)):
+        raise ValueError(f"{[axis.value for axis in axes]} are not next to each other in {layout}")
     # Aligned groups of n neighbours span n x stride ranks without a gap between the groups beside them, so all of them
     # lie inside a tier just where its size is a multiple of that.
     sizes = [gcd(len(first), tier.ranks // stride) if tier.ranks % stride == 0 else 1 for tier in tiers]

@@ -27,7 +27,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.plan.check import found_elsewhere
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.sharding.unit import attach
+from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
 
@@ -72,7 +72,7 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     weights = [(unit, torch.empty(unit.numel, device=ranks.device)) for unit in model_units(config)]
     load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
     for unit, weight in weights:
-        attach(unit, model.unit(unit.name), weight)
+        UnitParameters(unit, model.unit(unit.name), weight, gathered=True)
     recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
     return TrainedModel(
         folder.resolve(), model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks

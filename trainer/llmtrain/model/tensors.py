@@ -1,10 +1,11 @@
 """Every model state as flat units of canonical one-dimensional ranges. No torch in here.
 
-A unit (embedding, one block, head) is one flat buffer: its canonical tensors lie back to back, matrices first and
-vectors after them, so that weight decay covers one range; what tensor parallelism leaves whole comes last. Every matrix
-that it cuts is stored so that a slice is a contiguous range: column-parallel ones output-major `[out, in]`,
-row-parallel ones input-major `[in, out]`. Tensors that one product reads together (Q, K and V; gate and up) lie next to
-each other, so the module sees them as one parameter while files know each by its own name.
+A unit (embedding, one block, head) is one flat buffer: its canonical tensors lie back to back, those that tensor
+parallelism cuts first, those that it leaves whole last, and in each of both matrices before vectors, so that weight
+decay covers few ranges. Every matrix that tensor parallelism cuts is stored so that a slice is a contiguous range:
+column-parallel ones output-major `[out, in]`, row-parallel ones input-major `[in, out]`. Tensors that one product reads
+together (Q, K and V; gate and up) lie next to each other, so the module sees them as one parameter while files know
+each by its own name.
 """
 
 from bisect import bisect_right
@@ -57,6 +58,12 @@ class UnitSpec:
     name: str
     tensors: tuple[TensorSpec, ...]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where a tensor that tensor parallelism cuts comes after one that it does not."""
+        cuts = [tensor.split for tensor in self.tensors]
+        if cuts != sorted(cuts, reverse=True):
+            raise ValueError(f"{self.name} has tensors that tensor parallelism cuts behind others; put them first")
+
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Start of each tensor, and the end of the last."""
@@ -68,9 +75,14 @@ class UnitSpec:
         return self.offsets[-1]
 
     @property
-    def decayed(self) -> int:
-        """Length of the prefix that weight decay applies to."""
-        return self.offsets[sum(tensor.decay for tensor in self.tensors)]
+    def decay_ranges(self) -> list[tuple[int, int, bool]]:
+        """The unit's `[start, end)` ranges of neighbours that are alike in whether weight decay applies, which comes
+        third."""
+        found: list[tuple[int, int, bool]] = []
+        for tensor, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False):
+            begin = found.pop()[0] if found and found[-1][2] == tensor.decay else start
+            found.append((begin, end, tensor.decay))
+        return found
 
     @property
     def replicated(self) -> int:
@@ -120,8 +132,7 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def _unit(name: str, tensors: list[TensorSpec]) -> UnitSpec:
-    # What decays is a prefix, and what tensor parallelism leaves whole a suffix.
-    ordered = sorted(tensors, key=lambda tensor: (not tensor.decay, not tensor.split))
+    ordered = sorted(tensors, key=lambda tensor: (not tensor.split, not tensor.decay))
     return UnitSpec(name, tuple(replace(tensor, name=f"{name}.{tensor.name}") for tensor in ordered))
 
 

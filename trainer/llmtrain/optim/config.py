@@ -42,7 +42,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """The optimizer of a plan. See OptimizerConfig for the fields."""
+    """The optimizer of a plan. See OptimizerConfig for the fields; the backend is the placement's."""
 
     lr: float
     betas: tuple[float, float]
@@ -53,7 +53,6 @@ class AdamW:
     warmup: int
     min_lr: float
     decay: float
-    backend: Literal["torch", "apex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

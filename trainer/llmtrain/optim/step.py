@@ -1,6 +1,6 @@
-"""One optimizer step over flat ranges."""
+"""The numbers of an optimizer step."""
 
-from llmtrain_kernels.adamw import AdamWStep, adamw
+from llmtrain_kernels.adamw import AdamWStep
 from torch import Tensor
 
 from llmtrain.optim.config import AdamW
@@ -16,20 +16,7 @@ def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
     return loss_scale * max(norm / (loss_scale * clip), 1.0)
 
 
-def step_range(
-    config: AdamW,
-    decayed: int,
-    states: tuple[Tensor, Tensor, Tensor, Tensor],
-    lr: float,
-    step: int,
-    divisor: Tensor,
-) -> None:
-    """Step one flat range whose first `decayed` elements decay.
-
-    states: master, m, v and gradient, fp32 `[n]`. step: applied steps, from 1. divisor: fp32 scalar.
-    """
-    for start, end, decay in ((0, decayed, config.weight_decay), (decayed, states[0].numel(), 0.0)):
-        if start < end:
-            master, m, v, gradient = (state[start:end] for state in states)
-            numbers = AdamWStep(step, lr, *config.betas, config.eps, decay, divisor)
-            adamw(config.backend, master, m, v, gradient, numbers)
+def step_numbers(config: AdamW, lr: float, step: int, divisor: Tensor) -> AdamWStep:
+    """Return the numbers of a step of what decays. step: applied steps, from 1. divisor: fp32 scalar that gradients are
+    divided by."""
+    return AdamWStep(step, lr, *config.betas, config.eps, config.weight_decay, divisor)

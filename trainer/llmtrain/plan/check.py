@@ -104,7 +104,8 @@ def check(plan: Plan, facts: Facts) -> None:
             f"train.eval_every is {training.eval_every}, but data.split leaves nothing to validate on; give its "
             "second number a share, or set train.eval_every=0"
         )
-    if plan.optimizer.backend == "apex" and not (facts.apex and facts.device == "cuda"):
+    backends = {placement.backend for placement in plan.sharding.placements.values()}
+    if "apex" in backends and not (facts.apex and facts.device == "cuda"):
         raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
     if plan.recompute > model.layers:
         raise BadInputError(
@@ -147,7 +148,8 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
             "out, or set pipeline.schedule to message-driven"
         )
-    if not sharding.hierarchical and sharding.degrees.weights == 1 and sharding.degrees.ranks > 1:
+    placements = sharding.placements.values()
+    if any(not one.hierarchical and one.degrees.weights == 1 and one.degrees.ranks > 1 for one in placements):
         yield (
             "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
             "changes no gather; leave it out, or set zero.stage to 3"

@@ -11,6 +11,7 @@ from llmtrain.cluster.tiers import Tier, axis_tiers
 from llmtrain.cluster.topology import layout_degrees, stage_speeds
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
@@ -20,6 +21,7 @@ from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of
+from llmtrain.plan.placement import Backend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
 from llmtrain.plan.tensor_check import tensor_problems
@@ -33,7 +35,7 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     ranks.
     """
     model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
-    batch, compute = _batch(recipe, grid), _compute(recipe, facts)
+    batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     parameters = largest_share(model, pipeline.stages, grid.degree(Axis.TENSOR))
     room = fits(facts.cluster, parameters, COMPUTE_BYTES[compute])
@@ -53,9 +55,9 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
         compute=compute,
         sequence_parallel=recipe.parallel.sequence,
         recompute=recompute,
-        sharding=_sharding(zero, grid, links),
+        sharding=_sharding(zero, _placement(zero, grid, links, compute, backend), model),
         pipeline=_with_hand_back(pipeline, recipe, recompute, zero.degrees),
-        optimizer=_optimizer(recipe, facts),
+        optimizer=AdamW(**{entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW)}),
         loss_scaling=LossScaling(
             loss_scale=recipe.precision.loss_scale, loss_scale_window=recipe.precision.loss_scale_window
         ),
@@ -66,7 +68,7 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
         logging=recipe.logging,
         record={},
     )
-    return replace(plan, record=record_of(recipe, zero, plan))
+    return replace(plan, record=record_of(recipe, zero, backend, plan))
 
 
 def _batch(recipe: Recipe, grid: Layout) -> Batch:
@@ -152,12 +154,25 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees:
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
 
 
-def _sharding(zero: ZeroSettings, grid: Layout, links: Sequence[Tier]) -> Sharding:
-    return Sharding(
-        degrees=zero.degrees,
-        levels=levels_of(zero.degrees, axis_tiers(links, grid, Axis.DATA)),
+def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig) -> Sharding:
+    return Sharding(placements={unit.name: placement for unit in model_units(model)}, quantization=zero.quantization)
+
+
+def _placement(
+    zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, backend: Backend
+) -> Placement:
+    """Place units over the data axis."""
+    degrees, quantization = zero.degrees, zero.quantization
+    # Weights that other ranks receive packed are rounded, and so no longer the masters.
+    exact = quantization.weights == 0 or degrees.optimizer == degrees.weights
+    return Placement(
+        axes=(Axis.DATA,),
+        degrees=degrees,
+        levels=levels_of(degrees, axis_tiers(links, grid, Axis.DATA)),
         hierarchical=zero.hierarchical,
-        quantization=zero.quantization,
+        masters="weights" if compute == "fp32" and exact else "separate",
+        backend=backend,
+        alignment=alignment(quantization.block if quantization.weights else 0),
     )
 
 
@@ -176,12 +191,7 @@ def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -
             return 0
 
 
-def _optimizer(recipe: Recipe, facts: Facts) -> AdamW:
-    shared = {entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW) if entry.name != "backend"}
-    return AdamW(**shared, backend=_backend(recipe, facts))
-
-
-def _backend(recipe: Recipe, facts: Facts) -> Literal["torch", "apex", "reference"]:
+def _backend(recipe: Recipe, facts: Facts) -> Backend:
     backend = recipe.optimizer.backend
     if backend == "auto":
         return "apex" if facts.apex and facts.device == "cuda" else "torch"

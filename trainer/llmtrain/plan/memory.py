@@ -7,6 +7,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.cluster.quantity import quantity
 from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.plan import Plan
 
@@ -16,8 +17,12 @@ STATES_SHARE = 0.7
 
 def state_bytes(plan: Plan) -> int:
     """Return the bytes of model states of the rank that holds most of them, without padding."""
-    parameters = largest_share(plan.model, plan.pipeline.stages, plan.grid.degree(Axis.TENSOR))
-    return plan.sharding.degrees.state_bytes(parameters, plan.compute_bytes)
+    placements, tensor = plan.sharding.placements, plan.grid.degree(Axis.TENSOR)
+
+    def held(unit: UnitSpec) -> int:
+        return placements[unit.name].degrees.state_bytes(unit.numel, plan.compute_bytes)
+
+    return max(sum(map(held, units_of(plan.model, layouts, 0, tensor))) for layouts in plan.pipeline.stages)
 
 
 def largest_share(model: GPTConfig, stages: Sequence[Sequence[StageLayout]], tensor: int) -> int:

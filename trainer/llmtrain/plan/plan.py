@@ -13,12 +13,12 @@ from llmtrain_data.config import DataConfig
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.levels import Degrees, Level
 from llmtrain.cluster.tiers import Tier
 from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
+from llmtrain.plan.placement import Placement
 from llmtrain.recipe.checkpoint import CheckpointConfig
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.pipeline import ScheduleName
@@ -57,12 +57,9 @@ class Quantization:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How model states are cut over the data-parallel ranks. levels: the digits of a place along the data axis, the
-    fastest link first. hierarchical: whether weights are gathered level by level."""
+    """Where model states rest and how they travel. placements: of each unit of the model, by name."""
 
-    degrees: Degrees
-    levels: tuple[Level, ...]
-    hierarchical: bool
+    placements: Mapping[str, Placement]
     quantization: Quantization
 
 

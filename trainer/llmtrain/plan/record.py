@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
+from llmtrain.plan.placement import Backend
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.load import as_data
 from llmtrain.recipe.schema import Recipe
@@ -22,7 +23,7 @@ _UNUSED: dict[Family, tuple[str, ...]] = {
 _FORMATS = {0: "none", 4: "int4", 8: "int8"}
 
 
-def record_of(recipe: Recipe, zero: ZeroSettings, plan: Plan) -> dict[str, Any]:
+def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) -> dict[str, Any]:
     """Return the recipe as plain data, with the plan's values for the keys that it leaves open."""
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
@@ -34,7 +35,7 @@ def record_of(recipe: Recipe, zero: ZeroSettings, plan: Plan) -> dict[str, Any]:
     )
     record["zero"].update(_zero_keys(zero))
     record["quantize"].update(_quantize_keys(zero))
-    record["optimizer"]["backend"] = plan.optimizer.backend
+    record["optimizer"]["backend"] = backend
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record

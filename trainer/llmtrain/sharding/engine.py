@@ -7,28 +7,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from llmtrain.cluster.levels import Degrees
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.gradients import BackwardPass, GradientReducer, Received, ReplicaGroups
-from llmtrain.sharding.hops import Hops
+from llmtrain.sharding.gradient_sums import BackwardPass, Received
+from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.replica_groups import ReplicaGroups
+from llmtrain.sharding.traffic import Count
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.sharding.weights import Count, WeightKeeper, WeightPolicy
+from llmtrain.sharding.weights import GatheredWeights, WeightPolicy
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How model states are spread and how they travel. gradients: how those are packed, None for not at all. alike:
-    what ranks beyond the data-parallel ones hold as well."""
+    """How model states travel; each unit says where its own rest. gradients: how those are packed, None for not at
+    all. replica_groups: ranks beyond the data-parallel ones that hold the same parameters."""
 
-    degrees: Degrees = field(default_factory=Degrees)
-    hops: Hops = field(default_factory=Hops)
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: Packing | None = None
     replica_groups: ReplicaGroups = field(default_factory=ReplicaGroups)
 
 
 class Engine:
-    """Keeps a model's weights whole where they compute, and its gradients summed where the optimizer steps.
+    """Has a model's weights gathered where they compute, and its gradients summed where the optimizer steps.
 
     It acts through hooks on the units' modules and parameters; the model knows nothing of it. used: for units whose
     module computes with weights of another one too (a tied head), the names of those.
@@ -43,22 +42,16 @@ class Engine:
         count: Count,
     ) -> None:
         self.units = {unit.spec.name: unit for unit in units}
-        self._hops = sharding.hops
-        self.weights = WeightKeeper(self.units, sharding.degrees, sharding.hops, sharding.weights, count)
+        self._hops = {id(unit.hops): unit.hops for unit in units}.values()
+        self.weights = GatheredWeights(self.units, sharding.weights, count)
         self.gradients = GradientReducer(
-            self.units,
-            sharding.degrees,
-            sharding.hops,
-            sharding.gradients,
-            sharding.replica_groups,
-            count,
-            self.weights.release,
+            self.units, sharding.gradients, sharding.replica_groups, count, self.weights.release
         )
-        self._sharded = sharding.degrees.weights > 1
+        self._gathers = any(unit.degrees.weights > 1 for unit in units)
         self._backward = False
-        if sharding.degrees.optimizer > 1:
-            for name in self.units:
-                needed = [name, used[name]] if name in used else [name]
+        for name in self.units:
+            needed = [name, used[name]] if name in used else [name]
+            if any(self.units[one].degrees.optimizer > 1 for one in needed):
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(self._before(needed))
                 module.register_forward_hook(self._after(needed))
@@ -68,7 +61,7 @@ class Engine:
         """Surround all forward and backward passes of one optimizer step."""
         self.weights.start_pass("train")
         # A weight that autograd keeps is kept as a reference, and gathered anew when it is used.
-        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._sharded else nullcontext()
+        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._gathers else nullcontext()
         with kept:
             yield
         self.gradients.finish()
@@ -110,20 +103,21 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is on its way, and leave the process groups."""
-        self.weights.finish_updates()
+        self.weights.updates.finish()
         self.gradients.close()
-        self._hops.close()
+        for hops in self._hops:
+            hops.close()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of this rank's model states."""
-        return sum(unit.nbytes for unit in self.units.values())
+        return sum(unit.nbytes for unit in self.units.values()) + self.weights.secondary_bytes
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of this rank's buffers for whole units and for what travels."""
+        """Bytes of this rank's buffers for gathered units and for what travels."""
         held = (self.weights, self.gradients)
-        return self._hops.nbytes + sum(one.pool.nbytes + one.in_flight.nbytes for one in held)
+        return sum(hops.nbytes for hops in self._hops) + sum(one.pool.nbytes + one.in_flight.nbytes for one in held)
 
     def _run_backward(self, run: Callable[[], None], names: Collection[str]) -> None:
         self._backward = True

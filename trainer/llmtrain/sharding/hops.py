@@ -1,15 +1,15 @@
-"""Process groups for the levels of the data axis: a hop is one level as this rank takes part in it."""
+"""Process groups for the levels of a placement: a hop is one level as this rank takes part in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.levels import Degrees, Level, shard_range
+from llmtrain.cluster.levels import Level, shard_range
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import Stream, new_stream
 from llmtrain.comm.subgroups import make_groups
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,17 @@ class Hop:
         return self.collectives.place
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hops:
-    """Every hop of this rank, the fastest first.
+    """Every hop of this rank over the axes of a placement, the fastest first.
 
-    weights, gradients: what gathers and what reduces, over all levels. Each has groups of its own, as both are under
-    way at the same time. flat: the weights' levels in one hop, where gathers are not hierarchical.
+    place: of this rank along those axes. weights, gradients: what gathers and what reduces, over all levels. Each has
+    groups of its own, as both are under way at the same time. flat: the weights' levels in one hop, where gathers are
+    not hierarchical.
     """
 
+    placement: Placement
+    place: int = 0
     weights: tuple[Hop, ...] = ()
     gradients: tuple[Hop, ...] = ()
     flat: tuple[Hop, ...] = ()
@@ -78,13 +81,14 @@ def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
     return tuple(hop for hop in hops if inner < hop.span <= outer)
 
 
-def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchical: bool) -> Hops:
-    """Make the process groups that `degrees` need. Collective: every rank makes all of them in the same order."""
-    axes = ranks.layout.groups(Axis.DATA)
+def make_hops(ranks: Ranks, placement: Placement) -> Hops:
+    """Make the process groups that a placement needs. Collective: every rank makes all of them in the same order."""
+    lines, place = ranks.layout.groups(*placement.axes), ranks.layout.coordinate(ranks.rank, *placement.axes)
+    degrees, levels = placement.degrees, placement.levels
 
     def hop(level: Level, order: Sequence[int], name: str) -> Hop:
-        places = level.groups(ranks.layout.degrees[Axis.DATA])
-        groups = [[axis[place] for place in group] for axis in axes for group in places]
+        places = level.groups(degrees.ranks)
+        groups = [[line[place] for place in group] for line in lines for group in places]
         workspace = Workspace(ranks.device)
         collectives = ranks.collectives(make_groups(ranks, groups), order, workspace)
         stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
@@ -93,9 +97,9 @@ def make_hops(ranks: Ranks, degrees: Degrees, levels: Sequence[Level], hierarchi
     # What is only reduced over a level is gathered back over it, too: every level is for both.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
     gradients = tuple(hop(level, range(level.radix), "reduce") for level in levels)
-    if hierarchical or degrees.weights == 1:
-        return Hops(weights, gradients)
+    if placement.hierarchical or degrees.weights == 1:
+        return Hops(placement, place, weights, gradients)
     degree = degrees.weights
     one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
     order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
-    return Hops(weights, gradients, (hop(one, order, "gather"),))
+    return Hops(placement, place, weights, gradients, (hop(one, order, "gather"),))

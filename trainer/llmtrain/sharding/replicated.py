@@ -45,9 +45,8 @@ class ReplicatedParameters:
         """Take this rank's part from its masters; the sum with those of the others is the whole."""
         unit, first = self._unit, self._unit.spec.replicated
         start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
-        offset = unit.ranges.optimizer[0]
         self._values.zero_()
-        self._values[start - first : end - first].copy_(unit.master[start - offset : end - offset])
+        self._values[start - first : end - first].copy_(unit.optimizer.read("master", start, end))
 
     def _sum(self, hop: Hop) -> None:
         hop.collectives.all_reduce(self._values).wait()

@@ -1,6 +1,6 @@
 """What a hop puts on its links, from sizes alone: counted when it is launched, and predicted by the same functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,10 @@ class Traffic:
     size: int
     sent: int
     packed: bool
+
+
+# Takes what is counted: the collectives of one launch.
+Count = Callable[[Iterable[Traffic]], None]
 
 
 def gather_traffic(

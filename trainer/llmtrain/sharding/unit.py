@@ -1,19 +1,18 @@
 """A unit's model states in memory, each cut by its own degree out of one padded flat buffer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from llmtrain.cluster.levels import Degrees, Level, shard_range
+from llmtrain.cluster.levels import Degrees, shard_range
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
-
-# Every shard is a multiple of this many elements: aligned for any kernel, and even for two elements in a byte.
-ALIGNMENT = 32
-
-Range = tuple[int, int]
+from llmtrain.plan.placement import Placement
+from llmtrain.sharding.hops import Hops
+from llmtrain.sharding.optimizer_shard import OptimizerShard, Range
+from llmtrain.sharding.parameters import UnitParameters
 
 
 @dataclass(frozen=True)
@@ -26,47 +25,42 @@ class ShardRanges:
     optimizer: Range
 
     @classmethod
-    def of(cls, numel: int, degrees: Degrees, levels: Sequence[Level], place: int) -> "ShardRanges":
-        """Cut `numel` elements for the rank at `place` of the data axis."""
-        multiple = degrees.ranks * ALIGNMENT if degrees.ranks > 1 else 1
-        padded = -(-numel // multiple) * multiple
+    def of(cls, numel: int, placement: Placement, place: int) -> "ShardRanges":
+        """Cut `numel` elements for the rank at `place` along the placement's axes."""
+        padded, degrees = placement.padded(numel), placement.degrees
         numbers = (degrees.weights, degrees.gradients, degrees.optimizer)
-        return cls(padded, *(shard_range(levels, place, degree, padded) for degree in numbers))
+        return cls(padded, *(shard_range(placement.levels, place, degree, padded) for degree in numbers))
 
 
-@dataclass
 class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
-    weight: in the compute dtype. gradient: fp32 sum over microbatches. master: the fp32 weight that the optimizer
-    steps; part of `weight` where that is fp32 and exact. m, v: AdamW's moments, fp32. secondary: second copy of the
-    weights, packed as uint8 or in the compute dtype. parameters: the module's, of these shapes; views into the whole
-    weights while they are there.
+    hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype. gradient:
+    fp32 sum over microbatches. optimizer: the fp32 masters and AdamW's moments. parameters: the module's.
     """
 
-    spec: UnitSpec
-    ranges: ShardRanges
-    weight: Tensor
-    gradient: Tensor
-    master: Tensor
-    m: Tensor
-    v: Tensor
-    secondary: Tensor | None
-    parameters: tuple[nn.Parameter, ...]
-    shapes: tuple[torch.Size, ...]
-    _lasting: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
+    def __init__(
+        self, spec: UnitSpec, module: nn.Module, hops: Hops, dtype: torch.dtype, seed: int, device: torch.device
+    ) -> None:
+        """Make the states, with weights initialised from `seed`. dtype: of computation; fp32 where the placement has
+        the weights as masters."""
+        self.spec, self.hops = spec, hops
+        self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
+        start, end = ranges.optimizer
+        self.weight = torch.zeros(ranges.weights[1] - ranges.weights[0], dtype=dtype, device=device)
+        self.gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
+        masters = self.owned_weight if self._masters_are_weights else torch.zeros(end - start, device=device)
+        drawn = min(end, spec.numel)
+        if drawn > start:
+            initialize(spec, start, drawn, seed, masters[: drawn - start])
+        self.optimizer = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
+        self.parameters = UnitParameters(spec, module, self.weight, ranges.weights == (0, ranges.padded))
+        self.publish()
 
-    def lasting_views(self, flat: Tensor) -> list[Tensor]:
-        """Return `views` of a buffer that stays as long as this unit: made once, as they take some 5 us a parameter."""
-        found = self._lasting.get(flat.data_ptr())
-        if found is None:
-            found = self._lasting[flat.data_ptr()] = self.views(flat)
-        return found
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return, for each parameter, the view that shows it in a whole flat buffer."""
-        ranges = parameter_ranges(self.spec)
-        return [flat[start:end].view(shape) for (_, start, end), shape in zip(ranges, self.shapes, strict=True)]
+    @property
+    def degrees(self) -> Degrees:
+        """Over how many ranks each state is cut."""
+        return self.hops.placement.degrees
 
     @property
     def owned_gradient(self) -> Tensor:
@@ -81,9 +75,9 @@ class ShardedUnit:
         return self.weight[start:end]
 
     @property
-    def decayed(self) -> int:
-        """Length of the prefix of the optimizer states that weight decay applies to."""
-        return self.own(self.spec.decayed)
+    def masters(self) -> Tensor:
+        """The fp32 masters of `ranges.optimizer`, not to be written to."""
+        return self.optimizer.read("master", *self.ranges.optimizer)
 
     def own(self, place: int) -> int:
         """Return how much of this rank's optimizer states lies before `place` of the unit."""
@@ -92,86 +86,28 @@ class ShardedUnit:
 
     def move_weight(self, to: Tensor) -> None:
         """Have `weight` lie in `to`, which is as large; the masters too, where they are part of it."""
-        within = self.owned_weight.data_ptr() == self.master.data_ptr()
         self.weight = to.copy_(self.weight)
-        if within:
-            self.master = self.owned_weight
+        if self._masters_are_weights:
+            self.optimizer.use_masters(self.owned_weight)
 
     def publish(self) -> None:
-        """Bring `owned_weight` up to date with `master`."""
-        if self.owned_weight.data_ptr() != self.master.data_ptr():
-            self.owned_weight.copy_(self.master)
+        """Bring `owned_weight` up to date with the masters."""
+        if not self._masters_are_weights:
+            self.owned_weight.copy_(self.masters)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states together."""
-        states = (self.weight, self.gradient, self.m, self.v, self.secondary)
-        shared = self.owned_weight.data_ptr() == self.master.data_ptr()
-        return sum(state.nbytes for state in states if state is not None) + (0 if shared else self.master.nbytes)
+        shared = self.owned_weight.nbytes if self._masters_are_weights else 0
+        return self.weight.nbytes + self.gradient.nbytes + self.optimizer.nbytes - shared
 
-
-def build_unit(
-    spec: UnitSpec,
-    module: nn.Module,
-    ranges: ShardRanges,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    exact: bool = True,
-) -> ShardedUnit:
-    """Give the unit its states, initialised from `seed`; the parameters of `module` get storage once weights are whole.
-
-    exact: whether the weights are the masters as they are, not packed on their way from other ranks.
-    """
-    start, end = ranges.optimizer
-    weight = torch.zeros(ranges.weights[1] - ranges.weights[0], dtype=dtype, device=device)
-    offset = start - ranges.weights[0]
-    owned = weight[offset : offset + end - start]
-    master = owned if dtype == torch.float32 and exact else torch.zeros(end - start, device=device)
-    drawn = min(end, spec.numel)
-    if drawn > start:
-        initialize(spec, start, drawn, seed, master[: drawn - start])
-    m, v = torch.zeros_like(master), torch.zeros_like(master)
-    gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
-    whole = ranges.weights == (0, ranges.padded)
-    shapes = tuple(module.get_parameter(name).shape for name, _, _ in parameter_ranges(spec))
-    parameters = attach(spec, module, weight) if whole else _detached(spec, module, weight)
-    unit = ShardedUnit(spec, ranges, weight, gradient, master, m, v, None, parameters, shapes)
-    unit.publish()
-    return unit
+    @property
+    def _masters_are_weights(self) -> bool:
+        return self.hops.placement.masters == "weights"
 
 
 def whole_unit(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> ShardedUnit:
     """Give the unit all its states on this one rank."""
-    return build_unit(spec, module, ShardRanges.of(spec.numel, Degrees(), (), 0), device, dtype, seed)
-
-
-def attach(spec: UnitSpec, module: nn.Module, weight: Tensor) -> tuple[nn.Parameter, ...]:
-    """Make the parameters of `module` views into the unit's whole flat `weight`, and return them in its order."""
-    return tuple(
-        _replace(module, name, weight[start:end].view(module.get_parameter(name).shape))
-        for name, start, end in parameter_ranges(spec)
-    )
-
-
-def _detached(spec: UnitSpec, module: nn.Module, like: Tensor) -> tuple[nn.Parameter, ...]:
-    """Give `module` parameters of the type of `like` that hold nothing yet, and return them."""
-    return tuple(_replace(module, name, like.new_empty(0)) for name, _, _ in parameter_ranges(spec))
-
-
-def _replace(module: nn.Module, name: str, values: Tensor) -> nn.Parameter:
-    owner, _, leaf = name.rpartition(".")
-    parameter = nn.Parameter(values)
-    setattr(module.get_submodule(owner), leaf, parameter)
-    return parameter
-
-
-def parameter_ranges(spec: UnitSpec) -> list[tuple[str, int, int]]:
-    """Return (module parameter, start, end) for the unit's flat buffer; stacked tensors make one parameter."""
-    ranges: list[tuple[str, int, int]] = []
-    for tensor, start, end in zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False):
-        if ranges and ranges[-1][0] == tensor.parameter:
-            ranges[-1] = (tensor.parameter, ranges[-1][1], end)
-        else:
-            ranges.append((tensor.parameter, start, end))
-    return ranges
+    masters: Literal["weights", "separate"] = "weights" if dtype == torch.float32 else "separate"
+    alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters))
+    return ShardedUnit(spec, module, alone, dtype, seed, device)

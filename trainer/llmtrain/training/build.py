@@ -1,6 +1,6 @@
 """From a plan to a model whose states lie where the plan places them, and to what runs it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import axis_tiers
@@ -17,10 +17,11 @@ from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradients import ReplicaGroups
 from llmtrain.sharding.hops import make_hops
-from llmtrain.sharding.unit import ShardedUnit, ShardRanges, build_unit
-from llmtrain.sharding.weights import Count, WeightPolicy
+from llmtrain.sharding.replica_groups import ReplicaGroups
+from llmtrain.sharding.traffic import Count
+from llmtrain.sharding.unit import ShardedUnit
+from llmtrain.sharding.weights import WeightPolicy
 from llmtrain.training.build_pipeline import build_executor
 
 
@@ -52,9 +53,8 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     keep(model, stage_layouts)
     mesh = _mesh(plan, ranks, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
+    units = _units(model, plan, ranks)
     sharding = _sharding(plan, ranks)
-    units = _units(model, plan, ranks, sharding)
-    sharding = _with_replica_groups(sharding, plan, ranks)
     used = {"head": "embedding"} if plan.model.tie_embeddings and stage_layouts[-1].closes else {}
     engine = Engine(model, units, sharding, used, count)
     if plan.training.compile:
@@ -77,27 +77,23 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
     return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
-def _units(model: GPT, plan: Plan, ranks: Ranks, sharding: ShardingSpec) -> list[ShardedUnit]:
-    layout, rank = ranks.layout, ranks.rank
-    tensor, data = layout.coordinate(rank, Axis.TENSOR), layout.coordinate(rank, Axis.DATA)
-    exact = sharding.weights.packing is None or sharding.degrees.optimizer == sharding.degrees.weights
+def _units(model: GPT, plan: Plan, ranks: Ranks) -> list[ShardedUnit]:
+    """Connect the ranks that share model states, and make this rank's. Collective."""
+    layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
+    # Every rank makes the groups of every placement, also of those that none of its units have.
+    hops = {placement: make_hops(ranks, placement) for placement in dict.fromkeys(placements.values())}
+    specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
     return [
-        build_unit(
-            spec,
-            model.unit(spec.name),
-            ShardRanges.of(spec.numel, sharding.degrees, plan.sharding.levels, data),
-            ranks.device,
-            DTYPES[plan.compute],
-            plan.seed,
-            exact,
+        ShardedUnit(
+            spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )
-        for spec in units_of(plan.model, plan.stages_of(rank), tensor, layout.degree(Axis.TENSOR))
+        for spec in specs
     ]
 
 
 def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
-    """Connect the ranks that share model states. Collective."""
-    planned, quantization = plan.sharding, plan.sharding.quantization
+    """Say how states travel, and connect the ranks that hold the same ones. Collective."""
+    quantization = plan.sharding.quantization
     weights = WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),
         secondary=_packing(quantization.secondary, quantization.block),
@@ -106,28 +102,23 @@ def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
         held=not plan.pipeline.schedule.actions,
         tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
     )
-    hops = make_hops(ranks, planned.degrees, planned.levels, planned.hierarchical)
-    return ShardingSpec(planned.degrees, hops, weights, _packing(quantization.gradients, quantization.block))
+    return ShardingSpec(weights, _packing(quantization.gradients, quantization.block), _replica_groups(plan, ranks))
 
 
 def _packing(bits: int, block: int) -> Packing | None:
     return Packing(bits, block) if bits else None
 
 
-def _with_replica_groups(sharding: ShardingSpec, plan: Plan, ranks: Ranks) -> ShardingSpec:
-    """Say which states ranks beyond the data-parallel ones hold as well. Collective."""
+def _replica_groups(plan: Plan, ranks: Ranks) -> ReplicaGroups:
+    """Connect the ranks beyond the data-parallel ones that hold the same parameters. Collective."""
     layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
     partial = None
     if plan.sequence_parallel and copies > 1:
         # Groups of their own, as these sums are made beside the layers'.
         partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
     stage = None
-    if sharding.gradients is not None and copies > 1:
-        stages = range(layout.degree(Axis.PIPELINE))
-        members = [
-            [rank for rank in range(layout.world) if layout.coordinate(rank, Axis.PIPELINE) == one] for one in stages
-        ]
-        stage = ranks.collectives(make_groups(ranks, members))
+    if plan.sharding.quantization.gradients and copies > 1:
+        stage = ranks.collectives(make_groups(ranks, layout.groups(Axis.DATA, Axis.TENSOR)))
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
@@ -138,4 +129,4 @@ def _with_replica_groups(sharding: ShardingSpec, plan: Plan, ranks: Ranks) -> Sh
         if any(stage_layout.closes for stage_layout in stage_layouts):
             # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
             second = frozenset({"embedding"})
-    return replace(sharding, replica_groups=ReplicaGroups(copies, partial, stage, tied, second))
+    return ReplicaGroups(copies, partial, stage, tied, second)

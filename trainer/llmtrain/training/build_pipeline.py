@@ -28,8 +28,7 @@ from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.plan import Plan
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.traffic import Traffic
-from llmtrain.sharding.weights import Count
+from llmtrain.sharding.traffic import Count, Traffic
 
 
 def build_executor(

@@ -16,7 +16,7 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.optim.step import clip_divisor, step_range
+from llmtrain.optim.step import clip_divisor, step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.logger import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
@@ -181,9 +181,9 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
     """Step every unit. norm: of the scaled gradients."""
     optimizer = run.plan.optimizer
     divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
+    numbers = step_numbers(optimizer, lr, run.progress.applied, divisor)
     for unit in run.engine.units.values():
-        states = (unit.master, unit.m, unit.v, unit.owned_gradient)
-        step_range(optimizer, unit.decayed, states, lr, run.progress.applied, divisor)
+        unit.optimizer.step(unit.ranges.optimizer, unit.owned_gradient, numbers)
         run.engine.weights.update(unit)
 
 

@@ -10,14 +10,15 @@ from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
 
 # What is brought from a device at a time, in elements.
 CHUNK = 2**22
 KINDS = ("weights", "optimizer states", "weights that tensor-parallel ranks share", "tied embeddings")
 
-# A range of a rank's states: which canonical elements, and the tensors that hold them.
-Held = tuple[list[tuple[str, int, int]], list[Tensor]]
+# A range of a rank's states: which canonical elements, and their values, chunk by chunk.
+Held = tuple[list[tuple[str, int, int]], Iterator[Tensor]]
 
 
 def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
@@ -29,7 +30,7 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
     if ranks.layout.world == 1:
         return
     ranks.activity.record("comparing replicas")
-    engine.weights.finish_updates()
+    engine.weights.updates.finish()
     own = [number for kind in KINDS for number in _checksums(_held(engine, kind))]
     table = ranks.gather_all(own)
     for place, kind in enumerate(KINDS):
@@ -44,34 +45,42 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
 
 def _held(engine: Engine, kind: str) -> Iterator[Held]:
     """Yield what this rank holds of a kind, unit by unit."""
+    groups = engine.gradients.replica_groups
     for name, unit in engine.units.items():
-        weights, owned, shared = unit.ranges.weights, unit.ranges.optimizer, unit.spec.replicated
         if kind == "weights":
-            yield _range(unit, *weights, unit.ranges.weights[0], [unit.weight])
-        elif kind == "optimizer states":
-            yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
-        elif kind == "tied embeddings":
-            if name in engine.gradients.replica_groups.tied:
-                yield _range(unit, *owned, owned[0], [unit.master, unit.m, unit.v])
-        elif engine.gradients.replica_groups.copies > 1:
-            yield _range(unit, max(shared, weights[0]), weights[1], weights[0], [unit.weight])
+            yield _weights(unit, unit.ranges.weights[0])
+        elif kind == "optimizer states" or (kind == "tied embeddings" and name in groups.tied):
+            yield _optimizer_states(unit)
+        elif kind == "weights that tensor-parallel ranks share" and groups.copies > 1:
+            yield _weights(unit, max(unit.spec.replicated, unit.ranges.weights[0]))
 
 
-def _range(unit: ShardedUnit, start: int, end: int, offset: int, states: list[Tensor]) -> Held:
-    """Return the elements `[start, end)` of a unit, without padding, of states that begin at `offset`."""
-    end = max(start, min(end, unit.spec.numel))
-    pieces = [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
-    return pieces, [state[start - offset : end - offset] for state in states]
+def _weights(unit: ShardedUnit, start: int) -> Held:
+    """Return the weights that this rank holds from an element of the unit on."""
+    offset = unit.ranges.weights[0]
+    end = max(start, min(unit.ranges.weights[1], unit.spec.numel))
+    return _places(unit, start, end), iter(unit.weight[start - offset : end - offset].split(CHUNK))
+
+
+def _optimizer_states(unit: ShardedUnit) -> Held:
+    start = unit.ranges.optimizer[0]
+    end = max(start, min(unit.ranges.optimizer[1], unit.spec.numel))
+    chunks = [(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)]
+    return _places(unit, start, end), (unit.optimizer.read(name, *chunk) for name in STATES for chunk in chunks)
+
+
+def _places(unit: ShardedUnit, start: int, end: int) -> list[tuple[str, int, int]]:
+    """Return which canonical elements the range `[start, end)` of a unit holds."""
+    return [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
 
 
 def _checksums(held: Iterable[Held]) -> tuple[int, int]:
     """Return checksums of what is held, and of its content, as int64."""
     what, content = xxhash.xxh3_64(), xxhash.xxh3_64()
-    for pieces, states in held:
-        what.update(repr(pieces).encode())
-        for state in states:
-            for chunk in state.split(CHUNK):
-                content.update(bytes_of(chunk.cpu()))
+    for places, chunks in held:
+        what.update(repr(places).encode())
+        for chunk in chunks:
+            content.update(bytes_of(chunk.cpu()))
     return what.intdigest() - 2**63, content.intdigest() - 2**63
 
 

@@ -18,7 +18,6 @@ from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.checkpoint.folder import drop_later
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
@@ -32,8 +31,8 @@ from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import changes
 from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.optimizer_shard import OptimizerStateRange
 from llmtrain.sharding.traffic import Traffic
-from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
@@ -47,7 +46,7 @@ from llmtrain.yaml.file import read_yaml
 RECORD = "recipe.resolved.yaml"
 
 # The C++ kernels that a model calls; they are built at the first run on a machine.
-MODEL_KERNELS = ("activation", "attention", "cross_entropy", "norm")
+MODEL_KERNELS = ("activation", "attention", "cross_entropy", "norm", "squared_sum")
 
 
 @dataclass
@@ -279,7 +278,7 @@ def _import_hf(run: Run, folder: Path) -> None:
         start, end = _real(unit.spec, unit.ranges.optimizer)
         offset = 0
         for tensor, first, last in unit.spec.tensor_ranges(start, end):
-            places[tensor.name] = (unit.master[offset : offset + last - first], first, last)
+            places[tensor.name] = (unit.optimizer, start + offset, first, last)
             offset += last - first
     run.ranks.activity.begin(f"reading the weights of {folder}")
     done, whole = 0, parameter_count(run.plan.model)
@@ -287,41 +286,35 @@ def _import_hf(run: Run, folder: Path) -> None:
         done += values.numel()
         run.ranks.activity.moving(done / whole)
         if name in places:
-            held, first, last = places[name]
-            held.copy_(values.flatten()[first:last])
+            shard, place, first, last = places[name]
+            shard.write("master", place, values.flatten()[first:last])
 
 
-def _my_shards(run: Run) -> list[StateShard]:
+def _my_shards(run: Run) -> list[OptimizerStateRange]:
     """The data-parallel ranks that hold the same optimizer shard share the writing of it; what more ranks hold alike is
     written by the first of them."""
-    degrees, layout, rank = run.plan.sharding.degrees, run.ranks.layout, run.ranks.rank
-    copies = degrees.ranks // degrees.optimizer
-    copy = layout.coordinate(rank, Axis.DATA) // degrees.optimizer
+    tensor = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
     shards = []
     for name, unit in run.engine.units.items():
         if name in run.engine.gradients.replica_groups.second:
             continue
         start, end = _real(unit.spec, unit.ranges.optimizer)
-        if layout.coordinate(rank, Axis.TENSOR):
+        if tensor:
             start, end = min(start, unit.spec.replicated), min(end, unit.spec.replicated)
+        copies, copy = unit.degrees.ranks // unit.degrees.optimizer, unit.hops.place // unit.degrees.optimizer
         first, last = even_share(end - start, copies, copy)
-        shards.append(_shard(unit, start + first, start + last))
+        shards.append(OptimizerStateRange(unit.spec, unit.optimizer, start + first, start + last))
     return shards
 
 
-def _all_shards(run: Run) -> list[StateShard]:
+def _all_shards(run: Run) -> list[OptimizerStateRange]:
     """What this rank holds of the optimizer's states."""
-    return [_shard(unit, *_real(unit.spec, unit.ranges.optimizer)) for unit in run.engine.units.values()]
+    return [
+        OptimizerStateRange(unit.spec, unit.optimizer, *_real(unit.spec, unit.ranges.optimizer))
+        for unit in run.engine.units.values()
+    ]
 
 
 def _real(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
     """Return the part of a range that is not padding."""
     return min(held[0], spec.numel), min(held[1], spec.numel)
-
-
-def _shard(unit: ShardedUnit, start: int, end: int) -> StateShard:
-    states = {"master": unit.master, "m": unit.m, "v": unit.v}
-    offset = unit.ranges.optimizer[0]
-    return StateShard(
-        unit.spec, start, end, {name: state[start - offset : end - offset] for name, state in states.items()}
-    )

@@ -15,7 +15,7 @@ from llmtrain.parallel.pipeline.stage_links import StageLinks
 from llmtrain.parallel.weight_gradients import PendingProducts, WeightGradientQueue, gradients
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.gradients import BackwardPass, Received
+from llmtrain.sharding.gradient_sums import BackwardPass, Received
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+// The sum of squares of fp32 numbers, in fp64. The square of an fp32 number is exact in fp64, so that fused operations
+// give the same bits as separate ones; the order of additions is fixed by the lanes and the blocks.
+#include <algorithm>
+#include <cstdint>
+
+namespace {
+
+constexpr int64_t LANES = 16;
+
+double block_sum(const float* x, int64_t count) {
+    double lanes[LANES] = {};
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += (double)x[i + lane] * (double)x[i + lane];
+    for (int64_t i = whole; i < count; i++) lanes[i - whole] += (double)x[i] * (double)x[i];
+    for (int64_t width = LANES / 2; width > 0; width /= 2)
+        for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+}  // namespace
+
+extern "C" {
+
+// x: [count], which begins `first` elements behind the start of a block. sums: one for each block that it touches.
+void squared_sum(const float* x, double* sums, double* total, int64_t count, int64_t first, int64_t block,
+                 int64_t threads) {
+    int64_t blocks = (first + count + block - 1) / block;
+#pragma omp parallel for num_threads(threads) schedule(static) if (count > 65536)
+    for (int64_t one = 0; one < blocks; one++) {
+        int64_t start = std::max<int64_t>(one * block - first, 0);
+        int64_t end = std::min(count, (one + 1) * block - first);
+        sums[one] = block_sum(x + start, end - start);
+    }
+    *total = 0.0;
+    for (int64_t one = 0; one < blocks; one++) *total += sums[one];
+}
+}

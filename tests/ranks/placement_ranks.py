@@ -1,0 +1,184 @@
+"""Ranks that train a model whose units are placed over unlike groups, and the same model in one process.
+
+`placement_ranks.py WORLD FOLDER` writes what each rank found into `rank-N.json` there. The grid is two places along the
+data axis by two along the tensor axis, which no layer is cut over here: each of the four ranks has samples of its own,
+as ranks of context parallelism have. Dense units are shared by all four ranks, over the product of both axes. The block
+EXPERT is another one on each place of the tensor axis, as experts are, and is shared along the data axis alone.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from forks import fork_ranks
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.levels import Degrees, levels_of
+from llmtrain.cluster.tiers import Tier, axis_tiers
+from llmtrain.comm.ranks import Ranks
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.optim.config import AdamW
+from llmtrain.optim.step import clip_divisor, step_numbers
+from llmtrain.plan.placement import Placement
+from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.gradient_sums import BackwardPass
+from llmtrain.sharding.hops import make_hops
+from llmtrain.sharding.unit import ShardedUnit, whole_unit
+from torch import Tensor, nn
+
+CONFIG = GPTConfig(
+    family="llama", layers=3, hidden=32, heads=4, kv_heads=2, ffn=96, positions=16, vocab=61, tie_embeddings=False,
+    norm_eps=1e-5, rope_theta=10000.0, rotary_fraction=1.0, activation="swiglu", dropout=0.0,
+)  # fmt: skip
+ADAMW = AdamW(
+    lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=1.0, schedule="constant", warmup=0, min_lr=0.1,
+    decay=0.2,
+)  # fmt: skip
+LAYOUT = Layout({Axis.DATA: 2, Axis.TENSOR: 2})
+TIERS = (Tier("node", 2), Tier("all", 4))
+EXPERT, CPU, STEPS, MICROBATCHES, SAMPLES = "blocks.1", torch.device("cpu"), 20, 2, 3
+# Degrees of weights, gradients and optimizer states, of dense units and of the expert.
+CASES = {
+    "all cut": ((4, 4, 4), (2, 2, 2)),
+    "unlike stages": ((1, 2, 4), (2, 2, 2)),
+    "expert copied": ((2, 2, 4), (1, 1, 1)),
+    "dense copied": ((1, 1, 1), (1, 1, 2)),
+}
+
+
+def placement(axes: tuple[Axis, ...], cut: tuple[int, int, int]) -> Placement:
+    """Place over a product of axes."""
+    degrees = Degrees(LAYOUT.degree(*axes), *cut)
+    levels = levels_of(degrees, axis_tiers(TIERS, LAYOUT, *axes))
+    return Placement(axes=axes, degrees=degrees, levels=levels, masters="weights")
+
+
+def seed_of(spec: UnitSpec, expert: int) -> int:
+    """Return what a unit's weights are drawn from: each expert's own."""
+    return 7 + expert if spec.name == EXPERT else 3
+
+
+def batches(rank: int) -> Iterator[list[Tensor]]:
+    """Yield a rank's microbatches, int64 `[samples, tokens + 1]`, step by step."""
+    for step in range(STEPS):
+        random = torch.Generator().manual_seed(1000 * step + rank)
+        yield [torch.randint(0, 61, (SAMPLES, 17), generator=random) for _ in range(MICROBATCHES)]
+
+
+def rate(step: int) -> float:
+    """Return the learning rate of a step: AdamW's first ones turn the least differences into whole steps."""
+    return ADAMW.lr * min(1.0, (step + 1) / 5)
+
+
+def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]]) -> tuple[list[float], Engine]:
+    """Train this rank's share; return the norms of the gradients, and the engine that has the states."""
+    model, expert = GPT(CONFIG, CPU), LAYOUT.coordinate(ranks.rank, Axis.TENSOR)
+    dense = make_hops(ranks, placement((Axis.DATA, Axis.TENSOR), cuts[0]))
+    own = make_hops(ranks, placement((Axis.DATA,), cuts[1]))
+    units = [
+        ShardedUnit(
+            spec,
+            model.unit(spec.name),
+            own if spec.name == EXPERT else dense,
+            torch.float32,
+            seed_of(spec, expert),
+            CPU,
+        )
+        for spec in model_units(CONFIG)
+    ]
+    engine, norms = Engine(model, units, ShardingSpec(), {}, lambda calls: None), []
+    engine.update()
+    for step, microbatches in enumerate(batches(ranks.rank)):
+        with engine.training_pass():
+            for number, rows in enumerate(microbatches):
+                loss = model(rows[:, :-1], rows[:, 1:]) / (LAYOUT.world * MICROBATCHES)
+                first, last = number == 0, number == MICROBATCHES - 1
+                engine.backward(loss.backward, [BackwardPass(name, first, last) for name in engine.units])
+        squares = engine.gradients.squared_norm()
+        dist.all_reduce(squares)
+        norms.append(float(squares.sqrt()))
+        numbers = step_numbers(ADAMW, rate(step), step + 1, torch.tensor(clip_divisor(norms[-1], 1.0, ADAMW.clip)))
+        for unit in units:
+            unit.optimizer.step(unit.ranges.optimizer, unit.owned_gradient, numbers)
+            engine.weights.update(unit)
+    engine.weights.updates.finish()
+    return norms, engine
+
+
+def reference() -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Train in one process with torch's AdamW; return the norms, and by expert the weights of each unit, flat."""
+    models = [GPT(CONFIG, CPU) for _ in range(2)]
+    for expert, model in enumerate(models):
+        for spec in model_units(CONFIG):
+            whole_unit(spec, model.unit(spec.name), CPU, torch.float32, seed_of(spec, expert))
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                shared = models[0].get_parameter(parameter_name(model, module, name))
+                dense = not parameter_name(model, module, name).startswith(EXPERT)
+                setattr(module, name, shared if expert and dense else nn.Parameter(parameter.detach().clone()))
+    parameters = list({id(one): one for model in models for one in model.parameters()}.values())
+    groups = [
+        {"params": [one for one in parameters if (one.ndim == 2) == decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    optimizer, norms = torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps), []
+    for step, each in enumerate(zip(*(batches(rank) for rank in range(LAYOUT.world)), strict=True)):
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        for rank, microbatches in enumerate(each):
+            for rows in microbatches:
+                model = models[LAYOUT.coordinate(rank, Axis.TENSOR)]
+                (model(rows[:, :-1], rows[:, 1:]) / (LAYOUT.world * MICROBATCHES)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
+        optimizer.step()
+    return norms, [
+        {spec.name: torch.cat([one.detach().flatten() for one in flat(model, spec)]) for spec in model_units(CONFIG)}
+        for model in models
+    ]
+
+
+def parameter_name(model: nn.Module, module: nn.Module, leaf: str) -> str:
+    """Return the whole name of a parameter."""
+    return ".".join([next(name for name, one in model.named_modules() if one is module), leaf]).lstrip(".")
+
+
+def flat(model: GPT, spec: UnitSpec) -> list[Tensor]:
+    """Return the parameters of a unit in the order of its flat buffer."""
+    names = dict.fromkeys(f"{spec.name}.{tensor.parameter}" for tensor in spec.tensors)
+    return [model.get_parameter(name) for name in names]
+
+
+def rank_main(world: int, rank: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
+    ranks = Ranks(rank, rank, LAYOUT, CPU, tiers=TIERS)
+    norms, weights = reference()
+    expected, found = weights[LAYOUT.coordinate(rank, Axis.TENSOR)], {}
+    for name, cuts in CASES.items():
+        own, engine = train(ranks, cuts)
+        worst = 0.0
+        for unit in engine.units.values():
+            start, end = (min(place, unit.spec.numel) for place in unit.ranges.optimizer)
+            whole = expected[unit.spec.name]
+            apart = unit.optimizer.read("master", start, end) - whole[start:end]
+            worst = max(worst, float(apart.norm() / whole.norm()))
+        apart = max(abs(one - other) / other for one, other in zip(own, norms, strict=True))
+        held = {unit.spec.name: unit.weight.numel() / unit.ranges.padded for unit in engine.units.values()}
+        found[name] = {"weights": worst, "norms": apart, "held": held}
+        engine.close()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+    sys.exit(fork_ranks(world, lambda rank: rank_main(world, rank, folder)))

@@ -1,0 +1,57 @@
+"""The parameters of a unit's module as views into one flat buffer."""
+
+from torch import Tensor, nn
+
+from llmtrain.model.tensors import UnitSpec
+
+
+class UnitParameters:
+    """A module's parameters, in the order of the unit's flat buffer; stacked tensors make one parameter."""
+
+    def __init__(self, spec: UnitSpec, module: nn.Module, weight: Tensor, gathered: bool) -> None:
+        """Replace the parameters of `module`: by views into `weight` where it is the whole unit (gathered), else by
+        empty ones of its dtype, which hold nothing until `show`."""
+        self._ranges = parameter_ranges(spec)
+        self._shapes = [module.get_parameter(name).shape for name, _, _ in self._ranges]
+        values = self.views(weight) if gathered else [weight.new_empty(0) for _ in self._ranges]
+        self.tensors = tuple(
+            _replace(module, name, value) for (name, _, _), value in zip(self._ranges, values, strict=True)
+        )
+        self._lasting: dict[int, list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def show(self, flat: Tensor) -> None:
+        """Have the parameters be views into `flat`, gathered weights in a buffer that lasts as long as the unit."""
+        for parameter, view in zip(self.tensors, self.lasting_views(flat), strict=True):
+            parameter.data = view
+
+    def lasting_views(self, flat: Tensor) -> list[Tensor]:
+        """Return `views` of a buffer that lasts as long as the unit: made once, as a view takes some 5 us."""
+        found = self._lasting.get(flat.data_ptr())
+        if found is None:
+            found = self._lasting[flat.data_ptr()] = self.views(flat)
+        return found
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return, for each parameter, the view of its shape into a flat buffer of the whole unit."""
+        return [flat[start:end].view(shape) for (_, start, end), shape in zip(self._ranges, self._shapes, strict=True)]
+
+
+def parameter_ranges(spec: UnitSpec) -> list[tuple[str, int, int]]:
+    """Return (module parameter, start, end) for the unit's flat buffer; stacked tensors make one parameter."""
+    ranges: list[tuple[str, int, int]] = []
+    for tensor, start, end in zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False):
+        if ranges and ranges[-1][0] == tensor.parameter:
+            ranges[-1] = (tensor.parameter, ranges[-1][1], end)
+        else:
+            ranges.append((tensor.parameter, start, end))
+    return ranges
+
+
+def _replace(module: nn.Module, name: str, values: Tensor) -> nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    parameter = nn.Parameter(values)
+    setattr(module.get_submodule(owner), leaf, parameter)
+    return parameter

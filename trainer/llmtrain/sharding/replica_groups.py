@@ -1,0 +1,72 @@
+"""Ranks beyond the data-parallel ones that hold the same parameters, and the sums that keep those equal."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llmtrain.comm.collectives import Collectives
+from llmtrain.sharding.unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """Groups of ranks that hold the same parameters.
+
+    copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
+    each has only its part of that suffix's gradients (sequence parallelism). stage: all ranks of this pipeline stage,
+    where gradients are packed: rounded by what lies beside it in a block, that suffix would differ between them. tied:
+    by unit, the ranks of two pipeline stages that both compute with it. second: units of which an earlier stage has the
+    first copy.
+    """
+
+    copies: int = 1
+    partial: Collectives | None = None
+    stage: Collectives | None = None
+    tied: Mapping[str, Collectives] = field(default_factory=dict)
+    second: frozenset[str] = frozenset()
+
+    def sum_partial(self, unit: ShardedUnit, whole: Tensor) -> None:
+        """Sum the tensor-parallel ranks' parts of the gradients of the replicated suffix. whole: of the whole unit."""
+        part = whole[unit.spec.replicated : unit.spec.numel]
+        if self.partial is not None and len(part):
+            self.partial.all_reduce(part).wait()
+
+    def finish(self, units: Mapping[str, ShardedUnit]) -> None:
+        """Make the summed gradients of what is held alike equal. Collective over the groups."""
+        if self.stage is not None:
+            self._average_suffixes(self.stage, units.values())
+        for name, group in self.tied.items():
+            group.all_reduce(units[name].owned_gradient).wait()
+
+    def shares(self, name: str, unit: ShardedUnit) -> list[tuple[int, int, float]]:
+        """Return ranges of elements of the unit that this rank's optimizer steps, each with the share of its square
+        that this rank adds to the squared norm of the model."""
+        start, end = unit.ranges.optimizer
+        middle = start + unit.own(unit.spec.replicated)
+        if name in self.second:
+            return []
+        return [(start, middle, 1.0), (middle, end, 1 / self.copies)]
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        for group in (self.partial, self.stage, *self.tied.values()):
+            if group is not None:
+                group.close()
+
+    def _average_suffixes(self, stage: Collectives, units: Collection[ShardedUnit]) -> None:
+        """Replace the gradients of the replicated suffixes by the mean of what the stage's ranks have of them."""
+        sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
+        every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
+        held: list[tuple[Tensor, Tensor, float]] = []
+        for unit, whole in zip(units, every.split(sizes), strict=True):
+            start, end = (max(place - unit.spec.replicated, 0) for place in unit.ranges.optimizer)
+            place, part = unit.own(unit.spec.replicated), whole[start:end]
+            holders = unit.degrees.ranks // unit.degrees.optimizer * self.copies
+            held.append((unit.owned_gradient[place : place + len(part)], part, 1 / holders))
+        for own, part, _ in held:
+            part.copy_(own)
+        stage.all_reduce(every).wait()
+        for own, part, share in held:
+            own.copy_(part.mul_(share))

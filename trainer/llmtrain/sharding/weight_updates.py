@@ -1,0 +1,67 @@
+"""After a step: what brings the weight shards of all ranks up to date with the masters."""
+
+from collections.abc import Mapping
+
+from llmtrain.comm.stream import Ticket
+from llmtrain.comm.workspace import Workspace
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed
+from llmtrain.sharding.hops import Hop
+from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.replicated import ReplicatedParameters
+from llmtrain.sharding.traffic import Count, gather_traffic
+from llmtrain.sharding.unit import ShardedUnit
+
+
+class WeightUpdates:
+    """Gathers each unit's stepped masters, as they are or packed, until every rank's weight shard is up to date.
+
+    replicated: parameters that tensor-parallel ranks share, by unit, where they must not be packed.
+    """
+
+    def __init__(
+        self, packing: Packing | None, replicated: Mapping[str, ReplicatedParameters], in_flight: InFlight, count: Count
+    ) -> None:
+        self._packing, self._replicated, self._in_flight, self._count = packing, replicated, in_flight, count
+        self._tickets: dict[str, Ticket] = {}
+
+    def start(self, unit: ShardedUnit) -> None:
+        """Start the update of a unit whose masters were stepped. Collective."""
+        packing, replicated = self._packing, self._replicated.get(unit.spec.name)
+        hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
+        if not hops:
+            unit.publish()
+            if replicated is None:
+                return
+
+        def steps(workspace: Workspace) -> list[HopStep]:
+            found = _gather_masters(unit, hops, packing, workspace) if hops else []
+            return found if replicated is None else [*found, *replicated.steps(all_hops)]
+
+        self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
+        if replicated is not None:
+            self._count(replicated.traffic(all_hops))
+        self._tickets[unit.spec.name] = self._in_flight.start(steps)[-1]
+
+    def take(self, name: str) -> Ticket | None:
+        """Return the ticket of a unit's update that nobody has waited for, if there is one; the caller waits."""
+        return self._tickets.pop(name, None)
+
+    def wait(self, name: str) -> None:
+        """Have what is computed next come after a unit's update."""
+        ticket = self.take(name)
+        if ticket is not None:
+            ticket.wait()
+
+    def finish(self) -> None:
+        """Wait for all updates."""
+        for name in list(self._tickets):
+            self.wait(name)
+
+
+def _gather_masters(
+    unit: ShardedUnit, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace
+) -> list[HopStep]:
+    if packing is not None:
+        return all_gather_packed(unit.weight, unit.masters, hops, packing, workspace)
+    first, *rest = all_gather(unit.weight, hops)
+    return [first.first(unit.publish), *rest]
