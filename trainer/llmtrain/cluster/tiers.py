@@ -1,4 +1,4 @@
-"""The tiers of links between the ranks of a run, from the fastest, as pure data. No torch in here."""
+"""The tiers of links between the ranks of a run, fastest first. No torch in here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +11,16 @@ from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.topology import clusters_of, node_of
 from llmtrain.errors import BadInputError
 
-# Bandwidth in bytes per second and latency in seconds, None where unknown.
+# Bandwidth in bytes per second and latency in seconds; None if unknown.
 Figures = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Aligned groups of `ranks` consecutive ranks whose members reach each other over links at least this fast.
+    """Aligned groups of `ranks` consecutive ranks, between which links are at least this fast.
 
-    bandwidth: bytes per second in one direction: of one rank inside the node, and beyond it of one node, whose ranks
-    share it; None if unknown. latency: seconds of one message, or None. aliases: names of the smaller tiers that are of
-    as many ranks here.
+    bandwidth: bytes per second in one direction, per rank inside a node, and per node between nodes; None if unknown.
+    latency: seconds of one message; None if unknown. aliases: names of smaller tiers with the same number of ranks.
     """
 
     name: str
@@ -34,10 +33,11 @@ class Tier:
 def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tier, ...]:
     """Return the tiers of a run of `world` ranks, fastest first: those inside the node, node, cluster, all.
 
-    cluster: None for a run about which nothing is known but that it was started with `ranks_per_node` on each machine.
-    A description's nodes may be parts of a machine, never parts of several. Tiers of as many ranks are one, with the
-    larger one's name and the faster one's figures: in a single node, that is `all`. Where clusters are of unlike sizes,
-    the tier `cluster` has the most ranks that divide each of them. Raises BadInputError when world does not fit.
+    cluster: None for a run without a description, which was started with `ranks_per_node` ranks on each machine. A
+    node of a description may be part of a machine, but never spans several. Tiers with the same number of ranks are
+    merged, with the name of the larger and the figures of the faster one: in a single node, that is `all`. For clusters
+    of different sizes, the tier `cluster` has the greatest common divisor of their ranks. Raises BadInputError if
+    `world` does not fit.
     """
     if cluster is None:
         cuts = [Tier("node", gcd(ranks_per_node, world)), Tier("cluster", world), Tier("all", world)]
@@ -45,7 +45,7 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
         _check_machines(cluster, world, ranks_per_node)
         _check_nodes(cluster, world)
         cuts = _described(cluster, world)
-    # A node that the run does not fill has smaller tiers.
+    # Tiers are smaller in a node that the run does not fill.
     found = _distinct([replace(cut, ranks=min(cut.ranks, world)) for cut in cuts])
     for smaller, larger in pairwise(found):
         if larger.ranks % smaller.ranks:
@@ -80,8 +80,8 @@ def tier_between(tiers: Sequence[Tier], one: int, other: int) -> str:
 
 
 def link(cluster: Cluster, one: int, other: int) -> Figures:
-    """Return the bandwidth and the latency between two ranks, as a description states them: inside a node those of the
-    smallest tier that has both, and beyond it those of the nodes, which their ranks share."""
+    """Return the bandwidth and the latency between two ranks from a description: inside a node, those of the smallest
+    tier with both; between nodes, those of the nodes' cards, which the ranks of a node share."""
     if node_of(cluster, one) == node_of(cluster, other):
         places = [rank % cluster.node.ranks for rank in (one, other)]
         near = (tier for tier in cluster.node.tiers if places[0] // tier.ranks == places[1] // tier.ranks)
@@ -93,10 +93,7 @@ def link(cluster: Cluster, one: int, other: int) -> Figures:
 
 
 def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
-    """Return how many ranks the tier called `name` has, also where it is as large as another.
-
-    Raises BadInputError when no tier is called so.
-    """
+    """Return the ranks of the tier with this name or alias. Raises BadInputError if there is none."""
     for tier in tiers:
         if name in (tier.name, *tier.aliases):
             return tier.ranks
@@ -105,7 +102,7 @@ def tier_ranks(tiers: Sequence[Tier], name: str) -> int:
 
 
 def _distinct(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-    """Make tiers of as many ranks one, with the larger one's name and the faster one's figures; fastest first."""
+    """Merge tiers with the same number of ranks: the name of the larger and the figures of the faster one."""
     found: list[Tier] = []
     for tier in tiers:
         if found and found[-1].ranks == tier.ranks:
@@ -136,7 +133,7 @@ def _check_nodes(cluster: Cluster, world: int) -> None:
 
 
 def _described(cluster: Cluster, world: int) -> list[Tier]:
-    """Return the tiers as they are where every node is full; some may be of equal size."""
+    """Return the tiers for full nodes; some may have the same number of ranks."""
     inside = [Tier(tier.name, tier.ranks, *_figures(tier)) for tier in cluster.node.tiers]
     if not inside or inside[-1].name != "node":
         inside.append(Tier("node", cluster.node.ranks))
@@ -149,7 +146,7 @@ def _described(cluster: Cluster, world: int) -> list[Tier]:
 
 
 def _through_all_cards(group: NodeGroup) -> Figures:
-    """Return the figures of one node of a cluster, which sends through all its cards at once."""
+    """Return the figures of one node of a cluster, with all its cards used at once."""
     figures = [_figures(card) for card in group.cards]
     return _known([rate for rate, _ in figures], sum), _slowest(figures)[1]
 
@@ -159,7 +156,7 @@ def _slowest(figures: Sequence[Figures]) -> Figures:
 
 
 def _known(values: Sequence[float | None], reduce: Callable[[list[float]], float]) -> float | None:
-    """Reduce values, of which one unknown makes the whole unknown."""
+    """Reduce values; the result is unknown if any of them is."""
     known = [value for value in values if value is not None]
     return reduce(known) if known and len(known) == len(values) else None
 
