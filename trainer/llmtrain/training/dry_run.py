@@ -1,4 +1,4 @@
-"""`run --dry-run`: what a run would be, printed before it starts. No torch in here."""
+"""`run --dry-run`: print the plan of a run. No torch in here."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from llmtrain.yaml.dump import to_yaml
 
 
 def print_plan(plan: Plan, summary: Summary, advice: Sequence[str], as_json: bool) -> None:
-    """Print a plan's record, its figures and what is likely wrong with it: as JSON, or as YAML, whose comments hold all
-    but the record, so that it can be run as a recipe."""
+    """Print a plan's record, its summary and the advice about it, as JSON or as YAML. In YAML, all but the record are
+    comments, so that the output is a recipe."""
     if as_json:
         say_json({"recipe": plan.record, "summary": summary.as_data(), "advice": list(advice)})
         return

@@ -1,4 +1,4 @@
-"""One rank of a run: it joins the others, plans anew where speeds are measured, and trains."""
+"""One rank of a run: it connects to the others, measures the stages' speeds if the plan needs them, and trains."""
 
 import os
 from dataclasses import replace
@@ -22,14 +22,14 @@ from llmtrain.training.stage_speeds import measure, splits_by_speed
 
 
 def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -> None:
-    """Train as one rank of the run. place: this rank's, None for the only one."""
+    """Train as one rank of the run. place: this rank's place, None for the only rank."""
     said = []
     if place is not None:
         os.environ.update(place.variables)
         die_with_launcher()
         said.append(f"{place.world} ranks, started by {place.by}")
     restore_handlers()
-    ranks = _joined(plan, place)
+    ranks = _connected(plan, place)
     with ending_as_one(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         if splits_by_speed(recipe, plan, facts):
             plan, sentence = _planned_by_speed(recipe, plan, facts, ranks)
@@ -38,8 +38,8 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
     disconnect(ranks)
 
 
-def _joined(plan: Plan, place: Launched | None) -> Ranks:
-    """Return the connection to the other ranks. Collective."""
+def _connected(plan: Plan, place: Launched | None) -> Ranks:
+    """Connect to the other ranks. Collective."""
     world, timeout = plan.grid.world, timedelta(seconds=plan.training.timeout)
     doing = f"waiting for all {world} ranks to start" if world > 1 else "starting"
     with Waiting(lambda: doing, enabled=place is None or place.is_first):

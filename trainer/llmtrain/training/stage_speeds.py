@@ -1,4 +1,4 @@
-"""The speeds of the pipeline's stages, measured where layers are split by them and no description states them."""
+"""Measured speeds of the pipeline's stages, for the split of layers."""
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.topology import stage_speeds
@@ -11,8 +11,8 @@ from llmtrain.recipe.schema import Recipe
 
 
 def splits_by_speed(recipe: Recipe, plan: Plan, facts: Facts) -> bool:
-    """Whether the split of layers depends on measured speeds: the recipe and the cluster leave it open, and the ranks
-    do not all share one processor."""
+    """Whether the split of layers needs measured speeds: `pipeline.split` is auto, no description gives the speeds, and
+    the ranks do not all share one processor."""
     one_processor = facts.device == "cpu" and facts.ranks_per_node == facts.world
     known = stage_speeds(plan.cluster, plan.grid) is not None
     return plan.grid.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor

@@ -1,4 +1,4 @@
-"""`llmtrain run`, from the command line's words to a dry run, to ranks that are launched, or to a rank that trains."""
+"""`llmtrain run`: load the recipe, check and plan it; then print the plan, launch ranks, or train as one of them."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
 
 
 def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
-    """Return why nobody has started the ranks of a pipeline whose messages MPI carries, None where that is not so."""
+    """Return an error if MPI carries the messages between stages, but has not started this run; else None."""
     if place is not None or plan.pipeline.schedule.ranks == 1 or plan.pipeline.transport != "mpi":
         return None
     return (
@@ -89,7 +89,7 @@ def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
 
 @contextmanager
 def _reported_once(place: Launched | None) -> Iterator[None]:
-    """Have one rank of each machine report what is wrong with the recipe, which is the same for all of them."""
+    """Let only one rank of each machine report a bad recipe, because all of them find the same error."""
     try:
         yield
     except BadInputError as error:
@@ -102,7 +102,7 @@ def _reported_once(place: Launched | None) -> Iterator[None]:
 
 
 def _launch(words: list[str], recipe: Recipe, facts: Facts) -> None:
-    """Start the ranks on this machine with these words, and again after one was lost, on fewer where need be."""
+    """Start the ranks on this machine with these arguments, and restart them as the recipe says when one is lost."""
     from llmtrain.checkpoint.folder import step_folders, step_of
     from llmtrain.launch.local import Restarts, launch
 
