@@ -25,7 +25,7 @@ FLIPS = [pytest.param(10), pytest.param(200, marks=pytest.mark.soak)]
 
 
 def write(prefix: Path, tokens: np.ndarray, piece: int = 5000) -> Path:
-    """Write a set of documents of 100 tokens, `piece` tokens at a time."""
+    """Write a set of documents of 100 tokens, in writes of `piece` tokens."""
     writer = IndexedWriter(prefix, tokens.dtype)
     for start in range(0, len(tokens), piece):
         some = tokens[start : start + piece]

@@ -12,12 +12,12 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 class Ending(Enum):
-    """How a rank ended by itself. told: it said why in a sentence. crashed: it printed a traceback. lost: it lost
+    """How a rank ended by itself. reported: it said why in a sentence. crashed: it printed a traceback. lost: it lost
     contact with another one, which has the reason. well: it had nothing more to do."""
 
     NONE = ""
     WELL = "well"
-    TOLD = "told"
+    REPORTED = "reported"
     CRASHED = "crashed"
     LOST = "lost"
 

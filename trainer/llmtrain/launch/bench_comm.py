@@ -17,7 +17,7 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.tiers import tiers
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError
-from llmtrain.launch.ending import ending_as_one
+from llmtrain.launch.ending import end_together
 from llmtrain.launch.gpus import check_gpus
 from llmtrain.launch.measure.discover import Machine, discovered, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
@@ -91,7 +91,7 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
         tiers(given, place.world, place.ranks_per_node)
     machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
     ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=given, noted=True)
-    with ending_as_one(ranks):
+    with end_together(ranks):
         machines = _tell_all(ranks, machine)
         cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)

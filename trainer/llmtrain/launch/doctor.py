@@ -41,7 +41,7 @@ def examine() -> list[Finding]:
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Return whether no check found something broken."""
+    """Return whether training can run: no check is `broken`."""
     return all(finding.state != "broken" for finding in findings)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def ending_as_one(ranks: "Ranks") -> Iterator[None]:
+def end_together(ranks: "Ranks") -> Iterator[None]:
     """After an error in the block on any rank, end all ranks; one of them reports the error."""
     try:
         yield
@@ -34,7 +34,7 @@ def ending_as_one(ranks: "Ranks") -> Iterator[None]:
             # A lost rank caused the error, and our launcher reports that rank.
             _skip_finalization(EXIT_FAILED)
             _end_lost(error, ranks)
-        ranks.activity.ended(Ending.TOLD)
+        ranks.activity.ended(Ending.REPORTED)
         _skip_finalization(error.exit_code)
         if _already_reported(ranks):
             raise SystemExit(error.exit_code) from error
@@ -55,7 +55,7 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
         return
     if not isinstance(error, RuntimeError) or not _lost_peer(error):
         # The command line reports an OSError in one sentence.
-        ranks.activity.ended(Ending.TOLD if isinstance(error, OSError) else Ending.CRASHED)
+        ranks.activity.ended(Ending.REPORTED if isinstance(error, OSError) else Ending.CRASHED)
         ranks.watchdog.leave_word()
         ranks.watchdog.end()
         return

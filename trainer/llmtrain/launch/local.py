@@ -206,7 +206,7 @@ def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashN
     together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
     for failure in together:
-        if endings[failure.local_rank] == Ending.TOLD or failure.exitcode == EXIT_BAD_INPUT:
+        if endings[failure.local_rank] == Ending.REPORTED or failure.exitcode == EXIT_BAD_INPUT:
             return _End(None, code=failure.exitcode)
     for failure in together:
         if endings[failure.local_rank] == Ending.CRASHED:

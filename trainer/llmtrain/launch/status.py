@@ -56,7 +56,7 @@ def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
     """
     numbers = jobs_of(run)
     if not numbers:
-        raise BadInputError(f"{run} was not submitted to Slurm; its output went to where it was started")
+        raise BadInputError(f"{run} was not submitted to Slurm; its output is where it was started")
     if number is None:
         number = next((each for each in reversed(numbers) if log_of(run, each).exists()), numbers[-1])
     if number not in numbers:

@@ -8,7 +8,7 @@ from llmtrain_data.waiting import Waiting
 
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
-from llmtrain.launch.ending import ending_as_one
+from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
 from llmtrain.plan.check import advice
@@ -30,7 +30,7 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
         said.append(f"{place.world} ranks, started by {place.by}")
     restore_handlers()
     ranks = _connected(plan, place)
-    with ending_as_one(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
+    with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         if splits_by_speed(recipe, plan, facts):
             plan, sentence = _planned_by_speed(recipe, plan, facts, ranks)
             said.append(sentence)

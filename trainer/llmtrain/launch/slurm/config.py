@@ -79,7 +79,7 @@ class Site:
             _check_text(key, text)
         if self.time is not None and seconds(str(self.time)) <= self.margin:
             raise ValueError(
-                f"margin is {self.margin} seconds, but time is {self.time}, so the run would be told to stop as it "
+                f"margin is {self.margin} seconds, but time is {self.time}, so Slurm would stop the run as it "
                 "begins; lower margin or raise time"
             )
         for name, value in self.environment.items():
