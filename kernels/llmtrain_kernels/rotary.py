@@ -11,5 +11,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from llmtrain.plan.pipeline.timeline import Timeline
 
-from tools.bench import pipeline_watch
-from tools.bench.pipeline_watch import Done, Message, Watch, transfers
+from tools.bench import pipeline_recorder
+from tools.bench.pipeline_recorder import Done, Message, Recorder, transfers
 from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, replayed, timeline
 
 SETTING, LIMIT = SETTINGS[0], 4
@@ -33,19 +33,19 @@ def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
     return play(SETTING, schedule, LIMIT, own)
 
 
-def watched(known: Timeline) -> list[Watch]:
-    """Return the records that the ranks' watches make of a timeline."""
-    watches = []
+def recorded(known: Timeline) -> list[Recorder]:
+    """Return the records that the ranks' recorders make of a timeline."""
+    recorders = []
     for rank, spans in enumerate(known.ranks):
-        watch = Watch(steps=[(0.0, spans[-1].end)])
+        recorder = Recorder(steps=[(0.0, spans[-1].end)])
         for span in spans:
-            idle = span.start - watch.actions[-1].end if watch.actions else span.start
+            idle = span.start - recorder.actions[-1].end if recorder.actions else span.start
             key = (rank, span.action.microbatch, span.action.kind.value)
             # A rank that has waited for a message is ready by the time it arrives.
-            start = span.start if idle > COMING or not watch.actions else span.start + COMING
-            watch.actions.append(Done(*key, start, span.end, idle=idle))
-        watches.append(watch)
-    return watches
+            start = span.start if idle > COMING or not recorder.actions else span.start + COMING
+            recorder.actions.append(Done(*key, start, span.end, idle=idle))
+        recorders.append(recorder)
+    return recorders
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -57,12 +57,12 @@ def test_a_timeline_of_what_happened_is_what_happened(
     other."""
     # These ranks wait only for messages, and for the time that they need to start an action.
     for name in ("WAITED", "AT_ONCE"):
-        monkeypatch.setattr(pipeline_watch, name, COMING)
+        monkeypatch.setattr(pipeline_recorder, name, COMING)
     known = happened(schedule, seed)
-    watches = watched(known)
-    hops = transfers(watches, busy(SETTING))
+    recorders = recorded(known)
+    hops = transfers(recorders, busy(SETTING))
     assert hops == pytest.approx([late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)])
-    actions = [[watch.actions for watch in watches]]
+    actions = [[recorder.actions for recorder in recorders]]
     figures = {"transfers": hops, "actions": actions, "limit": LIMIT}
     assert replayed(SETTING, schedule, figures) == pytest.approx([known.makespan])
 
@@ -70,7 +70,7 @@ def test_a_timeline_of_what_happened_is_what_happened(
 @pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
 def test_a_timeline_of_means_is_what_happens_where_all_are_alike(schedule: str) -> None:
     known = happened(schedule, 0, alike=True)
-    actions = [[watch.actions for watch in watched(known)]]
+    actions = [[recorder.actions for recorder in recorded(known)]]
     hops = [late + own for late, own in zip(LATENCY, busy(SETTING), strict=True)]
     assert timeline(SETTING, schedule, {"transfers": hops, "actions": actions, "limit": LIMIT}) == pytest.approx(
         [known.makespan], rel=COMING

@@ -43,7 +43,7 @@ def pace_run(run: Run, seconds: float) -> None:
     pace(run.model, seconds, lambda: deferred.active)
 
     def paced(received: Any, products: Any, backward_passes: Collection[BackwardPass]) -> None:
-        time.sleep(seconds * sum(turn.name.startswith("blocks.") for turn in backward_passes))
+        time.sleep(seconds * sum(each.name.startswith("blocks.") for each in backward_passes))
         inner(received, products, backward_passes)
 
     run.engine.backward_weights = paced  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tools.bench.pace import pace, pace_run
-from tools.bench.pipeline_watch import Watch, bubbles, durations, peak_live, step_seconds, transfer, watch_run
+from tools.bench.pipeline_recorder import Recorder, bubbles, durations, peak_live, record_run, step_seconds, transfer
 
 WARMUP = 2
 PEER = "torch"
@@ -37,12 +37,12 @@ PEER = "torch"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train. passes: runs the forward and backward passes of a step, given its number. whole: runs the whole
+    """A training method. passes: runs the forward and backward passes of a step, given its number. whole: runs the whole
     optimizer step."""
 
     passes: Callable[[int], object]
     whole: Callable[[int], object]
-    watch: Watch
+    recorder: Recorder
 
 
 def rows_of(run: Run, number: int) -> Tensor:
@@ -53,14 +53,14 @@ def rows_of(run: Run, number: int) -> Tensor:
 
 def ours(run: Run, seconds: float) -> Contestant:
     """Return the contestant of an llmtrain run."""
-    executor, watch, microbatch = run.executor, Watch(), run.plan.batch.microbatch
+    executor, recorder, microbatch = run.executor, Recorder(), run.plan.batch.microbatch
     pace_run(run, seconds)
-    watch_run(run, watch)
+    record_run(run, recorder)
     factor = microbatch / run.plan.batch.sequences
     return Contestant(
         lambda number: executor.train(rows_of(run, number).split(microbatch), factor),
         lambda number: train_step(run, number),
-        watch,
+        recorder,
     )
 
 
@@ -85,7 +85,7 @@ def peer(run: Run, seconds: float) -> Contestant:
 
     It uses the same loss kernel. The loss is already scaled, so torch's extra pass that scales gradients is off.
     """
-    rank, watch = run.ranks.rank, Watch()
+    rank, recorder = run.ranks.rank, Recorder()
     count = run.plan.batch.sequences // run.plan.batch.microbatch
     module, last = PlainStage(plain_copy(run)), run.executor._stages[-1].layout.closes
     if seconds:
@@ -96,8 +96,8 @@ def peer(run: Run, seconds: float) -> Contestant:
         return linear_cross_entropy(x.flatten(0, 1), module.model.head.weight, targets.flatten()) / count
 
     stage = PipelineStage(module, rank, run.ranks.layout.world, torch.device("cpu"))
-    watch_chunks(stage, "forward_one_chunk", "F", watch)
-    watch_chunks(stage, "backward_one_chunk", "B", watch)
+    record_chunks(stage, "forward_one_chunk", "F", recorder)
+    record_chunks(stage, "backward_one_chunk", "B", recorder)
     schedule = Schedule1F1B(stage, count, loss_of, scale_grads=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
@@ -113,17 +113,17 @@ def peer(run: Run, seconds: float) -> Contestant:
         passes(number)
         optimizer.step()
 
-    return Contestant(passes, whole, watch)
+    return Contestant(passes, whole, recorder)
 
 
-def watch_chunks(stage: Any, name: str, kind: str, watch: Watch) -> None:
+def record_chunks(stage: Any, name: str, kind: str, recorder: Recorder) -> None:
     """Record every forward or backward pass of torch's stage."""
     inner = getattr(stage, name)
 
-    def watched(index: int, *args: Any, **kwargs: Any) -> Any:
-        return watch.act(stage.stage_index, index, kind, lambda: inner(index, *args, **kwargs))
+    def recorded(index: int, *args: Any, **kwargs: Any) -> Any:
+        return recorder.act(stage.stage_index, index, kind, lambda: inner(index, *args, **kwargs))
 
-    setattr(stage, name, watched)
+    setattr(stage, name, recorded)
 
 
 def plain_copy(run: Run) -> GPT:
@@ -152,36 +152,36 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
     return run
 
 
-def take_turns(contestants: dict[str, Contestant], rounds: int, whole: bool) -> None:
-    """Run `rounds` interleaved steps of each contestant after the warm-up, and record them in its watch."""
+def run_interleaved(contestants: dict[str, Contestant], rounds: int, whole: bool) -> None:
+    """Run `rounds` interleaved steps of each contestant after the warm-up, and record them in its recorder."""
     for number in range(-WARMUP, rounds):
         for name in list(contestants) if number % 2 else list(reversed(contestants)):
             contestant = contestants[name]
             if number == 0:
-                contestant.watch.actions.clear()
-                contestant.watch.steps.clear()
-                contestant.watch.cpu.clear()
+                contestant.recorder.actions.clear()
+                contestant.recorder.steps.clear()
+                contestant.recorder.cpu.clear()
             dist.barrier()
             cpu, started = time.process_time(), time.perf_counter()
             (contestant.whole if whole else contestant.passes)(number + WARMUP)
-            contestant.watch.steps.append((started, time.perf_counter()))
-            contestant.watch.cpu.append(time.process_time() - cpu)
+            contestant.recorder.steps.append((started, time.perf_counter()))
+            contestant.recorder.cpu.append(time.process_time() - cpu)
 
 
 def figures(contestants: dict[str, Contestant], runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Return the measurements of all ranks' watches, by name. Collective."""
+    """Return the measurements of all ranks' recorders, by name. Collective."""
     found = {}
     for name, contestant in contestants.items():
-        watches: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(watches, contestant.watch)
+        recorders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(recorders, contestant.recorder)
         schedule = runs[name].executor._schedule if name in runs else None
         found[name] = {
-            "cpu": [sum(step) for step in zip(*(watch.cpu for watch in watches), strict=True)],
-            "seconds": step_seconds(watches),
-            "bubbles": bubbles(watches),
-            "durations": [durations(step) for step in zip(*map(Watch.by_step, watches), strict=True)],
-            "transfer": transfer(watches),
-            "live": peak_live(watches, "W" if schedule and schedule.splits_backward else "B"),
+            "cpu": [sum(step) for step in zip(*(recorder.cpu for recorder in recorders), strict=True)],
+            "seconds": step_seconds(recorders),
+            "bubbles": bubbles(recorders),
+            "durations": [durations(step) for step in zip(*map(Recorder.by_step, recorders), strict=True)],
+            "transfer": transfer(recorders),
+            "live": peak_live(recorders, "W" if schedule and schedule.splits_backward else "B"),
         }
     return found
 
@@ -198,7 +198,7 @@ def main(settings: dict[str, Any]) -> None:
         found = {}
         for whole in (False, True):
             some = {name: contestants[name] for name in settings["whole"]} if whole else contestants
-            take_turns(some, settings["rounds"], whole)
+            run_interleaved(some, settings["rounds"], whole)
             found["whole" if whole else "passes"] = figures(some, runs)
     if ranks.is_main:
         print(json.dumps(found), flush=True)

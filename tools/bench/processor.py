@@ -46,7 +46,7 @@ class Processor:
         return values
 
 
-class Given(torch.autograd.Function):
+class BlockInput(torch.autograd.Function):
     """The identity on a block's input. Its backward pass runs right after the block's."""
 
     @staticmethod
@@ -86,11 +86,11 @@ def emulate(run: Run, seconds: float) -> None:
         processor.work(seconds)
 
     def wait_backward(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return Given.apply(given[0], backward), *given[1:]
+        return BlockInput.apply(given[0], backward), *given[1:]
 
     def backward_weights(received: Any, products: Any, backward_passes: Sequence[Any]) -> None:
         weights(received, products, backward_passes)
-        processor.work(seconds * sum(turn.name.startswith("blocks.") for turn in backward_passes))
+        processor.work(seconds * sum(each.name.startswith("blocks.") for each in backward_passes))
 
     def passes(*given: Any) -> Tensor:
         processor.begin()

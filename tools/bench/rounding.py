@@ -74,7 +74,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """A way of rounding. scale: absmax / 7; signed absmax / -8; minimum to maximum with a zero point; or the scale with
     the least squared error. own: a rank does not round its own part. feedback: hops with error feedback, which add
     their rounding error to the next gradient.
@@ -87,23 +87,23 @@ class Way:
     feedback: tuple[int, ...] = ()
 
 
-WAYS = {
-    "to nearest, all parts": Way(),
-    "stochastic": Way(rounding="stochastic"),
-    "error feedback of the second hop": Way(feedback=(1,)),
-    "error feedback of both hops": Way(feedback=(0, 1)),
-    "all 16 codes, signed scale": Way(scale="16 codes"),
-    "all 16 codes, zero point": Way(scale="zero point"),
-    "scales of least squared error": Way(scale="least squares"),
-    "blocks of 256": Way(block=256),
-    "blocks of 64": Way(block=64),
-    "own part exact": Way(own=True),
-    "own part exact, stochastic": Way(own=True, rounding="stochastic"),
-    "own part exact, error feedback of both hops": Way(own=True, feedback=(0, 1)),
-    "own part exact, scales of least squared error": Way(own=True, scale="least squares"),
-    "own part exact, blocks of 256": Way(own=True, block=256),
-    "own part exact, blocks of 256, stochastic": Way(own=True, block=256, rounding="stochastic"),
-    "own part exact, blocks of 64": Way(own=True, block=64),
+METHODS = {
+    "to nearest, all parts": Method(),
+    "stochastic": Method(rounding="stochastic"),
+    "error feedback of the second hop": Method(feedback=(1,)),
+    "error feedback of both hops": Method(feedback=(0, 1)),
+    "all 16 codes, signed scale": Method(scale="16 codes"),
+    "all 16 codes, zero point": Method(scale="zero point"),
+    "scales of least squared error": Method(scale="least squares"),
+    "blocks of 256": Method(block=256),
+    "blocks of 64": Method(block=64),
+    "own part exact": Method(own=True),
+    "own part exact, stochastic": Method(own=True, rounding="stochastic"),
+    "own part exact, error feedback of both hops": Method(own=True, feedback=(0, 1)),
+    "own part exact, scales of least squared error": Method(own=True, scale="least squares"),
+    "own part exact, blocks of 256": Method(own=True, block=256),
+    "own part exact, blocks of 256, stochastic": Method(own=True, block=256, rounding="stochastic"),
+    "own part exact, blocks of 64": Method(own=True, block=64),
 }
 
 
@@ -112,7 +112,7 @@ class Reduction:
     """The two-hop reduction of all ranks' gradients."""
 
     setting: Setting
-    way: Way
+    method: Method
     _errors: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _seed: int = 0
 
@@ -136,24 +136,24 @@ class Reduction:
         """Reduce-scatter `[groups, members, numel]` within each group; return `[groups, members, part]`."""
         members = values.shape[1]
         parts = values.unflatten(2, (members, -1))
-        if hop in self.way.feedback:
+        if hop in self.method.feedback:
             parts = parts + self._errors.get((unit, hop), 0.0)
         rounded = self._rounded(parts.flatten(0, 2)).view_as(parts)
-        if self.way.own:
+        if self.method.own:
             rounded = torch.where(torch.eye(members, dtype=torch.bool).unsqueeze(2), parts, rounded)
         self._errors[unit, hop] = parts - rounded
         return rounded.sum(1)
 
     def _rounded(self, rows: Tensor) -> Tensor:
         out = torch.empty_like(rows)
-        if self.way.scale != "absmax":
-            for columns in torch.arange(rows.shape[1]).split(self.way.block):
-                out[:, columns] = SCALES[self.way.scale](rows[:, columns])
+        if self.method.scale != "absmax":
+            for columns in torch.arange(rows.shape[1]).split(self.method.block):
+                out[:, columns] = SCALES[self.method.scale](rows[:, columns])
             return out
-        packed = torch.empty(len(rows), packed_bytes(rows.shape[1], 4, self.way.block), dtype=torch.uint8)
+        packed = torch.empty(len(rows), packed_bytes(rows.shape[1], 4, self.method.block), dtype=torch.uint8)
         self._seed += 1
-        quantize(rows.contiguous(), 4, self.way.block, packed, self.way.rounding, self._seed)
-        dequantize(packed, 4, self.way.block, out)
+        quantize(rows.contiguous(), 4, self.method.block, packed, self.method.rounding, self._seed)
+        dequantize(packed, 4, self.method.block, out)
         return out
 
 
@@ -185,8 +185,8 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | None) -> list[float]:
-    """Return the loss of each step. way: None sums gradients without rounding."""
+def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, method: Method | None) -> list[float]:
+    """Return the loss of each step. method: None sums gradients without rounding."""
     microbatch = BATCH // setting.world // setting.accumulation
     recipe_file = folder / "tiny.yaml"
     recipe_file.write_text(RECIPE.format(folder=folder, steps=STEPS, batch=BATCH, microbatch=microbatch, seed=seed))
@@ -195,8 +195,8 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     found = []
     with compose(plan, ranks, StopRequest()) as run:
         units = run.engine.units
-        if way is not None:
-            run.engine.backward = apart(run.engine.backward, units, Reduction(setting, way))  # type: ignore[method-assign]
+        if method is not None:
+            run.engine.backward = keep_separate(run.engine.backward, units, Reduction(setting, method))  # type: ignore[method-assign]
         for step in range(STEPS):
             passes = forward_backward(run, step)
             found.append(passes.loss)
@@ -205,15 +205,17 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, way: Way | N
     return found
 
 
-def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reduction: Reduction) -> Callable[..., None]:
+def keep_separate(
+    backward: Callable[..., None], units: dict[str, ShardedUnit], reduction: Reduction
+) -> Callable[..., None]:
     """Wrap `backward`, the backward pass of one microbatch: keep each microbatch's gradients separate, and reduce them
     after the last one."""
     setting = reduction.setting
     kept: dict[str, list[Tensor]] = {name: [] for name in units}
 
-    def kept_apart(run: Callable[[], None], turns: Sequence[BackwardPass]) -> None:
-        last = turns[0].last
-        backward(run, [replace(turn, first=True) for turn in turns])
+    def run_separate(run: Callable[[], None], passes: Sequence[BackwardPass]) -> None:
+        last = passes[0].last
+        backward(run, [replace(each, first=True) for each in passes])
         for name, unit in units.items():
             kept[name].append(unit.gradient.clone())
             if last:
@@ -221,11 +223,11 @@ def apart(backward: Callable[..., None], units: dict[str, ShardedUnit], reductio
                 unit.gradient.copy_(reduction(name, every))
                 kept[name].clear()
 
-    return kept_apart
+    return run_separate
 
 
 def measure(seeds: int) -> list[tuple[str, ...]]:
-    """Return one row of the table per way."""
+    """Return one row of the table per method."""
     ranks = connect(Layout({Axis.DATA: 1}))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -237,14 +239,14 @@ def measure(seeds: int) -> list[tuple[str, ...]]:
             (setting, seed): losses(folder, ranks, setting, seed, None) for setting in SETTINGS for seed in range(seeds)
         }
         rows = []
-        for title, way in WAYS.items():
+        for title, method in METHODS.items():
             cells = [title]
             for setting in SETTINGS:
                 off = [
                     [
                         ours / theirs - 1
                         for ours, theirs in zip(
-                            losses(folder, ranks, setting, seed, way), exact[setting, seed], strict=True
+                            losses(folder, ranks, setting, seed, method), exact[setting, seed], strict=True
                         )
                     ]
                     for seed in range(seeds)

@@ -19,7 +19,7 @@ from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simul
 from llmtrain.plan.pipeline.view import show_recipe
 
 from tools.bench.labs import answer, write_set
-from tools.bench.pipeline_watch import Done, Message, durations, took, ways
+from tools.bench.pipeline_recorder import Done, Message, deliveries, durations, took
 from tools.bench.table import machine, median_interval, table, write_section
 from tools.netlab.lab import Lab
 from tools.netlab.spec import of_cluster
@@ -208,16 +208,16 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
     rank waited for. Other messages have the median of these, but at most their measured upper bound."""
     transfer, found = busy(setting), []
     for step in figures["actions"]:
-        every = ways(step, transfer)
+        every = deliveries(step, transfer)
         spent, handed = {}, {}
         for rank in step:
             for done, seconds in zip(rank, took(rank), strict=True):
                 message = Message(done.stage, done.microbatch, done.kind)
                 spent[message], handed[message] = seconds, seconds - done.after
         late = {}
-        for message, way in every.items():
-            hop = min(message.stage, way.to)
-            seconds = way.seconds if way.waited else min(way.seconds, figures["transfers"][hop])
+        for message, delivery in every.items():
+            hop = min(message.stage, delivery.to)
+            seconds = delivery.seconds if delivery.waited else min(delivery.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]
         own = OwnDurations([], [], [], transfer, took=spent, handed=handed, late=late)
         found.append(play(setting, schedule, figures["limit"], own).makespan)

@@ -27,7 +27,7 @@ from llmtrain.recipe.schema import Recipe
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, compose
 
-from tools.bench.pipeline_watch import Watch, step_seconds, transfers, watch_run
+from tools.bench.pipeline_recorder import Recorder, record_run, step_seconds, transfers
 from tools.bench.processor import emulate
 
 WARMUP = 1
@@ -38,20 +38,20 @@ class Contestant:
     processor, 0 without one. whole: seconds of its steps, including the optimizer."""
 
     def __init__(self, run: Run, layer: float) -> None:
-        self.run, self.watch, self.whole = run, Watch(), list[float]()
+        self.run, self.recorder, self.whole = run, Recorder(), list[float]()
         plan = run.plan
         split, stage = plan.pipeline.layers, run.ranks.layout.coordinate(run.ranks.rank, Axis.PIPELINE)
         self._costs = stage_costs(plan.model, plan.batch.sequence_length)
         if layer:
             # Spread the head's work over the layers of its stage.
             emulate(run, layer * self._costs.of(split)[stage] / (self._costs.layer * split[stage]))
-        watch_run(run, self.watch)
+        record_run(run, self.recorder)
         executor, train = run.executor, run.executor.train
 
         def passes(*given: Any) -> torch.Tensor:
             started = time.perf_counter()
             losses = train(*given)
-            self.watch.steps.append((started, time.perf_counter()))
+            self.recorder.steps.append((started, time.perf_counter()))
             return losses
 
         executor.train = passes  # type: ignore[method-assign, assignment]
@@ -64,14 +64,14 @@ class Contestant:
 
     def forget(self) -> None:
         """Discard the records of earlier steps."""
-        self.watch.actions.clear()
-        self.watch.steps.clear()
+        self.recorder.actions.clear()
+        self.recorder.steps.clear()
         self.whole.clear()
 
     def figures(self, busy: list[float]) -> dict[str, Any]:
         """Return the measurements of all ranks. busy: seconds that a message occupies each link. Collective."""
-        watches: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(watches, self.watch)
+        recorders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(recorders, self.recorder)
         pipeline = self.run.plan.pipeline
         return {
             "split": list(pipeline.layers),
@@ -79,9 +79,9 @@ class Contestant:
             # FLOPs of a token's forward pass through a layer.
             "layer": self._costs.layer / 3,
             "whole": self.whole,
-            "passes": step_seconds(watches),
-            "transfers": transfers(watches, busy),
-            "actions": list(zip(*map(Watch.by_step, watches), strict=True)),
+            "passes": step_seconds(recorders),
+            "transfers": transfers(recorders, busy),
+            "actions": list(zip(*map(Recorder.by_step, recorders), strict=True)),
         }
 
 

@@ -42,7 +42,7 @@ class Message(NamedTuple):
     kind: str
 
 
-class Way(NamedTuple):
+class Delivery(NamedTuple):
     """The transfer of a message to the stage `to`. seconds: its duration; an upper bound if no rank waited for it."""
 
     to: int
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 
 
 @dataclass
-class Watch:
+class Recorder:
     """One rank's actions of all steps, in order; the start and end of each step, and its CPU seconds."""
 
     actions: list[Done] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Watch:
         self._idle = 0.0
         return result
 
-    def go_on(self, run: Callable[[], None]) -> None:
+    def finish(self, run: Callable[[], None]) -> None:
         """Run the part of an action after it has sent its result."""
         began = time.perf_counter()
         run()
         self._after = time.perf_counter() - began
 
-    def stand_still(self, run: Callable[[], Any]) -> Any:
+    def wait(self, run: Callable[[], Any]) -> Any:
         """Wait for the inputs of the running or the next action; the action's computation has not begun."""
         began = time.perf_counter()
         result = run()
@@ -89,50 +89,50 @@ class Watch:
         return [self.actions[first : first + count] for first in range(0, len(self.actions), count)]
 
 
-class WatchedTransport:
+class RecordingTransport:
     """A transport that records its receives."""
 
-    def __init__(self, inner: Transport, watch: Watch) -> None:
-        self._inner, self._watch = inner, watch
+    def __init__(self, inner: Transport, recorder: Recorder) -> None:
+        self._inner, self._recorder = inner, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def receive(self, channel: Channel) -> Tensor:
         """Return the next message of a channel."""
-        return self._watch.stand_still(lambda: self._inner.receive(channel))
+        return self._recorder.wait(lambda: self._inner.receive(channel))
 
     def wait_any(self, channels: Sequence[Channel]) -> None:
         """Wait until the next message of any of `channels` has arrived."""
-        self._watch.stand_still(lambda: self._inner.wait_any(channels))
+        self._recorder.wait(lambda: self._inner.wait_any(channels))
 
 
-def watch_run(run: Run, watch: Watch) -> None:
+def record_run(run: Run, recorder: Recorder) -> None:
     """Record the actions of a run's pipeline."""
     executor, links, engine = run.executor, run.executor._links, run.engine
     schedule, act, inner = executor._schedule, executor._act, engine.backward_weights
-    links._transport = WatchedTransport(links._transport, watch)  # type: ignore[assignment]
+    links._transport = RecordingTransport(links._transport, recorder)  # type: ignore[assignment]
 
-    def watched(action: Action, step: Any) -> None:
+    def recorded(action: Action, step: Any) -> None:
         stage = schedule.stage(links._rank, action.chunk)
-        watch.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
+        recorder.act(stage, action.microbatch, action.kind.value, lambda: act(action, step))
 
-    executor._act = watched  # type: ignore[method-assign]
+    executor._act = recorded  # type: ignore[method-assign]
     if not schedule.splits_backward:
-        engine.backward_weights = lambda *given: watch.go_on(lambda: inner(*given))  # type: ignore[method-assign]
+        engine.backward_weights = lambda *given: recorder.finish(lambda: inner(*given))  # type: ignore[method-assign]
 
 
-def step_seconds(watches: Sequence[Watch]) -> list[float]:
-    """Return the duration of each step, from the first stage's start to the last rank's end. watches: by rank; the
+def step_seconds(recorders: Sequence[Recorder]) -> list[float]:
+    """Return the duration of each step, from the first stage's start to the last rank's end. recorders: by rank; the
     first rank has the first stage. Other ranks may leave the barrier earlier, but can then only wait."""
-    return [max(end for _, end in step) - step[0][0] for step in zip(*(w.steps for w in watches), strict=True)]
+    return [max(end for _, end in step) - step[0][0] for step in zip(*(w.steps for w in recorders), strict=True)]
 
 
-def bubbles(watches: Sequence[Watch]) -> list[float]:
+def bubbles(recorders: Sequence[Recorder]) -> list[float]:
     """Return each step's bubble: the share of all ranks' time without an action."""
-    steps = zip(*(watch.by_step() for watch in watches), strict=True)
+    steps = zip(*(recorder.by_step() for recorder in recorders), strict=True)
     busy = [sum(done.end - done.start for rank in step for done in rank) for step in steps]
-    return [1 - b / (seconds * len(watches)) for b, seconds in zip(busy, step_seconds(watches), strict=True)]
+    return [1 - b / (seconds * len(recorders)) for b, seconds in zip(busy, step_seconds(recorders), strict=True)]
 
 
 def ran(actions: Sequence[Done]) -> list[float]:
@@ -170,11 +170,11 @@ def durations(
     return means
 
 
-def ways(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Message, Way]:
+def deliveries(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Message, Delivery]:
     """Return the duration of each message of a step over a free link: from when the sending action had its result to
     the start of the action that needs it. step: actions by rank, in order. busy: seconds that a message occupies each
     hop's link; empty for none."""
-    found: dict[Message, Way] = {}
+    found: dict[Message, Delivery] = {}
     rank_of = {done.stage: rank for rank, actions in enumerate(step) for done in actions}
     needed = {Message(done.stage, done.microbatch, done.kind): done for actions in step for done in actions}
     free: dict[tuple[int, int], float] = defaultdict(float)
@@ -185,32 +185,35 @@ def ways(step: Sequence[Sequence[Done]], busy: Sequence[float] = ()) -> dict[Mes
             continue
         sent, start = max(done.end - done.after, free[done.stage, to]), needed[by].start
         free[done.stage, to] = sent + (busy[min(done.stage, to)] if busy else 0.0)
-        found[own] = Way(to, start - sent, needed[by].idle > WAITED)
+        found[own] = Delivery(to, start - sent, needed[by].idle > WAITED)
     return found
 
 
-def transfers(watches: Sequence[Watch], busy: Sequence[float]) -> list[float]:
+def transfers(recorders: Sequence[Recorder], busy: Sequence[float]) -> list[float]:
     """Return the duration of a message over each hop: the mean of both directions' medians, of messages that a rank
-    waited for. busy: see `ways`."""
+    waited for. busy: see `deliveries`."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for step in zip(*(watch.by_step() for watch in watches), strict=True):
-        for message, way in ways(step, busy).items():
-            if way.waited:
-                found[message.stage, way.to].append(max(way.seconds, 0.0))
-    both = [[found[way] for way in ((hop, hop + 1), (hop + 1, hop)) if found[way]] for hop in range(len(busy))]
+    for step in zip(*(recorder.by_step() for recorder in recorders), strict=True):
+        for message, delivery in deliveries(step, busy).items():
+            if delivery.waited:
+                found[message.stage, delivery.to].append(max(delivery.seconds, 0.0))
+    both = [
+        [found[delivery] for delivery in ((hop, hop + 1), (hop + 1, hop)) if found[delivery]]
+        for hop in range(len(busy))
+    ]
     return [fmean(map(median, known)) if known else 0.0 for known in both]
 
 
-def transfer(watches: Sequence[Watch]) -> float:
+def transfer(recorders: Sequence[Recorder]) -> float:
     """Return the duration of a message if all links are equal: the median of messages that a rank waited for."""
-    steps = zip(*map(Watch.by_step, watches), strict=True)
-    found = [way.seconds for step in steps for way in ways(step).values() if way.waited]
+    steps = zip(*map(Recorder.by_step, recorders), strict=True)
+    found = [delivery.seconds for step in steps for delivery in deliveries(step).values() if delivery.waited]
     return max(median(found), 0.0) if found else 0.0
 
 
-def peak_live(watches: Sequence[Watch], last: str) -> list[int]:
+def peak_live(recorders: Sequence[Recorder], last: str) -> list[int]:
     """Return each rank's peak number of live microbatches, counted per stage. last: kind of action that frees one."""
-    return [max(_peak(step, last) for step in watch.by_step()) for watch in watches]
+    return [max(_peak(step, last) for step in recorder.by_step()) for recorder in recorders]
 
 
 def _peak(step: Sequence[Done], last: str) -> int:
