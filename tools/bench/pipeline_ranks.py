@@ -37,8 +37,8 @@ PEER = "torch"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A training method. passes: runs the forward and backward passes of a step, given its number. whole: runs the whole
-    optimizer step."""
+    """A training method. passes: runs the forward and backward passes of a step, given its number. whole: runs the
+    whole optimizer step."""
 
     passes: Callable[[int], object]
     whole: Callable[[int], object]

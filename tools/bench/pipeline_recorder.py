@@ -197,10 +197,7 @@ def transfers(recorders: Sequence[Recorder], busy: Sequence[float]) -> list[floa
         for message, delivery in deliveries(step, busy).items():
             if delivery.waited:
                 found[message.stage, delivery.to].append(max(delivery.seconds, 0.0))
-    both = [
-        [found[delivery] for delivery in ((hop, hop + 1), (hop + 1, hop)) if found[delivery]]
-        for hop in range(len(busy))
-    ]
+    both = [[found[ends] for ends in ((hop, hop + 1), (hop + 1, hop)) if found[ends]] for hop in range(len(busy))]
     return [fmean(map(median, known)) if known else 0.0 for known in both]
 
 
