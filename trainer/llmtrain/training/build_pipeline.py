@@ -62,7 +62,7 @@ def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
 def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
     """Return the order of this rank's actions. Collective."""
     schedule, layout = plan.pipeline.schedule, ranks.layout
-    if schedule.actions:
+    if not schedule.message_driven:
         return FixedOrder(schedule, layout.coordinate(ranks.rank, Axis.PIPELINE))
     shared = layout.degree(Axis.TENSOR) > 1
     groups = layout.groups(Axis.TENSOR)
@@ -83,8 +83,9 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # A channel's messages in flight; at least two, so that one can arrive while the one before is computed with.
-    ahead = max(2, ceil(max(peak_live(schedule)) / schedule.chunks) if schedule.actions else plan.pipeline.limit)
+    # As many receives as a channel has messages in flight; at least two, so that one can arrive during a computation.
+    in_flight = plan.pipeline.limit if schedule.message_driven else ceil(max(peak_live(schedule)) / schedule.chunks)
+    ahead = max(2, in_flight)
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}

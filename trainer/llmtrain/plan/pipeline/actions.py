@@ -45,6 +45,11 @@ class Schedule:
     hands_back: bool = False
 
     @property
+    def message_driven(self) -> bool:
+        """Whether arriving messages decide the order of actions. `actions` is then empty."""
+        return not self.actions
+
+    @property
     def stages(self) -> int:
         """Stages of the whole pipeline."""
         return self.ranks * self.chunks

@@ -184,8 +184,8 @@ def _about_links(plan: Plan, message: int, hops: MessageTimes) -> str:
     most = units.seconds(max(map(add, hops.transfer, hops.latency)))
     said = f"messages are {units.size(message)}, in {plan.compute}, and take up to {most}"
     if hops.unknown:
-        said += "; no description states the bandwidth of some of the links, which take but their latency"
-    return f"{said}; sums over ranks and the optimizer come besides"
+        said += "; no description states the bandwidth of some of the links, which take only their latency"
+    return f"{said}; sums over ranks and the optimizer are not counted"
 
 
 def _layer_seconds(plan: Plan, costs: StageCosts, flops: str) -> float:
