@@ -57,7 +57,7 @@ class BlendPlan:
     def advice(self) -> str | None:
         """Return a sentence about sources with too many epochs, None if there are none."""
         repeated = [part.prefix for part in self.parts if part.epochs > 4]
-        return f"more than 4 epochs, of which later ones help little: {', '.join(repeated)}" if repeated else None
+        return f"more than 4 epochs, and later epochs help little: {', '.join(repeated)}" if repeated else None
 
 
 def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split: str) -> BlendPlan:

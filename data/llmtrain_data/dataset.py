@@ -61,7 +61,7 @@ class Samples:
     """The samples of one split: windows of sequence_length + 1 tokens. Neighbouring windows share one token.
 
     `len()` is the number of different samples. The order of `batch` is endless. It consists of epochs: each epoch
-    visits every sample of a source exactly once, in an order of its own. A blend interleaves its sources by weight.
+    visits every sample of a source exactly once, in a new order. A blend interleaves its sources by weight.
     """
 
     def __init__(self, sources: list[Source], sequence_length: int) -> None:

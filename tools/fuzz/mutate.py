@@ -14,8 +14,8 @@ import yaml
 Place = tuple[Any, Any]
 """A list or mapping, and the index or key of a value in it."""
 
-MOST_PLACES = 100_000
-"""Values beyond which a document is not changed again: it would exhaust the memory that a reader may take."""
+MAX_PLACES = 100_000
+"""Most values of a document that is mutated again: a larger one would exhaust the reader's memory limit."""
 
 WORDS = (
     "", " ", "auto", "off", "no", "null", "true", "none", "0", "-1", "1e400", "nan", ".inf", "²", "१२", "1_000", "0x10",
@@ -95,8 +95,8 @@ def places(value: Any) -> Iterator[Place]:
 def change_document(document: Any, random: Random) -> Any:
     """Mutate some values of a document in place, and return it. Sometimes return another value instead."""
     for _ in range(random.choice((1, 1, 1, 2, 3, 8))):
-        found = list(islice(places(document), MOST_PLACES))
-        if len(found) == MOST_PLACES:
+        found = list(islice(places(document), MAX_PLACES))
+        if len(found) == MAX_PLACES:
             return document
         if not found or random.random() < 0.02:
             return odd_value(random)

@@ -219,7 +219,7 @@ def data_set() -> Mapping[str, bytes]:
 
 
 def sealed_checksums(content: bytes) -> bytes:
-    """A checksums file with a correct checksum of its own."""
+    """Return a checksums file with its digest corrected."""
     import xxhash
     from llmtrain_data.checksums import HEADER, SEALED
 

@@ -81,7 +81,7 @@ def _losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
         return _plain_losses(logits, targets, needs_grad)
     targets, vocab = targets.contiguous(), logits.shape[1]
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
-        raise IndexError(f"targets lie between {targets.min()} and {targets.max()}; the vocabulary has {vocab} tokens")
+        raise IndexError(f"targets range from {targets.min()} to {targets.max()}; the vocabulary has {vocab} tokens")
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     is_bf16, threads = int(logits.dtype == torch.bfloat16), torch.get_num_threads()
     pointers = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr())

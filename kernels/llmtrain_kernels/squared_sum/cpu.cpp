@@ -1,5 +1,5 @@
-// The sum of squares of fp32 numbers, in fp64. The square of an fp32 number is exact in fp64, so that fused operations
-// give the same bits as separate ones; the order of additions is fixed by the lanes and the blocks.
+// The sum of squares of fp32 numbers, in fp64. The square of an fp32 number is exact in fp64, so fused and separate
+// operations give the same bits. Lanes and blocks fix the order of additions.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,7 +22,7 @@ double block_sum(const float* x, int64_t count) {
 
 extern "C" {
 
-// x: [count], which begins `first` elements behind the start of a block. sums: one for each block that it touches.
+// x: fp32 [count]. first: position of x[0] in its block. sums: fp64, one per block that x touches.
 void squared_sum(const float* x, double* sums, double* total, int64_t count, int64_t first, int64_t block,
                  int64_t threads) {
     int64_t blocks = (first + count + block - 1) / block;

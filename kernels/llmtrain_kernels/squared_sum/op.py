@@ -1,4 +1,4 @@
-"""The sum of squares of a flat range, in fp64 and in a fixed order: what the global gradient norm is made of."""
+"""The sum of squares of a flat range, in fp64 and in a fixed order, for the global gradient norm."""
 
 import functools
 from types import SimpleNamespace
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from llmtrain_kernels.native import native_functions, takes_native
 
-# Elements whose squares are summed together before their sum joins the total.
+# Each block of this many elements has a partial sum. The total adds the partial sums in order.
 BLOCK = 4096
 
 
 def squared_sum(x: Tensor, offset: int) -> Tensor:
     """Return the sum of squares of `x`, fp32 `[n]`, as an fp64 scalar on its device.
 
-    offset: place of `x` in the flat buffer that it is a part of. Blocks of BLOCK elements begin at multiples of BLOCK
-    of that buffer, whatever part of it is summed. On a CPU neither threads nor the instruction set change a bit.
+    offset: position of `x` in its flat buffer. Blocks start at multiples of BLOCK in that buffer, not in `x`. On a CPU
+    the result is bit-identical for any number of threads and any instruction set.
     """
     kernel = _kernel() if takes_native(x) and x.dtype == torch.float32 else None
     if kernel is None:
