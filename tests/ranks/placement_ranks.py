@@ -1,9 +1,9 @@
-"""Ranks that train a model whose units are placed over unlike groups, and the same model in one process.
+"""Ranks that train a model with units over different groups, and the same model in one process.
 
-`placement_ranks.py WORLD FOLDER` writes what each rank found into `rank-N.json` there. The grid is two places along the
-data axis by two along the tensor axis, which no layer is cut over here: each of the four ranks has samples of its own,
-as ranks of context parallelism have. Dense units are shared by all four ranks, over the product of both axes. The block
-EXPERT is another one on each place of the tensor axis, as experts are, and is shared along the data axis alone.
+`placement_ranks.py WORLD FOLDER` writes each rank's results into `rank-N.json` in that folder. The grid is 2 x 2: two
+places along the data axis, and two along the tensor axis, which shards no layer here. As in context parallelism, each
+of the four ranks has its own samples. All four ranks share the dense units, over the product of both axes. The block
+EXPERT has other weights on each place of the tensor axis, as experts do, and is shared only along the data axis.
 """
 
 import json
@@ -43,7 +43,7 @@ ADAMW = AdamW(
 LAYOUT = Layout({Axis.DATA: 2, Axis.TENSOR: 2})
 TIERS = (Tier("node", 2), Tier("all", 4))
 EXPERT, CPU, STEPS, MICROBATCHES, SAMPLES = "blocks.1", torch.device("cpu"), 20, 2, 3
-# Degrees of weights, gradients and optimizer states, of dense units and of the expert.
+# Degrees of weights, gradients and optimizer states: of dense units, and of the expert.
 CASES = {
     "all cut": ((4, 4, 4), (2, 2, 2)),
     "unlike stages": ((1, 2, 4), (2, 2, 2)),
@@ -53,14 +53,14 @@ CASES = {
 
 
 def placement(axes: tuple[Axis, ...], cut: tuple[int, int, int]) -> Placement:
-    """Place over a product of axes."""
+    """Return the placement over a product of axes."""
     degrees = Degrees(LAYOUT.degree(*axes), *cut)
     levels = levels_of(degrees, axis_tiers(TIERS, LAYOUT, *axes))
     return Placement(axes=axes, degrees=degrees, levels=levels, masters="weights")
 
 
 def seed_of(spec: UnitSpec, expert: int) -> int:
-    """Return what a unit's weights are drawn from: each expert's own."""
+    """Return the seed of a unit's weights; each expert has its own."""
     return 7 + expert if spec.name == EXPERT else 3
 
 
@@ -72,12 +72,13 @@ def batches(rank: int) -> Iterator[list[Tensor]]:
 
 
 def rate(step: int) -> float:
-    """Return the learning rate of a step: AdamW's first ones turn the least differences into whole steps."""
+    """Return the learning rate of a step. It warms up, because AdamW's first steps turn the smallest differences into
+    full steps."""
     return ADAMW.lr * min(1.0, (step + 1) / 5)
 
 
 def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]]) -> tuple[list[float], Engine]:
-    """Train this rank's share; return the norms of the gradients, and the engine that has the states."""
+    """Train this rank's share; return the norms of the gradients, and the engine, which has the states."""
     model, expert = GPT(CONFIG, CPU), LAYOUT.coordinate(ranks.rank, Axis.TENSOR)
     dense = make_hops(ranks, placement((Axis.DATA, Axis.TENSOR), cuts[0]))
     own = make_hops(ranks, placement((Axis.DATA,), cuts[1]))
@@ -112,7 +113,7 @@ def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]])
 
 
 def reference() -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Train in one process with torch's AdamW; return the norms, and by expert the weights of each unit, flat."""
+    """Train in one process with torch's AdamW; return the norms, and for each expert the flat weights of each unit."""
     models = [GPT(CONFIG, CPU) for _ in range(2)]
     for expert, model in enumerate(models):
         for spec in model_units(CONFIG):
@@ -145,7 +146,7 @@ def reference() -> tuple[list[float], list[dict[str, Tensor]]]:
 
 
 def parameter_name(model: nn.Module, module: nn.Module, leaf: str) -> str:
-    """Return the whole name of a parameter."""
+    """Return the full name of a parameter."""
     return ".".join([next(name for name, one in model.named_modules() if one is module), leaf]).lstrip(".")
 
 

@@ -45,7 +45,7 @@ def grid(
     sequence: bool = False,
     node: int = 0,
 ) -> Case:
-    """Return a case of so many ranks along each axis; keys: further ones. node: ranks of a node, 0: one has all."""
+    """Return a case with these degrees. keys: further ones. node: ranks per node; 0: one node has all ranks."""
     keys = (f"parallel.sequence={str(sequence).lower()}", f"pipeline.schedule={schedule}", *keys)
     world = tensor * pipeline * data
     return Case(world, keys, MODELS[family], node, accumulation=4, tensor=tensor, pipeline=pipeline)

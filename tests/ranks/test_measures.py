@@ -30,7 +30,7 @@ def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
 
 
 def shard_multiple(recipe: Recipe) -> int:
-    """Elements that every shard is a multiple of: where weights travel packed, no block lies in two shards."""
+    """Return the number of elements that divides every shard: with quantized weights, no block spans two shards."""
     return ALIGNMENT if widths(recipe)[0] == 32 else BLOCK
 
 

@@ -1,4 +1,4 @@
-"""Units placed over unlike groups of ranks, in one model, train as in one process."""
+"""A model with units over different groups of ranks trains as in one process."""
 
 from functools import cache
 from typing import Any
@@ -15,8 +15,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_expert_and_a_product_of_axes(name: str, found: Any) -> None:
-    """Dense units over all four ranks, and a block that is another one on half of them, over the ranks that share it:
-    20 steps with clipping, in fp32."""
+    """Dense units over all four ranks, and an expert block over the two ranks that share it: 20 steps with clipping, in
+    fp32."""
     dense, expert = (1 / cut[0] for cut in CASES[name])
     for rank in found():
         assert rank[name]["weights"] < 1e-5

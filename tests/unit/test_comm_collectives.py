@@ -1,5 +1,5 @@
-"""Collectives over gloo and NCCL. The ranks are threads, each with a process group of its own; NCCL's implementation
-runs over gloo here."""
+"""Collectives over gloo and NCCL. The ranks are threads, each with its own process group; NCCL's implementation runs
+over gloo here."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def on_ranks(work: Callable[[dist.ProcessGroup, int], Any], ranks: int = RANKS) -> list[Any]:
-    """Return what each rank makes of it."""
+    """Return the result of each rank."""
     store = dist.HashStore()
 
     def rank(number: int) -> Any:
@@ -37,14 +37,14 @@ def on_ranks(work: Callable[[dist.ProcessGroup, int], Any], ranks: int = RANKS) 
 
 
 def values(number: int, dtype: torch.dtype = torch.float32, numel: int = 10) -> Tensor:
-    """What a rank has: random numbers of unlike sizes, so that the order of a sum matters."""
+    """Return a rank's numbers, of very different sizes, so that the order of a sum matters."""
     random = torch.Generator().manual_seed(number)
     return (torch.randn(numel, generator=random) * 10**number).to(dtype)
 
 
 @pytest.fixture(params=["gloo", "gloo in large", "NCCL", "NCCL on its own stream"])
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Collectives]:
-    """Makes the collectives of a group."""
+    """Returns a group's collectives."""
     if request.param == "gloo in large":
         monkeypatch.setattr(gloo, "ONE_ROUND", 0)
     kind = GlooCollectives if request.param.startswith("gloo") else NcclCollectives
@@ -99,7 +99,7 @@ def test_parts_are_rounded_once_and_added_in_fp32(
     sent = [values(number, held, 5 * RANKS).to(wire).float().view(RANKS, 5) for number in range(RANKS)]
     for number, found in enumerate(on_ranks(work)):
         expected = sent[0][number] + sent[1][number] + sent[2][number]
-        # NCCL adds in an order of its own.
+        # NCCL adds in its own order.
         torch.testing.assert_close(found, expected.to(into), rtol=1e-6 if into == torch.float32 else 0, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_small_tensors_go_in_one_round() -> None:
         return on_ranks(lambda group, number: GlooCollectives(group).all_reduce_bytes(nbytes), ranks)[0]
 
     assert sent(gloo.ONE_ROUND // 2, 3) == gloo.ONE_ROUND
-    # A ring sends twice three quarters.
+    # A ring sends 3/4 of the buffer twice.
     assert sent(gloo.ONE_ROUND // 2, 4) == gloo.ONE_ROUND * 3 // 4
 
 
@@ -147,12 +147,12 @@ def test_narrow_sums_are_rounded_once() -> None:
     parts = [torch.full((3,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
     total = torch.empty(3, dtype=torch.bfloat16)
     add_in_order(parts, total)
-    # Rounded after each addition, ones are lost.
+    # If each addition rounded its result, the ones would be lost.
     assert total.tolist() == [260.0] * 3
 
 
 class Recorded:
-    """NCCL as one rank of `ranks` sees it; `calls` are the launches, with the stream that each runs on."""
+    """NCCL as one rank of `ranks` sees it; `calls` records the launches, each with its stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> None:
         self.calls: list[str] = []
@@ -197,7 +197,7 @@ def test_nccl_launches_once_for_each_collective(own_stream: bool, monkeypatch: p
         (lambda: ours.all_gather(narrow), "all_gather bfloat16"),
         (lambda: shuffled.all_gather(narrow), "all_gather bfloat16"),
         (lambda: ours.all_to_all(wide.to(torch.uint8), wide.to(torch.uint8)), "all_to_all_single uint8"),
-        # NCCL's own sum on an fp32 wire alone.
+        # NCCL sums by itself only on an fp32 wire.
         (lambda: ours.reduce_scatter(wide, torch.zeros(2), torch.float32), "reduce_scatter float32"),
         (lambda: ours.reduce_scatter(narrow, torch.zeros(2), torch.bfloat16), "all_to_all_single bfloat16"),
         (lambda: ours.reduce_scatter(wide, torch.zeros(2), torch.bfloat16), "all_to_all_single bfloat16"),
@@ -211,7 +211,7 @@ def test_nccl_launches_once_for_each_collective(own_stream: bool, monkeypatch: p
 
 
 def test_each_group_gets_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: shared memory inside a node, where it can be had, and gloo otherwise."""
+    """Without a GPU: shared memory inside a node if possible, and gloo otherwise."""
     slots = [torch.zeros(4, 4096, dtype=torch.uint8)] * 2
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a device is asked for, without a GPU."""
+"""The queries to a device, without a GPU."""
 
 import torch
 from llmtrain.comm.device import (
@@ -35,5 +35,5 @@ def test_host_copies_keep_their_memory() -> None:
     assert all(map(in_host_memory, copies.copies))
     assert copies.fits(states)
     assert not copies.fits(states[:1])
-    # Made in one piece, whose pages are all mapped at once.
+    # All copies share one allocation, whose pages are mapped at once.
     assert len({copy.untyped_storage().data_ptr() for copy in copies.copies}) == 1

@@ -52,7 +52,7 @@ def read_all(samples: Samples, epoch: int = 0) -> None:
 
 
 def flip(path: Path, random: np.random.Generator) -> int:
-    """Change a bit, or a byte, and return where."""
+    """Change a bit, or a byte, and return its position."""
     with open(path, "r+b") as file:
         place = int(random.integers(0, path.stat().st_size))
         file.seek(place)

@@ -117,7 +117,7 @@ def test_imports_point_down(module: str) -> None:
             assert ROOMS.index(imported.split(".")[1]) <= ROOMS.index(room), f"{module} imports {imported}"
 
 
-# Rooms that take the plan and never the recipe that it was made from; the modules of training that make the plan.
+# Rooms that take the plan and never the recipe that it was made from, and the modules of training that make the plan.
 WITHOUT_RECIPE = ("comm", "sharding", "parallel", "checkpoint", "telemetry", "training")
 PLANNING = ("llmtrain.training.start", "llmtrain.training.rank", "llmtrain.training.stage_speeds")
 
@@ -127,7 +127,7 @@ def test_what_runs_takes_the_plan(module: str) -> None:
     assert [imported for imported in neighbours(module) if imported.startswith("llmtrain.recipe.")] == []
 
 
-# Rooms that ask which device they run on; the others call them, `llmtrain.comm.device` for what a device can be asked.
+# Rooms that query the kind of device; other rooms use `llmtrain.comm.device`.
 ASK_FOR_DEVICES = ("llmtrain.comm.", "llmtrain_kernels.")
 
 

@@ -1,4 +1,4 @@
-"""The sum of squares: exact to fp64, and the same bits whatever the threads and wherever the range is cut out."""
+"""The sum of squares: exact to fp64, and bit-equal for any number of threads and any split of the range."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 def test_blocks_lie_where_the_whole_has_them() -> None:
-    """Ranges that end where blocks end sum to the whole, to the last bit, when added in order."""
+    """The sums of ranges that end at blocks' ends, added in order, are bit-equal to the sum of the entire range."""
     x = torch.randn(8 * BLOCK)
     whole, total = squared_sum(x, 0), torch.zeros((), dtype=torch.float64)
     for start in range(0, len(x), BLOCK):

@@ -1,4 +1,4 @@
-"""What is checked before a run starts: keys without effect, what names refer to, and paths."""
+"""Checks before a run starts: keys without effect, references by name, and paths."""
 
 from pathlib import Path
 

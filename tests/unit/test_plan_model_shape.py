@@ -1,4 +1,4 @@
-"""The shape of a recipe's model: where each size comes from."""
+"""The shape of a recipe's model, and the source of each size."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -64,7 +64,7 @@ def test_weight_decay_covers_matrices_only(family: Family) -> None:
 
 
 def test_tensors_that_are_cut_come_first() -> None:
-    """A decayed matrix on every rank (a router) beside a bias that is cut."""
+    """A decayed matrix on every rank (a router) beside a sharded bias."""
     router = TensorSpec("router", "router", (4, 8), decay=True)
     bias = TensorSpec("bias", "bias", (16,), decay=False, split=True)
     weight = TensorSpec("weight", "weight", (16, 8), decay=True, split=True)
