@@ -1,18 +1,16 @@
 """Schedules, clipping and loss scale."""
 
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
-from llmtrain.optim.config import AdamW, LossScaling, OptimizerConfig
+from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.step import clip_divisor
 
 
 def rates(schedule: str, steps: int = 100, **keys: float) -> list[float]:
-    recipe = OptimizerConfig(schedule=schedule, lr=1.0, warmup=10, min_lr=0.1, **keys)  # type: ignore[arg-type]
-    config = AdamW(**{entry.name: getattr(recipe, entry.name) for entry in fields(AdamW)})
+    config = AdamW(schedule=schedule, lr=1.0, warmup=10, min_lr=0.1, **keys)  # type: ignore[arg-type]
     return [learning_rate(config, step, steps) for step in range(steps)]
 
 

@@ -14,16 +14,8 @@ Window = Annotated[int, Field(ge=1, le=100_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
-
-    name: the optimizer. lr: learning rate after the warm-up. betas: decay of the first and second moments. eps: added
-    to the square root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: learning rate
-    after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
-    off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
-    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step (auto: apex on CUDA if
-    it is installed, else torch's fused kernel).
-    """
+class AdamW:
+    """AdamW and its learning-rate schedule, without the kernel that computes it. See OptimizerConfig for the fields."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
@@ -37,22 +29,21 @@ class OptimizerConfig:
     warmup: StepsOrNever = 100
     min_lr: Share = 0.1
     decay: Share = 0.2
-    backend: Literal["auto", "torch", "apex", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """The optimizer of a plan. See OptimizerConfig for the fields; the backend is the placement's."""
+class OptimizerConfig(AdamW):
+    """AdamW and its learning-rate schedule.
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip: float
-    schedule: Literal["cosine", "linear", "constant", "wsd"]
-    warmup: int
-    min_lr: float
-    decay: float
+    name: the optimizer. lr: learning rate after the warm-up. betas: decay of the first and second moments. eps: added
+    to the square root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: learning rate
+    after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
+    off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
+    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step (auto: apex on CUDA if
+    it is installed, else torch's fused kernel).
+    """
+
+    backend: Literal["auto", "torch", "apex", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
