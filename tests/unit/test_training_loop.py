@@ -19,7 +19,7 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import evaluate
 from llmtrain.training import loop as loop
-from llmtrain.training import run as compose
+from llmtrain.training import run as parts
 from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
@@ -107,7 +107,7 @@ def test_a_run_that_is_refused_leaves_the_folder_free(
     train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder stays free also after an error before the first step."""
-    monkeypatch.setattr(compose, "build", lambda *parts: pytest.fail("no memory"))
+    monkeypatch.setattr(parts, "build", lambda *parts: pytest.fail("no memory"))
     with pytest.raises(pytest.fail.Exception):
         train()
     assert lock.holder_of(folder / "runs" / "tiny") is None

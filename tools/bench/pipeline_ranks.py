@@ -23,7 +23,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
-from llmtrain.training.run import Run, compose
+from llmtrain.training.run import Run, open_run
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -146,7 +146,7 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
     recipe = load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"])
     plan = make_plan(recipe, facts)
-    run = stack.enter_context(compose(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), StopRequest()))
+    run = stack.enter_context(open_run(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

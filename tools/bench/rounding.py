@@ -29,7 +29,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step
-from llmtrain.training.run import compose
+from llmtrain.training.run import open_run
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.quantize.format import packed_bytes
 from llmtrain_kernels.quantize.op import Rounding, dequantize, quantize
@@ -193,7 +193,7 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, method: Meth
     facts = Facts(world=1, device="cpu")
     plan = make_plan(load_recipe(str(recipe_file), []), facts)
     found = []
-    with compose(plan, ranks, StopRequest()) as run:
+    with open_run(plan, ranks, StopRequest()) as run:
         units = run.engine.units
         if method is not None:
             run.engine.backward = keep_separate(run.engine.backward, units, Reduction(setting, method))  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.unit import whole_unit
 from llmtrain.training.loop import train_step
-from llmtrain.training.run import Run, compose
+from llmtrain.training.run import Run, open_run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -188,7 +188,7 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     plan = make_plan(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
     placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, plan.tiers)
-    run = stack.enter_context(compose(plan, placed, StopRequest()))
+    run = stack.enter_context(open_run(plan, placed, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     run.engine.weights.updates.finish()

@@ -26,7 +26,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.loop import train_step
-from llmtrain.training.run import Run, compose
+from llmtrain.training.run import Run, open_run
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.matmul import onednn_is_wider
 
@@ -129,7 +129,7 @@ def our_loop(case: Case, folder: Path, documents: int = 100) -> Iterator[Run]:
     ranks = connect(Layout({Axis.DATA: 1}))
     facts = Facts(world=1, device="cpu")
     plan = make_plan(load_recipe(str(recipe)), facts)
-    with compose(plan, ranks, StopRequest()) as run:
+    with open_run(plan, ranks, StopRequest()) as run:
         run.log.start(0, [])
         yield run
 

@@ -25,7 +25,7 @@ from llmtrain.plan.pipeline.layer_split import stage_costs
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.loop import train_step
-from llmtrain.training.run import Run, compose
+from llmtrain.training.run import Run, open_run
 
 from tools.bench.pipeline_recorder import Recorder, record_run, step_seconds, transfers
 from tools.bench.processor import emulate
@@ -87,7 +87,7 @@ class Contestant:
 
 def our_run(name: str, recipe: Recipe, facts: Facts, ranks: Ranks, stack: ExitStack) -> Run:
     """Compose a real llmtrain run, with its logging."""
-    run = stack.enter_context(compose(make_plan(recipe, facts), ranks, StopRequest()))
+    run = stack.enter_context(open_run(make_plan(recipe, facts), ranks, StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

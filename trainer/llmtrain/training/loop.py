@@ -21,7 +21,8 @@ from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.logger import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.replica_check import compare
-from llmtrain.training.run import Run, compose, go_back, resume, save
+from llmtrain.training.run import Run, open_run
+from llmtrain.training.states import rewind_states, save, start_states
 
 
 def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
@@ -31,14 +32,14 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
     Raises PreemptedError when told to stop, RunFailedError when the run cannot go on.
     """
     steps = plan.training.steps
-    with StopRequest() as stop, compose(plan, ranks, stop) as run:
-        goes_on = resume(run)
+    with StopRequest() as stop, open_run(plan, ranks, stop) as run:
+        resumes = start_states(run)
         if waiting is not None:
             waiting.stop()
         changed = [f"{change}, changed since the last start" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         warn_of_validation(run)
-        if not goes_on or run.progress.step == 0:
+        if not resumes or run.progress.step == 0:
             begin(run)
         ranks.activity.phase = first_step(plan)
         while run.progress.step < steps:
@@ -211,7 +212,7 @@ def rewind(run: Run, loss: float) -> None:
     at = run.progress.step + 1
     if run.progress.rewinds >= run.plan.training.max_skipped:
         fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
-    go_back(run)
+    rewind_states(run)
     run.log.warn(
         f"the loss of step {at} spiked to {loss:.4f}; the run resumes from step {run.progress.step}, past "
         f"{at - run.progress.step} global batches"

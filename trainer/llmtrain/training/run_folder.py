@@ -1,0 +1,78 @@
+"""A run's folder: its lock, and the record of its recipe."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmtrain_data.output import say
+from omegaconf import OmegaConf
+
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
+from llmtrain.launch.run_lock import LOOK, RunLock
+from llmtrain.launch.stop import TOLD_EARLY, StopRequest
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.record import changes
+from llmtrain.yaml.dump import to_yaml
+from llmtrain.yaml.file import read_yaml
+
+# The resolved recipe.
+RECORD = "recipe.resolved.yaml"
+
+
+def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
+    """Make the folder and take its lock. Collective.
+
+    Raises RunFailedError where another run has the lock, PreemptedError when asked to stop while waiting for it.
+    """
+    lock, refusal, told = RunLock(folder), None, set[str]()
+
+    def pause(why: str) -> None:
+        if stop.asked:
+            raise PreemptedError(TOLD_EARLY)
+        if why not in told:
+            told.add(why)
+            say(f"llmtrain: {why}", err=True)
+        ranks.activity.record("waiting for the run's folder")
+        time.sleep(LOOK)
+
+    if ranks.is_main:
+        try:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                refusal = lock.take(pause)
+        except (RunFailedError, PreemptedError) as error:
+            refusal = str(error)
+    if refusal := ranks.from_main("refusal", refusal or ""):
+        raise (PreemptedError if refusal == TOLD_EARLY else RunFailedError)(refusal)
+    return lock
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError inside into a RunFailedError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(f"{folder} cannot be written: {error.strerror}; check logging.dir") from error
+
+
+def write_record(folder: Path, plan: Plan) -> None:
+    """Write the resolved recipe, and copy the tokenizer beside it: the folder can then be moved, sampled and
+    converted."""
+    with writing(folder):
+        (folder / RECORD).write_text(to_yaml(plan.record))
+        if plan.data.tokenizer is not None:
+            copy_tokenizer(Path(plan.data.tokenizer), folder / "tokenizer")
+
+
+def recipe_changes(folder: Path, plan: Plan) -> list[str]:
+    """Return how the plan's recipe differs from the record in the folder; nothing if that cannot be read."""
+    try:
+        before = OmegaConf.to_container(read_yaml(folder / RECORD, "is not a recipe"))
+    except BadInputError:
+        return []
+    assert isinstance(before, dict)
+    return changes({str(key): value for key, value in before.items()}, plan.record)

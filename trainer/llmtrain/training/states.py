@@ -1,0 +1,149 @@
+"""A run's model states: saved, loaded, and taken from a Hugging Face model."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from llmtrain.checkpoint.convert.hf_weights import hf_tensors
+from llmtrain.checkpoint.folder import drop_later
+from llmtrain.checkpoint.load import load_latest
+from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.tensors import UnitSpec, parameter_count
+from llmtrain.sharding.optimizer_shard import OptimizerStateRange
+from llmtrain.training.progress import progress_of
+from llmtrain.training.run import Run
+from llmtrain.training.run_data import DATA, check_data
+from llmtrain.training.run_folder import recipe_changes, write_record, writing
+
+
+def save(run: Run) -> None:
+    """Save the states; each rank writes an even share of every unit. Collective."""
+    run.ranks.activity.begin(f"saving the checkpoint of step {run.progress.step}")
+    shards = _shards_to_write(run)
+    run.progress.rewinds = 0
+    progress = {**asdict(run.progress), DATA: [asdict(one) for one in run.fingerprints]}
+    about = {"recipe": dict(run.plan.record), "model": asdict(run.plan.model)}
+    failure = run.checkpoints.save(run.progress.step, shards, progress, about)
+    for sentence in filter(None, (failure, run.checkpoints.warning())):
+        run.log.warn(sentence)
+
+
+def start_states(run: Run) -> bool:
+    """Load the run's newest checkpoint, or what `checkpoint.resume` or `model.hf` names; return whether the run has
+    checkpoints of its own. Collective."""
+    run.ranks.activity.begin("loading the checkpoint")
+    run.checkpoints.reserve(_shards_to_write(run))
+    start, own = run.plan.checkpoint.resume, run.folder / "checkpoints"
+    progress = _load(run, own)
+    resumes = progress is not None
+    if resumes and start == "never":
+        raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
+    if progress is None and start not in ("auto", "never"):
+        progress = _load(run, Path(start))
+        if progress is None:
+            raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
+    accepted, before = run.plan.data.accept_changed, progress if resumes else None
+    run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
+    if progress is not None:
+        _restore_progress(run, progress)
+    elif run.plan.import_from is not None:
+        _import_hf(run, Path(run.plan.import_from))
+    run.engine.update()
+    run.compared = run.progress.step
+    if run.ranks.is_main:
+        run.changed = recipe_changes(run.folder, run.plan) if resumes else []
+        # Not earlier: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
+        write_record(run.folder, run.plan)
+    return resumes
+
+
+def rewind_states(run: Run) -> None:
+    """Load the newest checkpoint again, and pass over the data of the steps since then and of the current step.
+    Collective."""
+    run.ranks.activity.begin("going back to the last checkpoint")
+    if failure := run.checkpoints.wait():
+        run.log.warn(failure)
+    before, every, own = run.progress, run.plan.checkpoint.every, run.folder / "checkpoints"
+
+    def regular(step: int) -> bool:
+        """Whether an uninterrupted run has a checkpoint of `step`: one that a stop left must not change the curve."""
+        return step % every == 0 if every else step == 0
+
+    shards = _shards_to_read(run)
+    saved = load_latest(own, shards, run.ranks, run.log.warn, run.plan.model, regular)
+    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.plan.model)
+    if saved is None:
+        raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
+    _restore_progress(run, saved)
+    run.progress.samples = before.samples + run.plan.batch.sequences
+    run.progress.passed = before.passed + before.step + 1 - run.progress.step
+    run.progress.rewinds = before.rewinds + 1
+    run.engine.update()
+    run.log.rewind(run.progress.step)
+    if run.ranks.is_main:
+        # The run has not reached the steps of later checkpoints.
+        with writing(own):
+            drop_later(own, run.progress.step)
+
+
+def _load(run: Run, path: Path) -> dict[str, JsonValue] | None:
+    return load_latest(path, _shards_to_read(run), run.ranks, run.log.warn, run.plan.model)
+
+
+def _restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
+    run.progress = progress_of(saved, run.plan.batch)
+    if run.plan.compute == "fp16" and run.progress.loss_scale is not None:
+        run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
+
+
+def _import_hf(run: Run, folder: Path) -> None:
+    """Set the masters to the weights of a Hugging Face model."""
+    places = {}
+    for unit in run.engine.units.values():
+        start, end = _without_padding(unit.spec, unit.ranges.optimizer)
+        offset = start
+        for tensor, first, last in unit.spec.tensor_ranges(start, end):
+            places[tensor.name] = (unit.optimizer, offset, first, last)
+            offset += last - first
+    run.ranks.activity.begin(f"reading the weights of {folder}")
+    done, total = 0, parameter_count(run.plan.model)
+    for name, values in hf_tensors(folder, run.plan.model):
+        done += values.numel()
+        run.ranks.activity.moving(done / total)
+        if name in places:
+            shard, offset, first, last = places[name]
+            shard.write("master", offset, values.flatten()[first:last])
+
+
+def _shards_to_write(run: Run) -> list[OptimizerStateRange]:
+    """Return the ranges that this rank writes.
+
+    Ranks that hold the same optimizer shard write an even share each. The first tensor-parallel rank alone writes
+    replicated parameters, and the first stage tied embeddings.
+    """
+    tensor = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
+    shards = []
+    for name, unit in run.engine.units.items():
+        if name in run.engine.gradients.replica_groups.second:
+            continue
+        start, end = _without_padding(unit.spec, unit.ranges.optimizer)
+        if tensor:
+            start, end = min(start, unit.spec.replicated), min(end, unit.spec.replicated)
+        copies, copy = unit.degrees.ranks // unit.degrees.optimizer, unit.hops.place // unit.degrees.optimizer
+        first, last = even_share(end - start, copies, copy)
+        shards.append(OptimizerStateRange(unit.spec, unit.optimizer, start + first, start + last))
+    return shards
+
+
+def _shards_to_read(run: Run) -> list[OptimizerStateRange]:
+    """Return all ranges that this rank holds."""
+    return [
+        OptimizerStateRange(unit.spec, unit.optimizer, *_without_padding(unit.spec, unit.ranges.optimizer))
+        for unit in run.engine.units.values()
+    ]
+
+
+def _without_padding(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
+    return min(held[0], spec.numel), min(held[1], spec.numel)
