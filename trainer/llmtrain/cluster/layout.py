@@ -1,4 +1,4 @@
-"""Who does what, as pure data: the only source of truth about ranks. No torch in here."""
+"""The grid of ranks: its axes and groups. No torch in here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from math import prod
 
 
 class Axis(Enum):
-    """A dimension of the mesh of ranks."""
+    """A dimension of the grid of ranks."""
 
     PIPELINE = "pipeline"
     DATA = "data"
@@ -16,9 +16,9 @@ class Axis(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh of ranks. The last axis varies fastest, so that neighbouring ranks are neighbours along it.
+    """The grid of ranks. The last axis varies fastest: consecutive ranks are neighbours along it.
 
-    degrees: ranks along each axis, slowest axis first. An axis that is left out has one.
+    degrees: ranks along each axis, the slowest-varying axis first. An axis that is left out has degree 1.
     """
 
     degrees: Mapping[Axis, int]
@@ -33,14 +33,14 @@ class Layout:
         return prod(self.degrees.get(axis, 1) for axis in axes)
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
-        """Place of `rank` along the product of `axes`, of which the last one of the layout varies fastest."""
+        """Place of `rank` along the product of `axes`; the layout's last one of them varies fastest."""
         place = 0
         for axis in self._ordered(axes):
             place = place * self.degrees[axis] + rank // self._stride(axis) % self.degrees[axis]
         return place
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Every group of ranks that differ only in their place along the product of `axes`; each in order of that
+        """Every group of ranks that differ only in their place along the product of `axes`, in the order of that
         place."""
         others = [axis for axis in self.degrees if axis not in axes]
         members = self._ranks_along(axes)
@@ -69,5 +69,5 @@ class Layout:
 
 
 def even_share(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the `[start, end)` that part `index` of `parts` takes of a flat range; sizes differ by at most 1."""
+    """Return the `[start, end)` of part `index` of `parts` of a flat range; sizes differ by at most 1."""
     return numel * index // parts, numel * (index + 1) // parts

@@ -1,9 +1,9 @@
-"""Degrees of model states, and the levels of ranks that they cut the data axis into. Pure data, no torch.
+"""Sharding degrees of model states, and the levels into which they divide the data axis. No torch in here.
 
-A place along the data axis is a number of mixed radix, one digit for each level, the fastest link first. A shard's
-index has the same digits with the fastest link most significant: what a node holds together is then one contiguous
-range, so a gather across nodes and then inside a node lands in place, and a rank's shard at a larger degree lies inside
-its shard at a smaller one.
+A place along the data axis is a mixed-radix number with one digit per level, the fastest link least significant. A
+shard's index has the same digits with the fastest link most significant. The shards of a node then form one contiguous
+range, so a gather across nodes and then inside each node needs no copy, and a rank's shard at a larger degree is part
+of its shard at a smaller one.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from llmtrain.cluster.tiers import Tier
 
 @dataclass(frozen=True)
 class Degrees:
-    """Over how many of `ranks` data-parallel ranks each model state is cut; each divides the next.
+    """The number of data-parallel ranks, of `ranks`, over which each model state is sharded. Each divides the next.
 
-    secondary: of the second copy of the weights; 0 where there is none.
+    secondary: degree of the secondary copy of the weights; 0 without one.
     """
 
     ranks: int = 1
@@ -41,7 +41,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Level:
-    """One digit of a place: `radix` ranks, `stride` places apart. tier: the slowest link between them."""
+    """One digit of a place: `radix` ranks, `stride` places apart. tier: the slowest tier between them."""
 
     stride: int
     radix: int
@@ -49,7 +49,7 @@ class Level:
 
     @property
     def span(self) -> int:
-        """Ranks of this level and all faster ones together."""
+        """Number of ranks in this level and all faster ones."""
         return self.stride * self.radix
 
     def digit(self, place: int) -> int:
@@ -57,15 +57,16 @@ class Level:
         return place // self.stride % self.radix
 
     def groups(self, ranks: int) -> list[list[int]]:
-        """Every group of places below `ranks` that differ in this digit alone, in the digit's order."""
+        """Every group of places below `ranks` that differ only in this digit, in the order of the digit."""
         first = [place for place in range(ranks) if self.digit(place) == 0]
         return [[place + digit * self.stride for digit in range(self.radix)] for place in first]
 
 
 def levels_of(degrees: Degrees, tiers: Sequence[Tier]) -> tuple[Level, ...]:
-    """Return the levels from the fastest link to the slowest; every degree is the span of one of them, or 1.
+    """Return the levels, fastest link first. Every degree is the span of a level, or 1.
 
-    tiers: along the data axis, fastest first. One that no chain of divisors through the degrees passes is left out.
+    tiers: tiers along the data axis, fastest first. A tier whose size does not form a chain of divisors with the
+    degrees is left out.
     """
     borders = {1, degrees.weights, degrees.gradients, degrees.optimizer, degrees.ranks} | {degrees.secondary or 1}
     for tier in tiers:
@@ -76,7 +77,7 @@ def levels_of(degrees: Degrees, tiers: Sequence[Tier]) -> tuple[Level, ...]:
 
 
 def shard_range(levels: Sequence[Level], place: int, degree: int, numel: int) -> tuple[int, int]:
-    """Return the `[start, end)` of `numel` elements that `place` holds of a state cut `degree` ways."""
+    """Return the `[start, end)` that `place` holds of a state of `numel` elements, sharded `degree` ways."""
     start, size = 0, numel
     for level in levels:
         if level.span <= degree:

@@ -1,11 +1,10 @@
-"""Every model state as flat units of canonical one-dimensional ranges. No torch in here.
+"""The parameters of a model as flat units of canonical tensors. No torch in here.
 
-A unit (embedding, one block, head) is one flat buffer: its canonical tensors lie back to back, those that tensor
-parallelism cuts first, those that it leaves whole last, and in each of both matrices before vectors, so that weight
-decay covers few ranges. Every matrix that tensor parallelism cuts is stored so that a slice is a contiguous range:
-column-parallel ones output-major `[out, in]`, row-parallel ones input-major `[in, out]`. Tensors that one product reads
-together (Q, K and V; gate and up) lie next to each other, so the module sees them as one parameter while files know
-each by its own name.
+A unit (embedding, one block, head) is one flat buffer of canonical tensors, back to back. Tensors that tensor
+parallelism splits come before those that it replicates; in both parts matrices come before vectors, so that weight
+decay covers few ranges. A split matrix is stored so that each slice is a contiguous range: column-parallel ones
+output-major `[out, in]`, row-parallel ones input-major `[in, out]`. Tensors that one product reads together (Q, K and
+V; gate and up) are neighbours, so that the module has them as one parameter; files have each under its own name.
 """
 
 from bisect import bisect_right
@@ -22,10 +21,10 @@ from llmtrain.model.config import GPTConfig
 class TensorSpec:
     """One canonical tensor, or the rows of it that a tensor-parallel rank holds.
 
-    name: its name in checkpoints. parameter: the module parameter that shows it, relative to the unit's
-    module; neighbours with the same parameter are stacked along dim 0. shape: of the whole. std: of the normal
-    initialisation; None fills with `fill`. decay: whether weight decay applies. split: whether tensor parallelism cuts
-    it along dim 0. rows: the `[start, end)` along dim 0 that is held; None for all.
+    name: name in checkpoints. parameter: name of the module parameter that views it, relative to the unit's module;
+    neighbours with the same parameter are stacked along dim 0. shape: shape of the whole tensor. std: standard
+    deviation of the normal initialisation; None fills with `fill`. decay: whether weight decay applies. split: whether
+    tensor parallelism splits it along dim 0. rows: the `[start, end)` along dim 0 that this rank holds; None for all.
     """
 
     name: str
@@ -39,12 +38,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def held(self) -> tuple[int, int]:
-        """The `[start, end)` of its elements that is held."""
+        """The `[start, end)` of the whole tensor's elements that this rank holds."""
         if self.rows is None:
             return 0, self.numel
         row = prod(self.shape[1:])
@@ -59,7 +58,7 @@ class UnitSpec:
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a tensor that tensor parallelism cuts comes after one that it does not."""
+        """Raise ValueError if a tensor that tensor parallelism splits comes after one that it replicates."""
         cuts = [tensor.split for tensor in self.tensors]
         if cuts != sorted(cuts, reverse=True):
             raise ValueError(f"{self.name} has tensors that tensor parallelism cuts behind others; put them first")
@@ -76,8 +75,7 @@ class UnitSpec:
 
     @property
     def decay_ranges(self) -> list[tuple[int, int, bool]]:
-        """The unit's `[start, end)` ranges of neighbours that are alike in whether weight decay applies, which comes
-        third."""
+        """The unit's ranges (start, end, decay): consecutive tensors with the same weight decay form one range."""
         found: list[tuple[int, int, bool]] = []
         for tensor, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False):
             begin = found.pop()[0] if found and found[-1][2] == tensor.decay else start
@@ -86,11 +84,11 @@ class UnitSpec:
 
     @property
     def replicated(self) -> int:
-        """Start of the suffix that tensor parallelism does not cut."""
+        """Start of the suffix that tensor parallelism replicates."""
         return self.offsets[sum(tensor.split for tensor in self.tensors)]
 
     def tensor_ranges(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
-        """Return (tensor, first, last) for what `[start, end)` of the unit holds of each whole tensor, in order."""
+        """Return (tensor, first, last) for the part of each whole tensor in `[start, end)` of the unit, in order."""
         index = bisect_right(self.offsets, start) - 1
         found = []
         while start < end:
@@ -102,9 +100,9 @@ class UnitSpec:
         return found
 
     def slice(self, place: int, parts: int) -> "UnitSpec":
-        """Return what the tensor-parallel rank at `place` of `parts` holds of this whole unit.
+        """Return the part of this whole unit that the tensor-parallel rank at `place` of `parts` holds.
 
-        Rows go to ranks as evenly as they can (a vocabulary need not be a multiple of `parts`).
+        Rows are divided as evenly as possible (a vocabulary need not be a multiple of `parts`).
         """
 
         def rows(tensor: TensorSpec) -> tuple[int, int] | None:
@@ -120,14 +118,14 @@ def model_units(config: GPTConfig) -> list[UnitSpec]:
 
 @lru_cache(maxsize=8)
 def _model_units(config: GPTConfig) -> tuple[UnitSpec, ...]:
-    """Return the units, which every stage of a pipeline asks for anew."""
+    """Return the units; cached, because every stage of a pipeline asks for them."""
     block = _block(config)
     blocks = [_unit(f"blocks.{index}", block) for index in range(config.layers)]
     return (_unit("embedding", _embedding(config)), *blocks, _unit("head", _head(config)))
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Number of trained parameters; tied ones count once."""
+    """Return the number of trained parameters; tied ones count once."""
     return sum(unit.numel for unit in model_units(config))
 
 

@@ -7,9 +7,9 @@ from llmtrain.optim.config import AdamW
 
 
 def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
-    """Return what gradients are divided by to undo the loss scale and bring their norm down to `clip` (0: no clipping).
+    """Return the divisor of gradients that undoes the loss scale and clips their norm to `clip` (0: no clipping).
 
-    norm: the global norm of the scaled gradients.
+    norm: global norm of the scaled gradients.
     """
     if clip == 0:
         return loss_scale
@@ -17,6 +17,6 @@ def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
 
 
 def step_numbers(config: AdamW, lr: float, step: int, divisor: Tensor) -> AdamWStep:
-    """Return the numbers of a step of what decays. step: applied steps, from 1. divisor: fp32 scalar that gradients are
-    divided by."""
+    """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: fp32 scalar that divides
+    the gradients."""
     return AdamWStep(step, lr, *config.betas, config.eps, config.weight_decay, divisor)

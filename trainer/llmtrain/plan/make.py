@@ -161,9 +161,9 @@ def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig) -> Sha
 def _placement(
     zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, backend: Backend
 ) -> Placement:
-    """Place units over the data axis."""
+    """Return the placement of all units: over the data axis."""
     degrees, quantization = zero.degrees, zero.quantization
-    # Weights that other ranks receive packed are rounded, and so no longer the masters.
+    # Weights that other ranks receive quantized are rounded, so they cannot be the masters.
     exact = quantization.weights == 0 or degrees.optimizer == degrees.weights
     return Placement(
         axes=(Axis.DATA,),
@@ -177,8 +177,8 @@ def _placement(
 
 
 def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -> int:
-    """Return the blocks of one group of activation checkpointing. layers: of the largest stage, whose activations are
-    to be few."""
+    """Return the blocks of one group of activation checkpointing, 0 for none. layers: layers of the largest stage,
+    whose activations auto minimizes."""
     match setting:
         case EveryK(every=every):
             return every

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that is decided before it starts, frozen and without torch.
+"""The plan of a run: all decisions before it starts, frozen. No torch in here.
 
 `make_plan` makes it once from a recipe and the facts of the run. What runs takes the plan and never the recipe: nothing
 in it is `auto`.
@@ -30,8 +30,8 @@ COMPUTE_BYTES: Mapping[Compute, int] = MappingProxyType({"fp32": 4, "bf16": 2, "
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one optimizer step computes. sequences: of the global batch. microbatch: sequences that a rank computes at
-    once. microbatches: of each replica in a step."""
+    """The batch of one optimizer step. sequences: sequences of the global batch. microbatch: sequences that a rank
+    computes at once. microbatches: microbatches of each replica in a step."""
 
     sequences: int
     sequence_length: int
@@ -46,8 +46,8 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Bits of what travels or rests packed, 0 for unpacked. weights: of gathers. secondary: of the secondary copy.
-    gradients: of reductions. block: elements that share a scale."""
+    """Bits of quantized elements, 0 for unquantized. weights: in gathers of weights. secondary: in the secondary copy.
+    gradients: in reductions of gradients. block: elements that share a scale."""
 
     weights: int
     secondary: int
@@ -57,7 +57,7 @@ class Quantization:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Where model states rest and how they travel. placements: of each unit of the model, by name."""
+    """Where model states are held and how they are communicated. placements: placement of each unit, by name."""
 
     placements: Mapping[str, Placement]
     quantization: Quantization
@@ -65,9 +65,9 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How stages work together. name: of the schedule; 1f1b for one stage. schedule: every rank's actions; none for
-    message-driven. layers: of each stage. stages: what each rank of the pipeline holds, by chunk. limit: microbatches
-    in flight with message-driven. transport: what carries messages between stages."""
+    """The pipeline. name: name of the schedule; 1f1b for one stage. schedule: every rank's actions; none for
+    message-driven. layers: layers of each stage. stages: stages of each rank of the pipeline, by chunk. limit:
+    microbatches in flight with message-driven. transport: library that carries messages between stages."""
 
     name: ScheduleName
     schedule: Schedule
@@ -79,7 +79,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The loop. See the recipe's `train` section."""
+    """Settings of the training loop. See the recipe's `train` section."""
 
     steps: int
     eval_every: int
@@ -94,11 +94,11 @@ class Training:
 class Plan:
     """A run on given ranks.
 
-    grid: the axes of ranks. tiers: of links between all ranks, the fastest first. cluster: the description that the
-    recipe names, None without one. compute: the dtype of matrix products. sequence_parallel: whether tensor-parallel
-    ranks share the sequence between layers. recompute: blocks that one group of activation checkpointing has, 0 for
-    none. import_from: folder of the Hugging Face model that the weights start from, None for random weights. record:
-    a recipe as plain data that makes this plan again, for files that describe the run.
+    grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first. cluster: the recipe's description,
+    None without one. compute: dtype of matrix products. sequence_parallel: whether tensor-parallel ranks split the
+    sequence between layers. recompute: blocks of one group of activation checkpointing, 0 for none. import_from: folder
+    of the Hugging Face model with the initial weights, None for random weights. record: the recipe, as plain data, that
+    makes this plan again; files of the run store it.
     """
 
     name: str
@@ -129,13 +129,13 @@ class Plan:
         return COMPUTE_BYTES[self.compute]
 
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
-        """Return what a rank of the run holds of the model, by chunk."""
+        """Return the stages of a rank of the run, by chunk."""
         return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]
 
     @property
     def units_at_once(self) -> int:
-        """Blocks whose weights compute at once."""
-        # A backward pass whose weight gradients wait reports the end of the whole stage, not of each block.
+        """Number of units whose weights are in use at once."""
+        # With deferred weight gradients, a backward pass uses the weights until the end of the whole stage.
         stage = max(self.pipeline.layers) if self.pipeline.schedule.splits_backward else 0
-        # All blocks of one recomputed group compute at once; a tied head computes with the embedding as well.
+        # All blocks of a recomputed group are in use at once; a tied head also uses the embedding.
         return max(self.recompute, stage, 2)
