@@ -17,7 +17,7 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 200, 300
 """Tokens of a document that are decoded, and characters of it that are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """A prepared set. lengths: tokens per document (least, mean, median, 95th percentile, most).
 

@@ -41,7 +41,7 @@ class PrepareOptions:
             raise DataError(f"--encoder is {self.encoder!r}; expected one of {', '.join(ENCODERS)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The result of a preparation. text_bytes: UTF-8 bytes of text. left_out: skipped documents without any token.
     encoder, reason: as in `Encoder`."""

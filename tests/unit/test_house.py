@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("trainer", "kernels", "data")
 SOURCES = sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
 EVERYTHING = SOURCES + sorted(path for folder in ("tools", "tests") for path in (ROOT / folder).rglob("*.py"))
-FILE_LINES, FUNCTION_LINES = 400, 60
+FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 6
 
 # Rooms of llmtrain: each may import those before it. A room is a folder, or a module directly in llmtrain.
 ROOMS = (
@@ -76,6 +76,28 @@ def test_sizes(path: Path) -> None:
         and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
     ]
     assert long == []
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=name)
+def test_constructors(path: Path) -> None:
+    """At most six arguments; a record of more fields that have no default takes them by keyword."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef):
+            assert len(positional(node)) <= ARGUMENTS, node.name
+
+
+def positional(node: ast.ClassDef) -> list[str]:
+    """Return the arguments of a class's constructor: of `__init__`, all but self; of a dataclass, fields that are given
+    by place and have no default."""
+    inits = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    if inits:
+        arguments = inits[0].args
+        return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)][1:]
+    decorators = [ast.unparse(one) for one in node.decorator_list]
+    if not any("dataclass" in one and "kw_only=True" not in one for one in decorators):
+        return []
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and one.value is None]
+    return [ast.unparse(one.target) for one in fields if "ClassVar" not in ast.unparse(one.annotation)]
 
 
 def imported_modules(path: Path) -> Iterator[str]:

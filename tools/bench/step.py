@@ -39,7 +39,7 @@ LIBRARY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One row of the table."""
 
@@ -60,15 +60,35 @@ class Case:
         return f"{sizes}, {self.batch}x{self.sequence} tokens{', train.compile' if self.compiled else ''}"
 
 
+def case(
+    family: str, size: tuple[int, int, int, int, int], vocab: int, rows: tuple[int, int], compiled: bool = False
+) -> Case:
+    """size: layers, hidden, heads, kv_heads, ffn. rows: sequences of a batch, and tokens of each."""
+    layers, hidden, heads, kv_heads, ffn = size
+    batch, sequence = rows
+    return Case(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=sequence,
+        batch=batch,
+        compiled=compiled,
+    )
+
+
 CASES = [
-    Case("gpt2", 6, 256, 4, 4, 1024, 4096, 256, 4),
-    Case("gpt2", 6, 384, 6, 6, 1536, 50257, 256, 2),
-    Case("neox", 6, 256, 4, 4, 1024, 4096, 256, 4),
-    Case("neox", 6, 384, 6, 6, 1536, 50432, 256, 2),
-    Case("llama", 6, 256, 4, 2, 688, 4096, 256, 4),
-    Case("llama", 6, 384, 6, 2, 1024, 32000, 256, 2),
-    Case("gpt2", 6, 256, 4, 4, 1024, 4096, 256, 4, compiled=True),
-    Case("llama", 6, 256, 4, 2, 688, 4096, 256, 4, compiled=True),
+    case("gpt2", (6, 256, 4, 4, 1024), 4096, (4, 256)),
+    case("gpt2", (6, 384, 6, 6, 1536), 50257, (2, 256)),
+    case("neox", (6, 256, 4, 4, 1024), 4096, (4, 256)),
+    case("neox", (6, 384, 6, 6, 1536), 50432, (2, 256)),
+    case("llama", (6, 256, 4, 2, 688), 4096, (4, 256)),
+    case("llama", (6, 384, 6, 2, 1024), 32000, (2, 256)),
+    case("gpt2", (6, 256, 4, 4, 1024), 4096, (4, 256), compiled=True),
+    case("llama", (6, 256, 4, 2, 688), 4096, (4, 256), compiled=True),
 ]
 
 

@@ -17,7 +17,7 @@ from llmtrain.launch.slurm.queue import still_active
 _STRICT = ConfigDict(extra="ignore", strict=True)
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
 class Holder:
     """The process that trains in a folder. started: its start in seconds since 1970. job, cluster: of Slurm, None
     outside. since: when it took the lock. place: its boot and pid namespace (see `_place`), empty if unknown."""

@@ -25,7 +25,7 @@ _CHUNK = 2**20
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """One run. state: running, finished, preempted, failed, stopped (it ended without a report), or Slurm's state of
     its job. step, loss: last logged. steps: of the whole run. seconds_left: of a running run. job: number of the
@@ -123,7 +123,17 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     found += [f"{len(edited) - _SHOWN} more files changed since submission"] if len(edited) > _SHOWN else []
     detail = "; ".join(filter(None, (detail, *found)))
     number = job.number if job else next(reversed(jobs_of(folder)), None)
-    return RunStatus(folder.name, str(folder), state, last.get("step"), steps, last.get("loss"), left, number, detail)
+    return RunStatus(
+        name=folder.name,
+        folder=str(folder),
+        state=state,
+        step=last.get("step"),
+        steps=steps,
+        loss=last.get("loss"),
+        seconds_left=left,
+        job=number,
+        detail=detail,
+    )
 
 
 def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:

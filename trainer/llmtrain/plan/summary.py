@@ -14,7 +14,7 @@ from llmtrain.plan.record import decisions
 from llmtrain.recipe.schema import Recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """The figures of a plan.
 
