@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
-    loop.train(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), [])
+    loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
 
 

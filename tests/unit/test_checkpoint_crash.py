@@ -20,7 +20,7 @@ from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
@@ -167,7 +167,9 @@ def test_two_processes_over_gloo(tmp_path: Path) -> None:
         signal.alarm(60)
         store = dist.FileStore(str(tmp_path / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=30))
-        ranks = Ranks(number, number, Layout({Axis.DATA: 2}), torch.device("cpu"), dist.PrefixStore("run", store))
+        ranks = Ranks(
+            number, number, Layout({Axis.DATA: 2}), torch.device("cpu"), Links(dist.PrefixStore("run", store))
+        )
         mine = shards(5)[number::2]
         checkpointer = Checkpointer(tmp_path / "c", ranks, 1, asynchronous=True)
         assert checkpointer.save(5, mine, {}, ABOUT) is None

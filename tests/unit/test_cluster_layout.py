@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llmtrain.cluster.layout import Axis, Layout, even_share
 from llmtrain.comm.environment import Launched, first_host, launched
-from llmtrain.comm.ranks import Ranks, connect
+from llmtrain.comm.ranks import Links, Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus
 
@@ -131,7 +131,7 @@ def test_launched_by_mpirun_on_several_machines() -> None:
 def test_the_main_rank_stays_until_all_have_heard_it() -> None:
     """The main rank may end the run because of the text, and the store ends with it."""
     layout, store, device = Layout({Axis.DATA: 3}), dist.HashStore(), torch.device("cpu")
-    main, *others = [Ranks(rank, rank, layout, device, store) for rank in range(3)]
+    main, *others = [Ranks(rank, rank, layout, device, Links(store)) for rank in range(3)]
     with ThreadPoolExecutor(1) as pool:
         saying = pool.submit(main.from_main, "refusal", "no")
         assert others[0].from_main("refusal", "") == "no"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
 from llmtrain.telemetry.counters import Counts, HostLinks, NvidiaLinks
@@ -109,7 +109,7 @@ def test_too_soon_for_a_rate(clock: SimpleNamespace) -> None:
 
 
 def ranks(rank: int, local_rank: int, store: dist.Store | None) -> Ranks:
-    return Ranks(rank, local_rank, Layout({Axis.DATA: 4}), torch.device("cpu"), store)
+    return Ranks(rank, local_rank, Layout({Axis.DATA: 4}), torch.device("cpu"), Links(store))
 
 
 def test_the_main_rank_hears_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:

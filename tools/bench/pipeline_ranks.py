@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def our_run(name: str, settings: dict[str, Any], ranks: Ranks, stack: ExitStack)
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=ranks.layout.world)
     recipe = load_recipe(settings["recipe"], [f"name={name}", f"pipeline.schedule={name}"])
     plan = make_plan(recipe, facts)
-    run = stack.enter_context(open_run(plan, replace(ranks, tiers=plan.tiers, layout=plan.grid), StopRequest()))
+    run = stack.enter_context(open_run(plan, ranks.on_grid(plan.grid, plan.tiers), StopRequest()))
     run.log.start(0, [])
     run.engine.update()
     return run

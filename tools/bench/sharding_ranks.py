@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import Ranks, connect
+from llmtrain.comm.ranks import Links, Ranks, connect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
@@ -187,7 +187,7 @@ def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ra
     """Compose a real llmtrain run, with its logging."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     plan = make_plan(load_recipe(settings["recipe"], [f"name={name}", *overrides]), facts)
-    placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, ranks.store, plan.tiers)
+    placed = Ranks(ranks.rank, ranks.local_rank, ranks.layout, ranks.device, Links(ranks.store, plan.tiers))
     run = stack.enter_context(open_run(plan, placed, StopRequest()))
     run.log.start(0, [])
     run.engine.update()

@@ -1,20 +1,17 @@
-"""Process groups, each on the network card that its ranks can use."""
+"""Process groups on chosen network cards."""
 
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.nic import nccl_net
 from llmtrain.errors import BadInputError
-
-if TYPE_CHECKING:
-    pass
 
 # gloo reads it whenever it makes a group.
 _GLOO_CARD = "GLOO_SOCKET_IFNAME"
@@ -24,9 +21,9 @@ def group_over(
     cluster: Cluster | None, card: Nic | None, groups: Sequence[Sequence[int]], backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
-    """Make process groups as `join_group` does, of which this rank's speaks through `card`; None: as the backend likes.
+    """Make process groups as `join_group` does; this rank's group uses `card`, or the backend's choice if it is None.
 
-    timeout: of meeting, and of everything that is done in them; None: torch's own.
+    timeout: of making the groups and of all operations in them; None for torch's default.
     """
     backend = backend or dist.get_backend()
     with gloo_over(card):
@@ -41,7 +38,7 @@ def group_over(
 
 @contextmanager
 def gloo_over(card: Nic | None) -> Iterator[None]:
-    """Have the groups that this process makes inside the block speak through `card`; None: as the environment says."""
+    """Groups that this process makes inside the block use `card`, or what the environment says if it is None."""
     if card is None or card.interface is None:
         yield
         return
@@ -63,14 +60,14 @@ def gloo_over(card: Nic | None) -> Iterator[None]:
 
 
 def group_options(backend: str, cluster: Cluster | None, card: Nic | None) -> Any:
-    """Return what torch's backend is to be told for a group that speaks through `card`, None for nothing.
+    """Return torch's options for a group that uses `card`, None for the defaults.
 
-    NCCL takes a network for each communicator, but reads its socket interfaces once in a process; `connect` names them.
+    NCCL takes a network for each communicator, but reads its socket interfaces once per process; `connect` sets them.
     """
     net = nccl_net(cluster, card)
     if backend != "nccl" or net is None:
         return None
     options = dist.ProcessGroupNCCL.Options()
-    # It is there; torch has left it out of its types.
+    # torch's type stubs lack this field.
     options.config.net_name = net  # type: ignore[attr-defined]
     return options

@@ -19,7 +19,7 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
     """
     if group.size() == 1:
         return []
-    descriptor = _memory(nbytes)
+    descriptor = _file_in_memory(nbytes)
     own = _mapped(os.getpid(), descriptor, nbytes)
     token = os.urandom(_TOKEN)
     if own is not None:
@@ -34,7 +34,7 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
     return found if everywhere else []
 
 
-def _memory(nbytes: int) -> int | None:
+def _file_in_memory(nbytes: int) -> int | None:
     """Create a file in memory and return its descriptor; None where that fails. Only written pages take memory."""
     if os.environ.get("NCCL_SHM_DISABLE") == "1" or not hasattr(os, "memfd_create"):
         return None

@@ -1,4 +1,4 @@
-"""This process's place in the run: its rank, its device and its process groups, passed on as arguments."""
+"""This process's rank, its device and what connects it to the other ranks of the run."""
 
 import os
 import socket
@@ -24,35 +24,72 @@ from llmtrain.comm.workspace import Workspace
 from llmtrain.errors import RunFailedError
 
 ALONE = (Tier("all", 1),)
-# How long ranks wait for what the main rank has to say.
+# How long ranks wait for a text from the main rank.
 _PATIENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """One rank's view of the run.
+class Links:
+    """What connects the ranks of a run.
 
-    store: key-value store shared by all ranks; None in a run of one process, which has no process group either.
-    tiers: of links between all ranks, fastest first. cluster: whose network cards the process groups are made on; None
-    for the default of each machine. activity: takes notes of what this rank does. watchdog: what watches over all
-    ranks. timeout: of everything that ranks do together; None: torch's own.
+    store: key-value store that all ranks share; None in a run of one process, which has no process group either.
+    tiers: of links between all ranks, fastest first. cluster: process groups use its network cards; None for the
+    default of each machine. timeout: of everything that ranks do together; None for torch's default.
     """
+
+    store: dist.Store | None = None
+    tiers: tuple[Tier, ...] = ALONE
+    cluster: Cluster | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """activity: records what this rank does. watchdog: ends the run if a rank is lost or hangs; None without one."""
+
+    activity: Activity = field(default_factory=Activity)
+    watchdog: Watchdog | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run, from the view of one of them."""
 
     rank: int
     local_rank: int
     layout: Layout
     device: torch.device
-    store: dist.Store | None = None
-    tiers: tuple[Tier, ...] = ALONE
-    cluster: Cluster | None = None
-    activity: Activity = field(default_factory=Activity)
-    watchdog: Watchdog | None = None
-    timeout: timedelta | None = None
+    links: Links = Links()
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """Whether this rank prints, logs and decides for the run."""
         return self.rank == 0
+
+    @property
+    def store(self) -> dist.Store | None:
+        """See Links."""
+        return self.links.store
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """See Links."""
+        return self.links.tiers
+
+    @property
+    def activity(self) -> Activity:
+        """See Watch."""
+        return self.watch.activity
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """See Watch."""
+        return self.watch.watchdog
+
+    def on_grid(self, layout: Layout, tiers: tuple[Tier, ...]) -> "Ranks":
+        """Return the same ranks with another layout and other tiers."""
+        return replace(self, layout=layout, links=replace(self.links, tiers=tiers))
 
     def host_of(self, rank: int) -> str:
         """Return the name of the machine that a rank is on."""
@@ -72,7 +109,7 @@ class Ranks:
         self.activity.record("all_reduce over all ranks")
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         assert dist.group.WORLD is not None
-        # As if every rank were on a node of its own: the nodes are not known yet when a run begins.
+        # node=1 means no shared memory: a run does not know its nodes yet when it starts.
         everyone = collectives_of(dist.group.WORLD, self.device, node=1)
         self.activity.wait(lambda: everyone.all_reduce(summed).wait())
         return [float(value) for value in summed.tolist()]
@@ -91,15 +128,15 @@ class Ranks:
         return self.sum_all([0.0 if ok else 1.0]) == [0.0]
 
     def from_main(self, name: str, text: str) -> str:
-        """Return what the main rank passes as `text`. name: of this exchange, used once in a run. Collective."""
+        """Return the main rank's `text`. name: of this exchange, used once in a run. Collective."""
         if self.store is None:
             return text
         if self.is_main:
             self.store.set(name, text)
-        # The main rank may wait for a lock or a disk before it speaks; the watchdog ends the wait for one that is gone.
+        # The main rank may first wait for a lock or a disk. If it is gone, the watchdog ends the wait.
         self.store.wait([name], _PATIENCE)
         heard = str(self.store.get(name).decode())
-        # The main rank has the store, and may end over what it says: not before all others have heard it.
+        # The main rank holds the store and may exit because of the text, but only after all others have read it.
         if self.store.add(f"{name} was heard", 1) == self.layout.world:
             self.store.set(f"{name} is known", "")
         if self.is_main:
@@ -116,11 +153,11 @@ def connect(
 ) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
-    gloo on CPU, NCCL on CUDA. One process alone needs no environment and makes no process group. cluster: see Ranks;
-    the group of all ranks is on the network that joins them all. Where one machine has all ranks (LOCAL_WORLD_SIZE),
-    whatever nodes it plays, no card is asked for. timeout: within which a rank that is gone ends the others, as does,
-    where ranks note what they do (noted), one that hangs.
-    Raises BadInputError when this machine has no such card, RunFailedError when the ranks do not find each other.
+    The backend is gloo on CPUs and NCCL on GPUs. A single process needs no environment and makes no process group.
+    cluster: see Links; the group of all ranks uses the network that joins them all. If one machine has all ranks
+    (LOCAL_WORLD_SIZE), the cluster is not used. timeout: within it, a rank that is gone ends the others; so does a rank
+    that hangs, if ranks record what they do (noted).
+    Raises BadInputError if this machine lacks the network card, RunFailedError if the ranks do not find each other.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
         cluster = None
@@ -137,9 +174,9 @@ def connect(
     backend = "nccl" if device.type == "cuda" else "gloo"
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
-        # Read once, for where ranks meet and for sockets: = stands for the whole name.
+        # NCCL reads it once, for the rendezvous and for sockets. "=" asks for an exact match of the name.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
-    # The watchdog ends what hangs, and can say why.
+    # Longer than the watchdog's timeout, as the watchdog says why the run ends.
     patience = 2 * timeout
     with gloo_over(card):
         dist.init_process_group(
@@ -150,12 +187,12 @@ def connect(
             timeout=patience,
             pg_options=group_options(backend, cluster, card),
         )
-    store = dist.PrefixStore("llmtrain", store)
-    return Ranks(rank, local_rank, layout, device, store, tiers, cluster, activity, watchdog, patience)
+    links = Links(dist.PrefixStore("llmtrain", store), tiers, cluster, patience)
+    return Ranks(rank, local_rank, layout, device, links, Watch(activity, watchdog))
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
-    """Return the store that all ranks share, and this one's rank."""
+    """Return the store that all ranks share, and this process's rank."""
     try:
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistError as error:
@@ -172,12 +209,13 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
 
 
 def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
-    """Return the only rank of a run with a watchdog over it: it may hang in a file system that is gone."""
-    return replace(ranks, watchdog=Watchdog(ranks.activity, dist.HashStore(), 1, timeout.total_seconds(), noted=True))
+    """Return the only rank of a run with a watchdog: the rank may hang in a file system that is gone."""
+    watchdog = Watchdog(ranks.activity, dist.HashStore(), 1, timeout.total_seconds(), noted=True)
+    return replace(ranks, watch=Watch(ranks.activity, watchdog))
 
 
 def disconnect(ranks: Ranks) -> None:
-    """Leave the run's process groups, with nothing more to do."""
+    """Leave the run's process groups at its end."""
     ranks.activity.ended(Ending.WELL)
     if ranks.watchdog is not None:
         ranks.watchdog.end()

@@ -1,4 +1,4 @@
-"""Streams run jobs one after another, in parallel with the computation: a CUDA stream, or a thread on a CPU."""
+"""Streams, which run jobs one after another beside the computation: CUDA streams, or threads on CPUs."""
 
 import threading
 from collections.abc import Callable
@@ -14,14 +14,14 @@ Job = Callable[[], object]
 
 
 class Ticket(Protocol):
-    """What a submitted job is waited for with."""
+    """Stands for a submitted job."""
 
     def wait(self) -> None:
-        """Have what this thread computes next come after the job. Raises what the job raised."""
+        """Let nothing that this thread computes next start before the job is done. Raises what the job raised."""
 
 
 class Stream(Protocol):
-    """Where jobs run in the order in which they were submitted, each after what was computed before its submission."""
+    """Runs jobs in the order of submission, each after what was computed before its submission."""
 
     def submit(self, job: Job) -> Ticket:
         """Queue `job`, which runs without gradients."""
@@ -31,17 +31,17 @@ class Stream(Protocol):
 
 
 def new_stream(device: torch.device, name: str, activity: Activity) -> Stream:
-    """Return a new stream for work on `device`. activity: told of waiting."""
+    """Return a new stream for work on `device`. activity: records the time spent waiting."""
     return CudaStream(device, activity) if device.type == "cuda" else ThreadStream(name, activity)
 
 
 class ThreadStream:
-    """Jobs run in a thread: gloo and ctypes release the interpreter's lock, so a CPU computes meanwhile."""
+    """Runs jobs in a thread. gloo and ctypes release the interpreter's lock, so the main thread computes meanwhile."""
 
     def __init__(self, name: str, activity: Activity | None = None) -> None:
         self._activity = activity or Activity()
         self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
-        # A daemon, so that a job that waits for a lost rank does not keep the process alive.
+        # A daemon: a job that waits for a lost rank does not keep the process alive.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, job: Job) -> Ticket:
@@ -51,11 +51,12 @@ class ThreadStream:
         return _ThreadTicket(future, self._activity)
 
     def close(self) -> None:
-        """End the thread when it has done what is queued."""
+        """End the thread after the queued jobs."""
         self._jobs.put(None)
 
     def _run(self) -> None:
-        torch.set_grad_enabled(False)  # a setting of each thread
+        # Every thread has this setting of its own.
+        torch.set_grad_enabled(False)
         while (queued := self._jobs.get()) is not None:
             job, future = queued
             try:
@@ -64,7 +65,7 @@ class ThreadStream:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            # Else the last job's tensors would live until the next one comes.
+            # Without this, the last job's tensors would live until the next job.
             del job, future, queued
 
 
@@ -77,7 +78,7 @@ class _ThreadTicket:
 
 
 class CudaStream:
-    """Jobs are queued on a stream of their own; streams wait for each other's events, and the host for neither."""
+    """Queues jobs on a CUDA stream. Streams wait for each other's events; the host does not wait."""
 
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
         self._stream, self._activity = torch.cuda.Stream(device), activity or Activity()
@@ -91,7 +92,7 @@ class CudaStream:
         return _StreamTicket(self._stream.record_event(), self._activity)
 
     def close(self) -> None:
-        """Nothing to end: a stream goes with its last reference."""
+        """Do nothing: the stream is freed with its last reference."""
 
 
 class _StreamTicket:

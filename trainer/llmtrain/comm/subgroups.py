@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """Make process groups of the run's ranks, and return the one that this rank is in. Collective over all ranks.
-
-    See `join_group`; here one has this rank.
-    """
+    """Make process groups, and return the one that has this rank. Collective over all ranks. See `join_group`."""
     group = join_group(ranks, groups, backend)
     if group is None:
         raise ValueError(f"rank {ranks.rank} is in none of the groups {groups}")
@@ -24,13 +21,12 @@ def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | 
 
 
 def join_group(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Make process groups of the run's ranks, and return the one that this rank is in, if any. Collective over all
-    ranks.
+    """Make process groups, and return the one that has this rank, if any. Collective over all ranks.
 
-    Without a cluster every group takes the backend's own choice of a card. groups: those that are used at the same
-    time; none overlap. Every rank names all of them in the same order: groups that only their members know are named
-    after what each has made before, which ranks need not agree on. backend: None for the run's. Raises BadInputError
-    when this machine has no such card.
+    groups: disjoint groups of ranks that communicate at the same time. Every rank passes all of them in the same order:
+    torch names a group that only its members make by how many groups they have made, which can differ between ranks.
+    backend: None for the run's. Without a cluster the backend chooses the network card. Raises BadInputError if this
+    machine lacks the card.
     """
-    card = card_of(ranks.cluster, groups, ranks.rank)
-    return group_over(ranks.cluster, card, groups, backend, ranks.timeout)
+    card = card_of(ranks.links.cluster, groups, ranks.rank)
+    return group_over(ranks.links.cluster, card, groups, backend, ranks.links.timeout)
