@@ -20,7 +20,7 @@ from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units
@@ -56,7 +56,7 @@ def on_ranks(world: int, work: Callable[[Ranks], T]) -> list[T]:
     def run(rank: int) -> None:
         layout = Layout({Axis.DATA: world})
         try:
-            results[rank] = work(ThreadRanks(rank, rank, layout, torch.device("cpu"), store if world > 1 else None))
+            results[rank] = work(ThreadRanks(rank, rank, layout, torch.device("cpu"), Links(store if world > 1 else None)))
         except BaseException as error:
             errors.append(error)
 

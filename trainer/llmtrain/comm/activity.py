@@ -1,5 +1,5 @@
-"""What this rank does and for how long it waits for others: noted for those who ask why the run stands still, or who
-slows it."""
+"""What this rank does, and how long it waits for others. It explains which rank the others wait for, and which is
+slow."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Activity:
-    """Notes of one rank.
+    """The activity of one rank.
 
-    phase: of the run, empty in the middle of training. last: the newest note. moved: when that was, seconds since the
-    epoch. writing: whether it writes its part of a checkpoint. lost: whether it has lost contact with others.
+    phase: of the run, empty during training. last: the newest note. moved: when that was, seconds since the epoch.
+    writing: whether the rank writes its part of a checkpoint. lost: whether it has lost contact with others.
     """
 
     def __init__(self, rank: int = 0, path: str | None = None) -> None:
-        """path: of the launcher's notes, None where nobody keeps any."""
+        """path: of the launcher's crash notes, None without them."""
         self.rank = rank
         self._note = CrashNote(path, rank)
         self.phase = ""
@@ -34,49 +34,49 @@ class Activity:
         self._thread = threading.get_ident()
 
     def record(self, doing: str, step: int | None = None) -> None:
-        """Note what this rank begins. step: steps done, where that has changed."""
+        """Note what this rank begins. step: steps done, None if as before."""
         self.last = Last(self.last.step if step is None else step, doing)
         self.moved = time.time()
         self._note.write(self.last)
 
     def begin(self, phase: str) -> None:
-        """Note a phase that takes its time, and which the person who watches is told of until the next one begins."""
+        """Note a long phase, which the user is shown until the next one begins."""
         self.phase, self._share = phase, None
         self.record(phase)
 
     def moving(self, share: float | None = None) -> None:
-        """Note that what was begun goes on. share: how much of the phase is done, 0 to 1, None if as before."""
+        """Note that the phase makes progress. share: how much of it is done, 0 to 1, None if as before."""
         self.moved = time.time()
         if share is not None:
             self._share = share
 
     def doing(self) -> str:
-        """Return the phase, and how much of it is done where that is known."""
+        """Return the phase, and how much of it is done if that is known."""
         share = self._share
         return self.phase if share is None or not self.phase else f"{self.phase}: {share:.0%}"
 
     def ended(self, how: Ending) -> None:
-        """Note that this rank is about to end by itself, and how."""
+        """Note how this rank is about to end by itself."""
         self.lost = how == Ending.LOST
         self._note.write(replace(self.last, ending=how))
 
     @property
     def over(self) -> bool:
-        """Whether another rank, or the launcher, has found that the run cannot go on."""
+        """Whether another rank or the launcher has found that the run cannot go on."""
         return self._note.over
 
     def start_timing(self) -> None:
-        """Tell work from waiting until `own_seconds` is asked for."""
+        """Measure the time spent waiting until `own_seconds` is called."""
         self._timing, self._began, self._waited = True, time.perf_counter(), 0.0
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def wait(self, wait: Callable[[], T]) -> T:
-        """Return what `wait` returns, which waits for other ranks: the thread does, or the current CUDA stream."""
+        """Return the result of `wait`, which makes the thread or the current CUDA stream wait for other ranks."""
         if not self._timing:
             return wait()
         if self._stream is not None:
             if torch.cuda.current_stream() != self._stream:
-                # Another stream's wait holds up no computation.
+                # The computation does not wait for another stream's wait.
                 return wait()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
@@ -85,7 +85,7 @@ class Activity:
             self._stalls.append((before, after))
             return result
         if threading.get_ident() != self._thread:
-            # Another thread's wait holds up no computation.
+            # The computation does not wait for another thread's wait.
             return wait()
         begin = time.perf_counter()
         try:

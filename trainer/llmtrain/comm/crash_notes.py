@@ -1,4 +1,4 @@
-"""What ranks did last, kept where their launcher can read it when they have been killed. No torch in here."""
+"""Crash notes: what each rank did last. The launcher can read them after a rank was killed. Imports no torch."""
 
 import mmap
 import os
@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-# Set for ranks that `llmtrain run --nproc` started: the file of their notes.
+# Set for ranks that `llmtrain run --nproc` started: the path of their notes.
 CRASH_NOTES = "LLMTRAIN_NOTES"
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 class Ending(Enum):
-    """How a rank ended by itself. reported: it said why in a sentence. crashed: it printed a traceback. lost: it lost
-    contact with another one, which has the reason. well: it had nothing more to do."""
+    """How a rank ended by itself. reported: it printed the reason. crashed: it printed a traceback. lost: it lost contact
+    with another rank. well: it finished."""
 
     NONE = ""
     WELL = "well"
@@ -24,7 +24,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Last:
-    """What is known of a rank. step: steps done. doing: what it began last."""
+    """A rank's last note. step: steps done. doing: what it began last."""
 
     step: int = 0
     doing: str = "starting"
@@ -35,10 +35,10 @@ class Last:
 
 
 class CrashNote:
-    """A rank's page of the launcher's notes: writing it costs no system call, and it outlives the process."""
+    """A rank's page of the launcher's notes. A write costs no system call, and the note outlives the process."""
 
     def __init__(self, path: str | None, rank: int) -> None:
-        """path: None for notes that nobody keeps, as where the file cannot be opened."""
+        """path: of the launcher's notes. If it is None or cannot be opened, nothing is kept."""
         self._page: mmap.mmap | None = None
         if path is not None:
             with suppress(OSError), open(path, "r+b") as file:
@@ -46,22 +46,22 @@ class CrashNote:
                 self._verdict = mmap.mmap(file.fileno(), _PAGE, access=mmap.ACCESS_READ)
 
     def write(self, last: Last) -> None:
-        """Replace what was noted."""
+        """Replace the note."""
         if self._page is not None:
             text = f"{last.step}\n{last.ending.value}\n{last.doing}".encode()[: _PAGE - 1]
             self._page[: len(text) + 1] = text + b"\0"
 
     @property
     def over(self) -> bool:
-        """Whether a reason for the run's end is there."""
+        """Whether a rank has left a reason for the run's end."""
         return self._page is not None and self._verdict[0] != 0
 
 
 class CrashNotes:
-    """The launcher's side: one page for what ranks found to be the reason of the run's end, and one for each rank.
+    """The launcher's side: one page for the reason of the run's end, and one for each rank.
 
-    A file in memory that is gone with this process, however it ends. Ranks open it as `path`, None where the system
-    knows no such files.
+    The notes are a file in memory, which is gone when this process ends. Ranks open it as `path`, None on systems
+    without such files.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -72,22 +72,22 @@ class CrashNotes:
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def last(self, rank: int) -> Last:
-        """Return what a rank noted last; before its first step where it noted nothing."""
+        """Return a rank's last note; without one, the rank has not begun its first step."""
         return Last() if self.path is None else read_note(self.path, rank)
 
     @property
     def verdict(self) -> str:
-        """The sentence that ranks left, empty if none did."""
+        """The reason that a rank left, empty if none did."""
         return "" if self.path is None else _read(self.path, 0)
 
     def close(self) -> None:
-        """Forget all."""
+        """Free the notes."""
         if self.path is not None:
             os.close(self._fd)
 
 
 def read_note(path: str, rank: int) -> Last:
-    """Return what a rank noted last; before its first step where it noted nothing. Raises OSError."""
+    """Return a rank's last note; without one, the rank has not begun its first step. Raises OSError."""
     try:
         step, ending, doing = _read(path, rank + 1).split("\n", 2)
         return Last(int(step), doing, Ending(ending))
@@ -96,7 +96,7 @@ def read_note(path: str, rank: int) -> Last:
 
 
 def leave_verdict(path: str, sentence: str) -> None:
-    """Leave the reason for the run's end to the launcher."""
+    """Leave the reason for the run's end for the launcher."""
     with open(path, "r+b") as file:
         file.write(sentence.encode()[: _PAGE - 1] + b"\0")
 

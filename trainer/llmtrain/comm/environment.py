@@ -1,4 +1,4 @@
-"""Which run this process belongs to, read off the environment. No torch in here."""
+"""This process's place in a run, from environment variables. Imports no torch."""
 
 import os
 import re
@@ -11,19 +11,19 @@ from llmtrain.errors import BadInputError
 
 # Set for ranks that `llmtrain run --nproc` started: the pid of the process that started them.
 LAUNCHER_PID = "LLMTRAIN_LAUNCHER_PID"
-# The number of the signal by which that process was told to stop, for ranks that it started later.
+# The number of the signal that told that process to stop, for ranks that it starts later.
 STOP_SIGNAL = "LLMTRAIN_STOP_SIGNAL"
 
-# Where runs meet: below the ports that Linux hands out to whoever asks for any (from 32768).
+# Ports at which ranks meet. They are below those that Linux assigns by itself, from 32768.
 FIRST_PORT, PORTS = 20000, 12000
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A rank's place as its launcher gave it, and the variables torch needs to find the other ranks.
+    """A rank's place as its launcher gave it, and the variables that torch needs to find the other ranks.
 
-    local_rank: among those of its machine, 0 where nothing says so. ranks_per_node: how many were started on each
-    machine, the world where nothing says so.
+    local_rank: among the ranks of its machine, 0 if the launcher does not say. ranks_per_node: ranks on each machine,
+    the world if the launcher does not say.
     """
 
     by: str
@@ -35,14 +35,14 @@ class Launched:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank tells the user how the run starts."""
+        """Whether this rank reports to the user how the run starts."""
         return self.rank == 0
 
 
 def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launched | None:
-    """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started, or None if nobody did.
+    """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started; None without a launcher.
 
-    wanted: ranks that --nproc asks for. Raises BadInputError when the variables contradict themselves or that.
+    wanted: ranks that --nproc asks for. Raises BadInputError if the variables contradict each other or `wanted`.
     """
     place = _found(environment)
     if place is not None and wanted not in (None, place.world):
@@ -54,7 +54,7 @@ def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launc
 
 
 def heed_launcher() -> None:
-    """Take the signal that this rank's launcher got before there was a rank to pass it on to."""
+    """Raise the signal that this rank's launcher received before it had started this rank."""
     if number := os.environ.get(STOP_SIGNAL):
         signal.raise_signal(int(number))
 
@@ -63,7 +63,7 @@ def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
         return _launched(by, environment, environment.get("LOCAL_WORLD_SIZE"), {})
-    # mpirun first: inside a job it starts its own processes through srun, and they hand on what srun told them.
+    # mpirun first: inside a Slurm job it starts its processes through srun, and ranks inherit srun's variables.
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return _from_open_mpi(environment)
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -79,8 +79,8 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
             "mpirun started ranks on several machines, and nothing says where they meet; set MASTER_ADDR to the first "
             "machine's name, as in mpirun -x MASTER_ADDR=node1"
         )
-    # Runs that share a machine meet on different ports: each has an mpirun of its own, which tells its ranks a name.
-    # Where it does not, it is the ranks' parent, unless they are started through a script.
+    # Runs that share a machine need different ports. Each run has an mpirun of its own, which gives its ranks a name.
+    # Without the name its pid serves: mpirun is the ranks' parent, unless a script starts them.
     name = environment.get("PMIX_NAMESPACE", str(os.getppid()))
     port = FIRST_PORT + crc32(name.encode()) % PORTS
     variables = {
@@ -96,7 +96,7 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
 
 def _from_slurm(environment: Mapping[str, str]) -> Launched:
     rank, world = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
-    # Every job has an id of its own, so that jobs that share a node meet on different ports.
+    # Jobs that share a node need different ports, and have different ids.
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     variables = {
         "RANK": rank,
@@ -105,7 +105,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", ""))),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-    # As in `4(x2),3`: tasks on each node.
+    # The tasks on each node, as in `4(x2),3`.
     per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     variables |= {"LOCAL_WORLD_SIZE": per_node[0]} if per_node else {}
     return _launched("srun", variables, per_node and per_node[0], variables)

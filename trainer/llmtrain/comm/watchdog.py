@@ -1,8 +1,8 @@
-"""Ranks that watch each other: each tells through the store that it lives and what it does, and one that is silent, or
-that all others wait for, is named in one sentence and ends the run.
+"""Ranks watch each other through the store: a rank that is lost or hangs is named in one sentence, and the run ends.
 
-The first rank judges the others and they judge the first. A silence is counted in the listener's own rounds and not in
-seconds, so that a job that is suspended as a whole may sleep as long as it likes.
+Every rank regularly writes a sign of life, a beat, with what it does. The first rank watches the others, and they watch
+the first. A silence is counted in rounds of the watching rank and not in seconds, so that a whole job may be suspended
+for any time.
 """
 
 import json
@@ -22,47 +22,66 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
 from llmtrain.errors import EXIT_FAILED
 
-# Seconds between two signs of life, at most; more often where the timeout is short.
+# Most seconds between two beats; there are at least ROUNDS of them in a timeout.
 LONGEST_ROUND = 5.0
 ROUNDS = 8
-# Rounds without a sign of life after which a rank is gone, once another has lost contact.
+# Rounds without a beat after which a rank is taken for gone, once another rank has lost contact.
 LOST_ROUNDS = 4
 VERDICT = "verdict"
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life. turn: its number. moved: when the rank last began something, seconds since the epoch. lost:
-    whether it has lost contact. writing: whether it writes its part of a checkpoint. born: when the process started,
-    which tells it from a later one of the same pid."""
+class ProcessId:
+    """A process of a machine. born: when it started, which tells it from a later process with the same pid."""
 
     host: str
     pid: int
     born: float
-    turn: int = 0
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does. moved: when it last began something, seconds since the epoch. lost: whether it has lost contact
+    to others. writing: whether it writes its part of a checkpoint."""
+
     step: int = 0
     doing: str = ""
     moved: float = 0.0
     lost: bool = False
     writing: bool = False
 
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. number: counts them."""
+
+    process: ProcessId
+    number: int = 0
+    state: RankState = RankState()
+
+    @property
+    def host(self) -> str:
+        """The machine that the rank is on."""
+        return self.process.host
+
     @property
     def last(self) -> Last:
         """What the rank did last."""
-        return Last(self.step, "writing its part of a checkpoint" if self.writing else self.doing)
+        return Last(self.state.step, "writing its part of a checkpoint" if self.state.writing else self.state.doing)
 
 
 class Watchdog:
-    """One rank's eye on the others, in two threads; what it finds ends the process with exit code 1.
+    """Watches other ranks in two threads. If it finds one lost or hanging, it ends the process with exit code 1.
 
-    store: a connection of its own, as the training loop may wait for an answer in its. timeout: seconds within which
-    silence or standstill has ended all ranks. noted: whether ranks note what they do, else standstill looks like work.
+    store: a connection of its own, as the training loop may wait for an answer in its connection. timeout: seconds
+    within which all ranks end after one is lost or hangs. noted: whether ranks record what they do; without records a
+    hang looks like work.
     """
 
     def __init__(self, activity: Activity, store: dist.Store, world: int, timeout: float, noted: bool) -> None:
         self._activity, self._store, self._timeout, self._noted = activity, store, timeout, noted
         self._pause = min(LONGEST_ROUND, timeout / ROUNDS)
-        # Two rounds are for the others to hear of it.
+        # The other ranks need two rounds to read the verdict.
         self._patience = max(2, int(timeout / self._pause) - 2)
         self._others = list(range(1, world)) if activity.rank == 0 else [0]
         self._heard: dict[int, Beat] = {}
@@ -71,41 +90,41 @@ class Watchdog:
         self._newest = 0.0
         self._over = threading.Event()
         process = psutil.Process()
-        self._self = Beat(socket.gethostname(), process.pid, process.create_time())
+        self._self = Beat(ProcessId(socket.gethostname(), process.pid, process.create_time()))
         self._tell()
         self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._talk, self._guard)]
         for thread in self._threads:
             thread.start()
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the machine that a rank is on, as far as it can still be asked for."""
+        """Return the name of the machine that a rank is on, or a text that says that the store does not answer."""
         try:
             return _parse(self._store.get(_key(rank))).host
         except RuntimeError:
             return "a machine that is out of reach"
 
     def leave_word(self) -> None:
-        """Tell the others that this rank has said why it ends; they end a little later, without a word."""
+        """Tell the others that this rank ends and has said why. They end a little later and print nothing."""
         with suppress(RuntimeError):
             self._store.compare_set(VERDICT, "", json.dumps({"sentence": "", "gone": []}))
 
     def find_lost(self) -> None:
-        """Wait, having lost contact, until it is known with whom: the process then ends. Returns if it never is."""
+        """After a loss of contact, wait until the lost rank is found, which ends the process. Return if none is."""
         self._over.wait(self._timeout)
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._over.set()
         for thread in self._threads:
-            # One that waits for a store that is gone is left to end with the process.
+            # A thread that waits for a store that is gone ends with the process.
             thread.join(1)
 
     def _talk(self) -> None:
-        """Tell, hear and judge, round by round."""
-        # A store that is gone is for `_guard` to notice, as is one that never answers.
+        """Write a beat, read the others' and judge, in every round."""
+        # `_guard` notices a store that is gone or never answers.
         with suppress(RuntimeError):
             if self._activity.rank:
-                # Known from the start, so that it is named and ended however soon it falls silent.
+                # Read at the start, so that the first rank can be named and ended even if it is lost early.
                 self._heard[0] = _parse(self._store.get(_key(0)))
             while not self._over.wait(self._pause):
                 self._tell()
@@ -117,12 +136,9 @@ class Watchdog:
                     self._judge()
 
     def _tell(self) -> None:
-        activity, turn = self._activity, self._self.turn + 1
-        last = activity.last
-        self._self = replace(
-            self._self, turn=turn, step=last.step, doing=last.doing, moved=activity.moved, lost=activity.lost,
-            writing=activity.writing,
-        )  # fmt: skip
+        activity, last = self._activity, self._activity.last
+        state = RankState(last.step, last.doing, activity.moved, activity.lost, activity.writing)
+        self._self = replace(self._self, number=self._self.number + 1, state=state)
         self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))
 
     def _hear(self) -> None:
@@ -132,12 +148,12 @@ class Watchdog:
             self._silent[rank] += 1
         for rank, text in zip(here, texts, strict=True):
             beat = _parse(text)
-            if rank not in self._heard or self._heard[rank].turn != beat.turn:
+            if rank not in self._heard or self._heard[rank].number != beat.number:
                 self._silent[rank] = 0
             self._heard[rank] = beat
 
     def _judge(self) -> None:
-        apart = self._activity.lost or any(beat.lost for beat in self._heard.values())
+        apart = self._activity.lost or any(beat.state.lost for beat in self._heard.values())
         self._apart = self._apart + 1 if apart else 0
         patience = min(LOST_ROUNDS, self._patience) if apart else self._patience
         gone = [rank for rank in self._others if self._silent[rank] >= patience]
@@ -149,14 +165,14 @@ class Watchdog:
             self._judge_standstill()
 
     def _judge_standstill(self) -> None:
-        """Where nobody begins anything any more, all wait for the one that stopped first."""
+        """If no rank has begun anything for long, all of them wait for the rank that stopped first."""
         beats = {0: self._self} | self._heard
-        newest = max(beat.moved for beat in beats.values())
+        newest = max(beat.state.moved for beat in beats.values())
         self._still = self._still + 1 if newest == self._newest else 0
         self._newest = newest
         if self._still >= self._patience:
-            # A checkpoint is written beside the training, which waits for it in the end.
-            first = min(beats, key=lambda rank: (not beats[rank].writing, beats[rank].moved))
+            # A rank that writes a checkpoint comes first: the training goes on meanwhile and then waits for it.
+            first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
             whom = "the run waits for" if len(beats) == 1 else "the others wait for"
             self._condemn(
                 f"nothing has moved for {self._spent(self._still)}: {whom} rank {first} on {beats[first].host}, which "
@@ -165,7 +181,7 @@ class Watchdog:
             )
 
     def _guard(self) -> None:
-        """End this process when the store, which the first rank or its launcher keeps, answers no more."""
+        """End this process when the store, which the first rank or its launcher holds, no longer answers."""
         answers, silent = 0, 0
         while not self._over.wait(self._pause):
             silent = 0 if self._answers != answers else silent + 1
@@ -173,14 +189,14 @@ class Watchdog:
             if silent < (min(LOST_ROUNDS, self._patience) if self._activity.lost else self._patience):
                 continue
             first = self._heard.get(0, self._self)
-            # One voice for each machine, as they have nothing left to agree by: its first rank but the one gone.
+            # Without the store ranks cannot agree on who speaks: the first rank of each machine does, but not rank 0.
             if self._activity.rank == max(self._activity.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
                 self._say(
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "
                     f"{self._self.host} for {self._spent(silent)}; it was last seen {first.last}"
                 )
-            # One that is only stopped would outlive the run.
-            self._kill([asdict(first)])
+            # A process that is only stopped would outlive the run.
+            self._kill([asdict(first.process)])
             os._exit(EXIT_FAILED)
 
     def _named(self, gone: Sequence[int]) -> str:
@@ -199,37 +215,38 @@ class Watchdog:
         return f"{rounds * self._pause:.3g} s"
 
     def _condemn(self, sentence: str, gone: Sequence[int]) -> None:
-        beats = [asdict(self._heard[rank]) for rank in gone if rank in self._heard]
-        text = json.dumps({"sentence": sentence, "gone": beats})
+        processes = [asdict(self._heard[rank].process) for rank in gone if rank in self._heard]
+        text = json.dumps({"sentence": sentence, "gone": processes})
         held = self._store.compare_set(VERDICT, "", text).decode()
         if held == text:
-            # In this order: what dies without a word is taken for the reason unless there is one.
+            # Say the reason first: the launcher takes a rank that dies without a reason for the reason.
             self._say(sentence)
-            self._kill(beats)
-            # The others have yet to read it, and the store may be this process's.
+            self._kill(processes)
+            # The others still have to read the verdict, and this process may hold the store.
             time.sleep(2 * self._pause)
             os._exit(EXIT_FAILED)
         self._carry_out(json.loads(held))
 
     def _carry_out(self, verdict: dict[str, object]) -> None:
-        """Do what another rank's verdict says, which has been said."""
+        """Act on another rank's verdict, which that rank has printed."""
         gone, path = verdict["gone"], os.environ.get(CRASH_NOTES)
         assert isinstance(gone, list)
         if gone and path is not None:
             leave_verdict(path, str(verdict["sentence"]))
         self._kill(gone)
         self._told += 1
-        # Where a rank ended by itself, the others may be about to do the same.
+        # Without a sentence a rank ended by itself, and the others may be about to do so.
         if verdict["sentence"] or self._activity.lost or self._told > LOST_ROUNDS:
             os._exit(EXIT_FAILED)
 
     def _kill(self, gone: Sequence[dict[str, object]]) -> None:
-        """Kill what stands still on this machine, as it would outlive the run."""
-        for beat in gone:
-            if beat["host"] == self._self.host and beat["pid"] != self._self.pid:
+        """Kill those of the processes that are on this machine, as they would outlive the run."""
+        own = self._self.process
+        for one in gone:
+            if one["host"] == own.host and one["pid"] != own.pid:
                 with suppress(psutil.Error):
-                    process = psutil.Process(int(str(beat["pid"])))
-                    if process.create_time() == beat["born"]:
+                    process = psutil.Process(int(str(one["pid"])))
+                    if process.create_time() == one["born"]:
                         process.kill()
 
     def _say(self, sentence: str) -> None:
@@ -241,7 +258,7 @@ class Watchdog:
 
 
 def _newest(rank: int, beat: Beat) -> Last:
-    """Return what a rank did last, by its notes where they are at hand, as beats are some seconds apart."""
+    """Return what a rank did last, from its crash note if there is one, as a beat may be some seconds old."""
     with suppress(KeyError, OSError):
         return read_note(os.environ[CRASH_NOTES], rank)
     return beat.last
@@ -252,4 +269,5 @@ def _key(rank: int) -> str:
 
 
 def _parse(text: bytes) -> Beat:
-    return Beat(**json.loads(text))
+    beat = json.loads(text)
+    return Beat(ProcessId(**beat["process"]), beat["number"], RankState(**beat["state"]))

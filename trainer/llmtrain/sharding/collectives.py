@@ -1,4 +1,4 @@
-"""Gathers and reductions over hops: in place, hierarchical, quantized; each is a list of stages, one for each hop."""
+"""Gathers and reductions as lists of steps, one for each hop: hierarchical, in place, plain or quantized."""
 
 import math
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from llmtrain.sharding.hops import Hop
 
 @dataclass(frozen=True)
 class HopStep:
-    """A part of a gather or a reduction, which runs on the stream of `hop`, without gradients."""
+    """A step of a gather or a reduction. The job runs on the stream of `hop`, without gradients."""
 
     hop: Hop
     job: Job
 
     def then(self, job: Job) -> "HopStep":
-        """Return this stage with `job` done after it."""
+        """Return this step with `job` after it."""
         return HopStep(self.hop, lambda: (self.job(), job()))
 
     def first(self, job: Job) -> "HopStep":
-        """Return this stage with `job` done before it."""
+        """Return this step with `job` before it."""
         return HopStep(self.hop, lambda: (job(), self.job()))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How numbers are packed into fewer bits: payload and scales of a shard lie in one buffer (ZeRO++, section 3)."""
+    """A quantized format. Payload and scales of a shard are in one buffer (ZeRO++, section 3)."""
 
     bits: int
     block: int
@@ -51,7 +51,7 @@ class Packing:
 
 
 def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
-    """Return this rank's part of `whole`, which the hops' ranks share; hops from the fastest, the most significant."""
+    """Return this rank's part of `whole`, one-dimensional. hops: the fastest, which is the most significant, first."""
     for hop in hops:
         size = whole.numel() // hop.radix
         whole = whole[hop.place * size : (hop.place + 1) * size]
@@ -59,10 +59,10 @@ def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
 
 
 def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
-    """Fill `whole`, one-dimensional, of which this rank's part is there already.
+    """Fill `whole`, one-dimensional, which has this rank's part already.
 
-    The slowest hop goes first, with as little as possible; each lands where it belongs (MiCS, section 3.3, without
-    the rearranging copy).
+    The slowest hop goes first, with the smallest parts. All parts are received in place (MiCS, section 3.3, without its
+    rearranging copy).
     """
     return [_gather_over(hops[depth], own_part(whole, hops[:depth])) for depth in reversed(range(len(hops)))]
 
@@ -70,7 +70,7 @@ def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
 def all_gather_packed(
     whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, workspace: Workspace, packed: bool = False
 ) -> list[HopStep]:
-    """Fill `whole` from every rank's `part`, which travels packed; one's own part is rounded as all others are.
+    """Fill `whole` from every rank's `part`, which is sent packed. This rank's own part is rounded as well.
 
     workspace: buffers for this gather alone. packed: whether `part` is packed already.
     """
@@ -88,10 +88,10 @@ def all_gather_packed(
 def reduce_scatter(
     values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, workspace: Workspace
 ) -> tuple[list[HopStep], Tensor]:
-    """Sum `values` over the hops' ranks; returns with the stages where this rank's part will be, fp32, in `workspace`.
+    """Sum `values` over the hops' ranks. Return the steps, and this rank's part of the sum, fp32 and in `workspace`.
 
-    The fastest hop goes first, with the most. Every hop is an all-to-all, and its sum is made in fp32.
-    Values travel as `wire`, or packed (ZeRO++, section 3.3, with a hop for each level).
+    The fastest hop goes first, with the largest parts. Every hop adds in fp32. Values are sent as `wire`, or packed
+    (ZeRO++, section 3.3, with a hop for each level).
     """
     steps = []
     for hop in hops:
@@ -119,7 +119,7 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
     for rows in others:
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
     hop.collectives.all_to_all(received, sent).wait()
-    # What this rank adds itself does not travel, and need not be rounded.
+    # This rank's own part is not sent, and so not rounded.
     total.copy_(own_part(values, (hop,)))
     for rows in others:
         dequantize_sum(received[rows], packing.bits, packing.block, total, accumulate=True)

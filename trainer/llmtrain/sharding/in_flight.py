@@ -1,4 +1,4 @@
-"""Gathers or reductions under way: each hop of one waits for its hop before, and for nothing else."""
+"""Gathers and reductions in flight: each of their steps waits for the step before it, and for nothing else."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,21 +18,21 @@ class _Slot:
 
 
 class InFlight:
-    """Starts lists of stages on their hops' streams; at most `count` are under way at once, each with its own
-    buffers."""
+    """Starts gathers or reductions on their hops' streams. At most `count` are in flight at once, each with buffers of
+    its own."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._slots = deque(_Slot(Workspace(device)) for _ in range(count))
 
     def start(self, build: Callable[[Workspace], list[HopStep]]) -> list[Ticket]:
-        """Start the stages that `build` makes with the buffers it is given; returns one ticket for each, in order."""
+        """Start the steps that `build` makes with the workspace that it is given; return one ticket for each."""
         slot = self._slots[0]
         self._slots.rotate(-1)
         tickets: list[Ticket] = []
         before = slot.ticket
         steps = build(slot.workspace)
         for other in self._slots:
-            # Which unit meets which flight changes from step to step: all grow in the first one.
+            # A unit gets another workspace in every training step: all of them grow in the first step.
             other.workspace.match(slot.workspace)
         for step in steps:
             before = step.hop.stream.submit(_after(before, step.job))
@@ -42,7 +42,7 @@ class InFlight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """Bytes of the workspaces."""
         return sum(slot.workspace.nbytes for slot in self._slots)
 
 

@@ -1,4 +1,4 @@
-"""What a hop puts on its links, from sizes alone: counted when it is launched, and predicted by the same functions."""
+"""Bytes that collectives send, from sizes alone. Predictions and the counts of a run use the same functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Link(Protocol):
-    """The part of a hop that its traffic depends on."""
+    """What the traffic of a hop depends on."""
 
     @property
     def radix(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks."""
 
     @property
     def tier(self) -> str:
@@ -18,7 +18,7 @@ class Link(Protocol):
 
 
 class Packed(Protocol):
-    """How packed numbers take up bytes."""
+    """The size of packed numbers."""
 
     def row_bytes(self, numel: int) -> int:
         """Bytes of `numel` elements."""
@@ -44,7 +44,7 @@ Count = Callable[[Iterable[Traffic]], None]
 def gather_traffic(
     purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
 ) -> list[Traffic]:
-    """Return what it takes to gather `numel` elements over `hops`, fastest first."""
+    """Return the traffic of a gather of `numel` elements over `hops`, fastest first."""
     ranks = 1
     for hop in hops:
         ranks *= hop.radix
@@ -60,7 +60,7 @@ def gather_traffic(
 def reduce_traffic(
     purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
 ) -> list[Traffic]:
-    """Return what it takes to reduce `numel` elements to one rank's part over `hops`, fastest first."""
+    """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first."""
     found = []
     for hop in hops:
         part = numel // hop.radix
