@@ -56,7 +56,9 @@ def on_ranks(world: int, work: Callable[[Ranks], T]) -> list[T]:
     def run(rank: int) -> None:
         layout = Layout({Axis.DATA: world})
         try:
-            results[rank] = work(ThreadRanks(rank, rank, layout, torch.device("cpu"), Links(store if world > 1 else None)))
+            results[rank] = work(
+                ThreadRanks(rank, rank, layout, torch.device("cpu"), Links(store if world > 1 else None))
+            )
         except BaseException as error:
             errors.append(error)
 
