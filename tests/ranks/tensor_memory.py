@@ -30,17 +30,17 @@ def block_bytes(config: GPTConfig, batch: int, sequence: int, degree: int, shard
 
     With b sequences of s tokens, hidden size h, MLP width f, a query and k key/value heads of width d, and t ranks:
 
-    - before each column-parallel product, its input, and before that the norm's: 4 b s h elements, 3 where both norms
-      have the same input (neox). Each rank has all of them, or, with sequence parallelism, 1/t: only a shard is kept,
-      and gathered again in the backward pass;
-    - inside attention Q, K and V, b s (a + 2 k) d, and what comes out of it, b s h, which the next product keeps as
-      well; inside the MLP its width before and after the nonlinearity, 2 b s f, or 3 b s f with a gate: 1/t always;
-    - in fp32, whatever the rest is in: each norm's statistics, two a token for LayerNorm and one for RMSNorm, shared
-      out like tokens; and attention's normalizers, b s a, 1/t.
+    - The input of each column-parallel product and of the norm before it: 4 b s h elements, or 3 b s h if both norms
+      have the same input (neox). Each rank saves all of them; with sequence parallelism it saves 1/t, and gathers the
+      full input again in the backward pass.
+    - In attention: Q, K and V, b s (a + 2 k) d, and the output, b s h, which the next product saves too. In the MLP:
+      the values before and after the nonlinearity, 2 b s f, or 3 b s f with a gate. Each rank saves 1/t of these.
+    - In fp32, whatever the compute dtype: each norm's statistics, two per token for LayerNorm and one for RMSNorm,
+      sharded like the tokens; and attention's normalizers, b s a, of which each rank saves 1/t.
 
-    Korthikanti et al. 2022 count the same (equations 2 and 4, without the attention core that flash attention does not
-    keep): of their 10 s b h bytes that only sequence parallelism divides, 8 are the 4 b s h elements in 16 bits and 2
-    are dropout's masks; of the 24 s b h / t, 6 are Q, K and V, 2 attention's output and 16 the MLP's with f = 4 h.
+    Korthikanti et al. 2022 count the same (equations 2 and 4, without the attention core, which flash attention does
+    not save). Of their 10 s b h bytes that only sequence parallelism divides, 8 are the 4 b s h elements in 16 bits and
+    2 are dropout's masks; of the 24 s b h / t, 6 are Q, K and V, 2 attention's output and 16 the MLP's with f = 4 h.
     """
     tokens, gated = batch * sequence, config.activation == "swiglu"
     everywhere = tokens * config.hidden * (3 if config.family == "neox" else 4)

@@ -23,7 +23,7 @@ from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
-from llmtrain.parallel.weight_gradients import gradients as put_off
+from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
 from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, whole_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
@@ -45,7 +45,9 @@ class Built:
         """Return every canonical tensor's gradient; sums those of TP-replicated tensors, as a reducer would."""
         found = {}
         for unit in self.units:
-            flat = torch.cat([parameter.grad.flatten() for parameter in unit.parameters if parameter.grad is not None])
+            flat = torch.cat(
+                [parameter.grad.flatten() for parameter in unit.parameters.tensors if parameter.grad is not None]
+            )
             assert len(flat) == unit.spec.numel
             if self.mesh.sharded:
                 dist.all_reduce(flat[unit.spec.replicated :])
@@ -82,8 +84,8 @@ def build(
     model = GPT(config, CPU, recompute)
     parallelize(model, mesh, queue)
     units = []
-    for whole in model_units(config):
-        spec = whole.slice(mesh.place, mesh.degree)
+    for full in model_units(config):
+        spec = full.slice(mesh.place, mesh.degree)
         units.append(whole_unit(spec, model.unit(spec.name), CPU, dtype, seed=1))
     return Built(model, units, mesh)
 
@@ -112,13 +114,13 @@ def train(built: Built, adam: bool) -> list[float]:
 def difference(ours: Built, theirs: Built, what: str, together: bool = False) -> float:
     """Return the largest relative difference, in the norm, of a tensor's gradient or weight from the plain model's;
     `together`: the difference of all tensors as one vector."""
-    mine, whole, differences, sizes = getattr(ours, what)(), getattr(theirs, what)(), [], []
+    mine, full, differences, sizes = getattr(ours, what)(), getattr(theirs, what)(), [], []
     for tensor in (tensor for unit in ours.units for tensor in unit.spec.tensors):
-        expected = whole[tensor.name][tensor.held[0] : tensor.held[1]]
+        expected = full[tensor.name][tensor.held[0] : tensor.held[1]]
         differences.append((mine[tensor.name] - expected).norm())
         # Keys' biases move all scores of a query equally, so their gradients are zero except for rounding.
         sizes.append(
-            expected.norm() if ".k.bias" not in tensor.name else whole[tensor.name.replace(".k.", ".q.")].norm()
+            expected.norm() if ".k.bias" not in tensor.name else full[tensor.name.replace(".k.", ".q.")].norm()
         )
     if together:
         return float(torch.stack(differences).norm() / torch.stack(sizes).norm())
@@ -138,10 +140,10 @@ def parity(name: str, mesh: TensorMesh, figures: Figures) -> None:
         if queue is None:
             loss.backward()
         else:
-            with queue.collecting() as left:
+            with queue.collecting() as deferred:
                 loss.backward()
-            figures["put off"] = sum(parameter.grad is None for parameter in ours.model.parameters())
-            for parameter, gradient in put_off(left):
+            figures["deferred"] = sum(parameter.grad is None for parameter in ours.model.parameters())
+            for parameter, gradient in deferred_gradients(deferred):
                 parameter.grad = gradient
         figures[f"gradients {variant}"] = difference(ours, plain, "gradients")
     with torch.no_grad():
@@ -180,7 +182,7 @@ def dropout(mesh: TensorMesh, figures: Figures) -> None:
     figures["recomputed alike"] = float((seen[0] - seen[1]).abs().max())
     figures["in heads"] = seen[0].flatten()[:64].tolist()
     figures["residual"] = (embedded == 0).flatten()[:64].int().tolist()
-    figures["whole"] = [float(parameter.grad.sum()) for parameter in ours.model.head.norm.parameters()]
+    figures["replicated"] = [float(parameter.grad.sum()) for parameter in ours.model.head.norm.parameters()]
 
 
 def memory(mesh: TensorMesh, figures: Figures) -> None:

@@ -38,11 +38,11 @@ def test_parity(world: int, name: str, kind: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize("name", CASES[2])
-def test_products_of_weights_are_put_off(name: str, found: Found) -> None:
+def test_weight_gradients_are_deferred(name: str, found: Found) -> None:
     """The backward pass defers the gradients of a block's matrices and of its column-parallel layers' biases."""
     config = config_of(name)
     a_block = 4 if config.family == "llama" else 6
-    assert {rank[f"{name} tensor"]["put off"] for rank in found(2)} == {config.layers * a_block}
+    assert {rank[f"{name} tensor"]["deferred"] for rank in found(2)} == {config.layers * a_block}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +58,7 @@ def test_dropout(kind: str, found: Found) -> None:
     assert first["recomputed alike"] == second["recomputed alike"] == 0.0
     assert first["in heads"] != second["in heads"]
     assert (first["residual"] == second["residual"]) == (kind == "tensor")
-    assert (first["whole"] == second["whole"]) == (kind == "tensor")
+    assert (first["replicated"] == second["replicated"]) == (kind == "tensor")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -119,10 +119,10 @@ def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
 
     def forward(given: Tensor, targets: Tensor | None) -> Tensor:
         result = given * weight
-        result.register_hook(put_off)
+        result.register_hook(defer)
         return result.sum() if stage_layout.closes else result
 
-    def put_off(gradient: Tensor) -> None:
+    def defer(gradient: Tensor) -> None:
         if weight_gradients.active:
             weight_gradients.push(weight, lambda: lambda: gradient)
 

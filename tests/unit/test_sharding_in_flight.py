@@ -11,7 +11,7 @@ from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 
 
-class OnLane:
+class OnStream:
     """The part of a hop that in-flight operations need."""
 
     def __init__(self, stream: Stream) -> None:
@@ -19,7 +19,7 @@ class OnLane:
 
 
 def step(stream: Stream, job: object) -> HopStep:
-    return HopStep(cast(Hop, OnLane(stream)), job)  # type: ignore[arg-type]
+    return HopStep(cast(Hop, OnStream(stream)), job)  # type: ignore[arg-type]
 
 
 def test_all_buffers_have_grown_when_each_size_was_seen() -> None:
@@ -44,7 +44,7 @@ def test_all_buffers_have_grown_when_each_size_was_seen() -> None:
     stream.close()
 
 
-def test_a_stage_waits_for_the_one_before_and_for_the_flight_whose_buffers_it_takes() -> None:
+def test_a_hop_waits_for_the_one_before_and_for_the_last_user_of_its_slot() -> None:
     streams, in_flight, done = [ThreadStream("a"), ThreadStream("b")], InFlight(torch.device("cpu"), 2), []
     for number in range(20):
 

@@ -22,7 +22,7 @@ RANKS, BATCH, SEQUENCE, INPUTS, OUTPUTS = 2, 3, 8, 10, 14
 
 
 @dataclass(frozen=True)
-class Told(TensorMesh):
+class RecordingMesh(TensorMesh):
     """Simulates ranks that are all equal to this one, and records its collectives in `events`."""
 
     events: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ def inputs_of(kind: type[nn.Module], mesh: TensorMesh) -> Tensor:
     return torch.randn(BATCH, SEQUENCE, INPUTS // mesh.degree, requires_grad=True)
 
 
-def backward_events(kind: type[nn.Module], mesh: Told) -> list[str]:
+def backward_events(kind: type[nn.Module], mesh: RecordingMesh) -> list[str]:
     y = layer_of(kind, mesh)(inputs_of(kind, mesh))
     mesh.events.clear()
     with Products(mesh.events):
@@ -90,58 +90,58 @@ TO_X, TO_WEIGHT = f"product {ROWS}x{INPUTS}", f"product {OUTPUTS // RANKS}x{INPU
 
 
 def test_input_gradients_are_summed_while_weights_get_theirs() -> None:
-    events = backward_events(ColumnParallelLinear, Told(0, RANKS))
+    events = backward_events(ColumnParallelLinear, RecordingMesh(0, RANKS))
     assert events == [TO_X, "all-reduce", TO_WEIGHT, "all-reduce done"]
 
 
 def test_shards_arrive_and_leave_beside_products() -> None:
-    events = backward_events(ColumnParallelLinear, Told(0, RANKS, sequence=True))
+    events = backward_events(ColumnParallelLinear, RecordingMesh(0, RANKS, sequence=True))
     expected = ["all-gather", TO_X, "reduce-scatter", "all-gather done", TO_WEIGHT, "reduce-scatter done"]
     assert events == expected
 
 
 def test_row_parallel_gathers_once() -> None:
-    first, *rest = backward_events(RowParallelLinear, Told(0, RANKS, sequence=True))
+    first, *rest = backward_events(RowParallelLinear, RecordingMesh(0, RANKS, sequence=True))
     assert first == "all-gather"
     assert rest == ["all-gather done", f"product {ROWS}x{INPUTS // RANKS}", f"product {INPUTS // RANKS}x{OUTPUTS}"]
-    assert not [event for event in backward_events(RowParallelLinear, Told(0, RANKS)) if "all" in event]
+    assert not [event for event in backward_events(RowParallelLinear, RecordingMesh(0, RANKS)) if "all" in event]
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_put_off(kind: type[nn.Module], sequence: bool) -> None:
+def test_deferred_weight_gradients(kind: type[nn.Module], sequence: bool) -> None:
     """Weight gradients are deferred, microbatch by microbatch; outside `collecting` they are computed at once."""
-    mesh, queue = Told(0, RANKS, sequence=sequence), WeightGradientQueue()
+    mesh, queue = RecordingMesh(0, RANKS, sequence=sequence), WeightGradientQueue()
     now, later = layer_of(kind, mesh), layer_of(kind, mesh, queue)
     expected, found = [], []
     for x in [inputs_of(kind, mesh) for _ in range(2)]:
         to_x, *rest = torch.autograd.grad(now(x).square().sum(), [x, *now.parameters()])
         expected.append(dict(zip(now._parameters, rest, strict=True)))
-        with queue.collecting() as left:
+        with queue.collecting() as deferred:
             later(x).square().sum().backward()
-        found.append(left)
+        found.append(deferred)
         torch.testing.assert_close(x.grad, to_x)
     assert later.weight.grad is None
-    for left, wanted in zip(found, expected, strict=True):
+    for deferred, wanted in zip(found, expected, strict=True):
         mesh.events.clear()
-        for parameter, gradient in gradients(left):
+        for parameter, gradient in gradients(deferred):
             name = next(name for name, one in later.named_parameters() if one is parameter)
             torch.testing.assert_close(gradient, wanted[name])
         assert mesh.events == (["all-gather", "all-gather done"] if sequence else [])
-        assert not left
+        assert not deferred
     later(inputs_of(kind, mesh)).square().sum().backward()
     assert later.weight.grad is not None
 
 
 def test_what_a_product_waits_for_comes_ahead() -> None:
-    mesh, queue = Told(0, RANKS, sequence=True), WeightGradientQueue()
+    mesh, queue = RecordingMesh(0, RANKS, sequence=True), WeightGradientQueue()
     up, down = layer_of(ColumnParallelLinear, mesh, queue, False), layer_of(RowParallelLinear, mesh, queue, False)
     x = inputs_of(ColumnParallelLinear, mesh)
-    with queue.collecting() as left:
+    with queue.collecting() as deferred:
         down(up(x)[..., : INPUTS // RANKS]).sum().backward()
     mesh.events.clear()
     with Products(mesh.events):
-        assert len([*gradients(left)]) == 3
+        assert len([*gradients(deferred)]) == 3
     first, second = f"product {INPUTS // RANKS}x{OUTPUTS}", f"product {OUTPUTS // RANKS}x{INPUTS}"
     assert mesh.events == ["all-gather", "all-gather", "all-gather done", first, "all-gather done", second]
 
@@ -149,7 +149,7 @@ def test_what_a_product_waits_for_comes_ahead() -> None:
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
     """Hooks may take a parameter's memory away after the forward pass, and put it back when autograd unpacks it."""
-    mesh, x = Told(0, RANKS), inputs_of(kind, Told(0, RANKS))
+    mesh, x = RecordingMesh(0, RANKS), inputs_of(kind, RecordingMesh(0, RANKS))
     layer = layer_of(kind, mesh)
     weight = layer.weight.data
     expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
@@ -168,7 +168,7 @@ def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
 def test_last_product_is_not_recomputed() -> None:
     """Recomputation ends when it has the saved tensors of the backward pass; these do not need the row-parallel
     product."""
-    mesh = Told(0, RANKS)
+    mesh = RecordingMesh(0, RANKS)
     layer, x = layer_of(RowParallelLinear, mesh), inputs_of(RowParallelLinear, mesh)
     loss = checkpoint(lambda x: layer(x.tanh()), x, use_reentrant=False).square().sum()
     mesh.events.clear()
@@ -200,7 +200,7 @@ def test_shapes_are_those_of_the_slices(name: str, place: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2-1m", "llama-1m"])
-def test_one_rank_can_put_off(name: str) -> None:
+def test_one_rank_can_defer_weight_gradients(name: str) -> None:
     """Without tensor parallelism the same layers compute the same values, and can defer weight gradients too."""
     config, found = PRESETS[name], []
     tokens = torch.randint(0, config.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -212,10 +212,10 @@ def test_one_rank_can_put_off(name: str) -> None:
         if queue is None:
             model(tokens, tokens).backward()
         else:
-            with queue.collecting() as left:
+            with queue.collecting() as deferred:
                 model(tokens, tokens).backward()
             assert model.get_parameter("blocks.0.mlp.up.weight").grad is None
-            for parameter, gradient in gradients(left):
+            for parameter, gradient in gradients(deferred):
                 parameter.grad = gradient
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(found[1], found[0])
