@@ -17,5 +17,5 @@ def logs(
     """Print the log of a run's newest job, with control characters escaped; the log file is RUN/slurm/JOB.log."""
     from llmtrain.launch.status import read_log, run_folder
 
-    for piece in read_log(run_folder(run), job, follow):
-        say(piece, end="")
+    for text in read_log(run_folder(run), job, follow):
+        say(text, end="")

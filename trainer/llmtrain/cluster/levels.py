@@ -30,7 +30,7 @@ class Degrees:
         """Return the bytes of one rank's model states for `numel` parameters, without padding.
 
         Weights in the compute dtype of `compute_bytes`, gradients, master weights and two moments in fp32; where all
-        is fp32 and the optimizer states lie inside the weights, those are the master weights.
+        is fp32 and the optimizer states are part of the weights, those are the master weights.
         """
         masters = 0 if compute_bytes == 4 else 4
         held = [(compute_bytes, self.weights), (4, self.gradients), (8 + masters, self.optimizer)]

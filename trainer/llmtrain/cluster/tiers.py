@@ -40,13 +40,13 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
     `world` does not fit.
     """
     if cluster is None:
-        cuts = [Tier("node", gcd(ranks_per_node, world)), Tier("cluster", world), Tier("all", world)]
+        described = [Tier("node", gcd(ranks_per_node, world)), Tier("cluster", world), Tier("all", world)]
     else:
         _check_machines(cluster, world, ranks_per_node)
         _check_nodes(cluster, world)
-        cuts = _described(cluster, world)
+        described = _described(cluster, world)
     # Tiers are smaller in a node that the run does not fill.
-    found = _distinct([replace(cut, ranks=min(cut.ranks, world)) for cut in cuts])
+    found = _distinct([replace(tier, ranks=min(tier.ranks, world)) for tier in described])
     for smaller, larger in pairwise(found):
         if larger.ranks % smaller.ranks:
             raise BadInputError(
@@ -59,17 +59,17 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
 def axis_tiers(tiers: Sequence[Tier], layout: Layout, *axes: Axis) -> tuple[Tier, ...]:
     """Return the tiers as the ranks along the product of `axes` see them: `ranks` counts neighbours along it.
 
-    A tier has as many of them as divide the axis and lie in it wherever an aligned group of so many begins; one, where
-    neighbours along the axis are further apart than the tier is wide, or it nests with no group of them. Every name
-    stays known: tiers that become alike are one. Along the only axis of a layout they come back as they are.
+    The new size of a tier is the largest divisor of the axis such that all aligned groups of that many neighbours are
+    inside the tier; it is 1 if neighbours are further apart than the tier is wide, or if no larger group fits. Tiers of
+    equal size are merged, and keep their names as aliases. Along the only axis of a layout, tiers do not change.
     Raises ValueError for axes that are not next to each other in the layout.
     """
     first = layout.group_of(0, *axes)
     stride = first[1] - first[0] if len(first) > 1 else 1
     if first != list(range(0, len(first) * stride, stride)):
         raise ValueError(f"{[axis.value for axis in axes]} are not next to each other in {layout}")
-    # Aligned groups of n neighbours span n x stride ranks without a gap between the groups beside them, so all of them
-    # lie inside a tier just where its size is a multiple of that.
+    # An aligned group of n neighbours spans n x stride ranks, and these spans tile the ranks without gaps. So all of
+    # them are inside the tier exactly if the tier's size is a multiple of n x stride.
     sizes = [gcd(len(first), tier.ranks // stride) if tier.ranks % stride == 0 else 1 for tier in tiers]
     return _distinct([replace(tier, ranks=size) for tier, size in zip(tiers, sizes, strict=True)])
 

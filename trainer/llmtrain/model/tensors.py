@@ -59,9 +59,9 @@ class UnitSpec:
 
     def __post_init__(self) -> None:
         """Raise ValueError if a tensor that tensor parallelism splits comes after one that it replicates."""
-        cuts = [tensor.split for tensor in self.tensors]
-        if cuts != sorted(cuts, reverse=True):
-            raise ValueError(f"{self.name} has tensors that tensor parallelism cuts behind others; put them first")
+        splits = [tensor.split for tensor in self.tensors]
+        if splits != sorted(splits, reverse=True):
+            raise ValueError(f"{self.name} has tensors that tensor parallelism splits behind others; put them first")
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

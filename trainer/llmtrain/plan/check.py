@@ -123,7 +123,7 @@ def memory_problem(plan: Plan, facts: Facts) -> str | None:
         return None
     return (
         f"the model's states take {units.size(needed)} on a rank, but this machine has {units.size(there)} of memory; "
-        "take a smaller model, or cut the states over more ranks with zero.stage"
+        "take a smaller model, or shard the states over more ranks with zero.stage"
     )
 
 
@@ -138,7 +138,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each key that is set, but has no effect beside the others."""
+    """Yield a sentence for each key that is set, but has no effect with the others as they are."""
     pipeline, stages, spikes, sharding = plan.pipeline, plan.pipeline.schedule.ranks, plan.spikes, plan.sharding
     if spikes.action != "skip" and not spikes.threshold:
         yield f"on_spike.action is {spikes.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"

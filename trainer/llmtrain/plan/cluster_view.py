@@ -120,9 +120,9 @@ def _clusters(cluster: Cluster, world: int) -> Iterator[Described]:
 def _rows(found: Described) -> Iterator[Sequence[Any]]:
     """Yield one row for all groups of an axis that have the same place and card."""
     for axis, shown in found["axes"].items():
-        alike = [(each["lies"], _cards([each["card"]] if each["card"] else [])) for each in shown["groups"]]
-        for (lies, card), count in Counter(alike).items():
-            first = shown["groups"][alike.index((lies, card))]["ranks"]
+        places = [(each["lies"], _cards([each["card"]] if each["card"] else [])) for each in shown["groups"]]
+        for (lies, card), count in Counter(places).items():
+            first = shown["groups"][places.index((lies, card))]["ranks"]
             yield axis, shown["degree"], count, lies, card, _few(first)
 
 

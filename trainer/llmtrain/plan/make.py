@@ -38,8 +38,8 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     parameters = largest_share(model, pipeline.stages, grid.degree(Axis.TENSOR))
-    room = fits(facts.cluster, parameters, COMPUTE_BYTES[compute])
-    zero = zero_settings(recipe, grid.degree(Axis.DATA), axis_tiers(links, grid, Axis.DATA), room)
+    fitting = fits(facts.cluster, parameters, COMPUTE_BYTES[compute])
+    zero = zero_settings(recipe, grid.degree(Axis.DATA), axis_tiers(links, grid, Axis.DATA), fitting)
     recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)

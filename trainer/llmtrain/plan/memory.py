@@ -11,12 +11,12 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.plan import Plan
 
-# Share of the stated memory that model states may take; activations and gathered weights need the rest.
+# Share of the accelerator's memory for model states; activations and gathered weights need the remainder.
 STATES_SHARE = 0.7
 
 
 def state_bytes(plan: Plan) -> int:
-    """Return the bytes of model states of the rank that holds most of them, without padding."""
+    """Return the bytes of model states on the rank that holds most, without padding."""
     placements, tensor = plan.sharding.placements, plan.grid.degree(Axis.TENSOR)
 
     def held(unit: UnitSpec) -> int:
@@ -26,14 +26,14 @@ def state_bytes(plan: Plan) -> int:
 
 
 def largest_share(model: GPTConfig, stages: Sequence[Sequence[StageLayout]], tensor: int) -> int:
-    """Return the parameters of the rank of the pipeline and the tensor axis that has most, before any sharding."""
+    """Return the parameters on the rank of the pipeline and tensor axes that has most, before sharding."""
     return max(sum(unit.numel for unit in units_of(model, held, 0, tensor)) for held in stages)
 
 
 def fits(cluster: Cluster | None, parameters: int, compute_bytes: int) -> Callable[[Degrees], bool] | None:
-    """Return a function that tells whether model states at given degrees fit the memory that the cluster states; None
-    if it states none."""
+    """Return a function that decides whether model states at given degrees fit the accelerator's memory; None if the
+    description has no memory."""
     if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
         return None
-    room = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
-    return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= room
+    limit = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
+    return lambda degrees: degrees.state_bytes(parameters, compute_bytes) <= limit

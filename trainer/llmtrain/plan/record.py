@@ -61,24 +61,24 @@ def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
     """Return the decisions in a plan's record, as lines `key: auto -> value`. The model's sizes share one line; so do
     the degrees of model states, which are left out if the recipe sets none."""
     old, new = dict(_flat(as_data(recipe))), dict(_flat(record))
-    lines, sizes, spread = [], [], []
+    lines, sizes, sharding = [], [], []
     silent = ("model", "cluster") if recipe.parallel.pipeline > 1 else ("model", "cluster", "pipeline")
     for key, value in new.items():
-        section, _, rest = key.partition(".")
+        section, _, name = key.partition(".")
         if section in ("zero", "quantize"):
-            spread += [f"{rest.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
+            sharding += [f"{name.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
         elif section == "model" and old.get(key) != value and value is not None:
-            sizes.append(f"{rest}={_shown(value)}")
+            sizes.append(f"{name}={_shown(value)}")
         elif section not in silent and old.get(key) != value:
             # A section may take the place of a word, as {every: k} does of auto.
-            whole = key if key in old else key.rpartition(".")[0]
+            given = key if key in old else key.rpartition(".")[0]
             value = value if key in old else {key.rpartition(".")[2]: value}
-            lines.append(f"{whole}: {_shown(old.get(whole))} -> {_shown(value)}")
+            lines.append(f"{given}: {_shown(old.get(given))} -> {_shown(value)}")
     if sizes:
         origin = recipe.model.preset or recipe.model.hf or recipe.model.family
         lines.insert(0, f"model: {origin} -> {' '.join(sizes)}")
-    if spread and (recipe.zero, recipe.quantize) != (ZeroConfig(), QuantizeConfig()):
-        lines.append(f"zero, quantize: {recipe.zero.preset or 'as given'} -> {' '.join(spread)}")
+    if sharding and (recipe.zero, recipe.quantize) != (ZeroConfig(), QuantizeConfig()):
+        lines.append(f"zero, quantize: {recipe.zero.preset or 'as given'} -> {' '.join(sharding)}")
     return lines
 
 
