@@ -1,4 +1,4 @@
-"""Buffers for whole units, made before training and handed out again and again."""
+"""Buffers for gathered units and whole gradients, allocated before training and reused."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ class BufferPool:
         self.nbytes = sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
 
     def take(self, size: int) -> Tensor | None:
-        """Return a buffer of `size` elements, with whatever it holds, or None if all are out."""
+        """Return a buffer of `size` elements with undefined content, or None if none is free."""
         return self._free[size].pop() if self._free[size] else None
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         self._free[buffer.numel()].append(buffer)

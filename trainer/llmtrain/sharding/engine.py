@@ -1,4 +1,4 @@
-"""One engine for every way to spread model states: ZeRO 1-3, MiCS, ZeRO++ and ZeRO-topo are degrees of it."""
+"""One engine for all ways to shard model states: ZeRO 1-3, MiCS, ZeRO++ and ZeRO-topo differ in their degrees."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,8 +18,8 @@ from llmtrain.sharding.weights import GatheredWeights, WeightPolicy
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How model states travel; each unit says where its own rest. gradients: how those are packed, None for not at
-    all. replica_groups: ranks beyond the data-parallel ones that hold the same parameters."""
+    """How model states travel; each unit's placement says where its states rest. gradients: how gradients are packed;
+    None for not packed. replica_groups: ranks beyond the data-parallel ones that hold the same parameters."""
 
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: Packing | None = None
@@ -27,7 +27,7 @@ class ShardingSpec:
 
 
 class Engine:
-    """Has a model's weights gathered where they compute, and its gradients summed where the optimizer steps.
+    """Gathers a model's weights for computation, and sums its gradients for the optimizer.
 
     It acts through hooks on the units' modules and parameters; the model knows nothing of it. used: for units whose
     module computes with weights of another one too (a tied head), the names of those.
@@ -58,9 +58,9 @@ class Engine:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Surround all forward and backward passes of one optimizer step."""
+        """Enclose all forward and backward passes of one optimizer step."""
         self.weights.start_pass("train")
-        # A weight that autograd keeps is kept as a reference, and gathered anew when it is used.
+        # Autograd saves a reference in place of a gathered weight; the weight is gathered again when it is used.
         kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._gathers else nullcontext()
         with kept:
             yield
@@ -68,19 +68,19 @@ class Engine:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Surround forward passes that no backward pass follows."""
+        """Enclose forward passes without backward passes."""
         self.weights.start_pass("forward")
         yield
         self.weights.end_forward()
 
     def backward(self, run: Callable[[], None], backward_passes: Collection[BackwardPass]) -> None:
-        """Do one microbatch's backward pass through the units of `backward_passes`, which `run` makes."""
+        """Run one microbatch's backward pass. run: computes it. backward_passes: of the units that it uses."""
         self.gradients.start(backward_passes, passing=True)
         self._run_backward(run, [backward_pass.name for backward_pass in backward_passes])
         self.gradients.check(backward_passes)
 
     def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
-        """Do a backward pass whose gradients of weights are to wait; returns those that came out all the same."""
+        """Run a backward pass that defers weight gradients; return the weight gradients that it computed anyway."""
         with self.gradients.held(names) as received:
             self._run_backward(run, names)
         return received
@@ -88,21 +88,21 @@ class Engine:
     def backward_weights(
         self, received: list[Received], products: Iterable[Received], backward_passes: Collection[BackwardPass]
     ) -> None:
-        """Take in what `backward_inputs` returned, and the `products` that are the other gradients of that microbatch.
+        """Add one microbatch's weight gradients: those that `backward_inputs` returned, and the deferred `products`.
 
-        products: computed as they are taken, all of a unit one after another.
+        products: computed while it is iterated; all gradients of a unit are consecutive.
         """
         self.gradients.start(backward_passes, passing=False)
         self.gradients.take_in(received, products)
         self.gradients.check(backward_passes)
 
     def update(self) -> None:
-        """Bring all weights up to date with the masters. Collective."""
+        """Update all weights from the masters. Collective."""
         for unit in self.units.values():
             self.weights.update(unit)
 
     def close(self) -> None:
-        """Wait for what is on its way, and leave the process groups."""
+        """Wait for pending work and leave the process groups."""
         self.weights.updates.finish()
         self.gradients.close()
         for hops in self._hops:
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of this rank's buffers for gathered units and for what travels."""
+        """Bytes of this rank's buffers for gathered units and for communication."""
         held = (self.weights, self.gradients)
         return sum(hops.nbytes for hops in self._hops) + sum(one.pool.nbytes + one.in_flight.nbytes for one in held)
 
@@ -137,7 +137,8 @@ class Engine:
 
     def _after(self, needed: list[str]) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            # What is computed again in the backward pass is wanted until its gradients are complete.
+            # A recomputed forward pass runs inside the backward pass, which needs the weights until its gradients are
+            # complete.
             if not self._backward:
                 for name in needed:
                     self.weights.release(name)
@@ -158,7 +159,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Reference:
-    """A part of a unit's whole weights, by place."""
+    """A view into a unit's gathered weights."""
 
     unit: str
     offset: int

@@ -1,8 +1,8 @@
 """The reduction of one unit's gradients over the ranks that share it, hop by hop.
 
-The first hops, from whole gradients to the gradient shard, go in every microbatch; the second ones, on to the optimizer
-shard, at the last (MiCS, section 3.4, which all-reduces there: twice the bytes). Only where several ranks hold the same
-optimizer shard is the sum gathered back among them.
+Every microbatch reduces the whole gradients to the gradient shard (the first hops). The last microbatch then reduces
+the gradient shard to the optimizer shard (the second hops); MiCS, section 3.4, all-reduces there, with twice the bytes.
+If several ranks hold the same optimizer shard, they gather the sum back.
 """
 
 from torch import Tensor
@@ -25,16 +25,16 @@ class GradientReduction:
         self._back_hops = hops.gather(cut.optimizer, cut.ranks)
 
     def first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
-        """Return what sums one microbatch's gradients over the ranks that the gradient shards are cut over.
+        """Return the steps that sum one microbatch's gradients into the gradient shards.
 
-        buffer: of the whole unit, in the wire's dtype. first: whether the sum replaces what the shard holds.
+        buffer: of the whole unit, in the dtype of the weights. first: whether the sum overwrites the shard.
         """
         shard = self._unit.gradient
         (*steps, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, workspace)
         return [*steps, end.then(lambda: shard.copy_(part) if first else shard.add_(part))]
 
     def last_steps(self, workspace: Workspace) -> list[HopStep]:
-        """Return what sums the gradient shard over all other ranks, and gathers back what several of them step."""
+        """Return the steps that sum the gradient shard over all other ranks into the optimizer shard."""
         hops, owned = (*self._second_hops, *self._replica_hops), self._unit.owned_gradient
         if not hops:
             return []
@@ -48,12 +48,12 @@ class GradientReduction:
         return steps
 
     def first_traffic(self) -> list[Traffic]:
-        """Return what `first_steps` puts on the links."""
+        """Return the collectives of `first_steps`."""
         padded, size = self._unit.ranges.padded, self._wire.itemsize
         return reduce_traffic("gradients", self._first_hops, padded, size, self._packing)
 
     def last_traffic(self) -> list[Traffic]:
-        """Return what `last_steps` puts on the links."""
+        """Return the collectives of `last_steps`."""
         padded, cut, size = self._unit.ranges.padded, self._unit.degrees, self._wire.itemsize
         owned = padded // cut.optimizer
         return [

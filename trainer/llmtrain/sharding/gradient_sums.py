@@ -1,4 +1,4 @@
-"""Where the gradients of a unit are summed, one backward pass after another."""
+"""Sums of a unit's gradients over backward passes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ Received = tuple[nn.Parameter, Tensor]
 class BackwardPass:
     """One backward pass through a unit.
 
-    first, last: of the step's; the first replaces what the gradients held, the last completes their sums. leading:
-    whether it uses the unit's first parameter alone.
+    first, last: whether it is the first or last of the step: the first overwrites the sum, the last completes it.
+    leading: whether it uses only the unit's first parameter.
     """
 
     name: str
@@ -27,36 +27,36 @@ class BackwardPass:
     leading: bool = False
 
     def gradients(self, unit: ShardedUnit) -> int:
-        """Return the number of the unit's parameters that the pass has a gradient of."""
+        """Return the number of parameters that the pass computes a gradient of."""
         return 1 if self.leading else len(unit.parameters)
 
 
 class GradientSum(Protocol):
-    """Takes the gradients of one unit's parameters. missing: gradients that the pass at hand still lacks. by_autograd:
-    whether autograd itself adds this pass's gradients to the sums."""
+    """Sums the gradients of one unit's parameters. missing: gradients that the current pass still lacks. by_autograd:
+    whether autograd adds this pass's gradients to the sum by itself."""
 
     backward_pass: BackwardPass
     missing: int
     by_autograd: bool
 
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
-        """Begin a backward pass; return whether autograd has to report each gradient. passing: whether autograd makes
-        the pass now and hands over all gradients of it."""
+        """Begin a backward pass; return whether autograd has to report each gradient. passing: whether autograd runs
+        the pass now and computes all its gradients."""
 
     def add(self, place: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at `place`, in the compute dtype."""
 
     def take(self) -> Tensor | None:
-        """Return the pass's gradients of the whole unit, which are the caller's now, where they are not in the unit's
-        own sum."""
+        """Return the buffer with the pass's gradients of the whole unit, which the caller then owns; None if they are
+        already in the unit's gradient."""
 
 
 class WholeSum:
-    """Sums in the unit's gradient shard, which is the whole unit."""
+    """Sums into the unit's gradient, which is not sharded."""
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit, self._views = unit, unit.parameters.views(unit.gradient)
-        # Sums in the dtype of what is added can be left to autograd: a hook takes 5 us for each parameter.
+        # Autograd can add fp32 gradients to the fp32 sum by itself; a hook would take 5 us per parameter.
         self._leaves = unit.weight.dtype == torch.float32
         self.backward_pass = BackwardPass(unit.spec.name, True, True)
         self.missing, self.by_autograd = 0, False
@@ -88,10 +88,10 @@ class WholeSum:
 
 
 class BufferedSum:
-    """Collects each pass's gradients in a buffer of its own, to be reduced to the unit's gradient shard."""
+    """Collects each pass's gradients in a buffer, which is then reduced into the unit's gradient shard."""
 
     def __init__(self, unit: ShardedUnit, new_buffer: Callable[[int], Tensor]) -> None:
-        """new_buffer: returns a buffer of so many elements, once there is one."""
+        """new_buffer: waits for and returns a buffer of the given number of elements."""
         self._unit, self._new_buffer = unit, new_buffer
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []

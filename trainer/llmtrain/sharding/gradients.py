@@ -1,5 +1,5 @@
-"""Gradients from autograd to the optimizer's shard: summed over microbatches in fp32 and over ranks hop by hop, while
-the backward pass of earlier units still runs."""
+"""The path of gradients from autograd to the optimizer shard: sums in fp32 over microbatches, and hop by hop over ranks
+while the backward pass continues."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,12 +21,12 @@ from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.traffic import Count
 from llmtrain.sharding.unit import ShardedUnit
 
-# Whole gradients of one size on their way at once: one is filled while another is sent.
+# Gradient buffers of one size: the backward pass fills one while the other is reduced.
 BUFFERS = 2
 
 
 class GradientReducer:
-    """Sums the gradients of units; `done` hears of each unit whose gradients of a microbatch are complete."""
+    """Sums the gradients of units. done: called with each unit whose gradients of a microbatch are complete."""
 
     def __init__(
         self, units: Mapping[str, ShardedUnit], packing: Packing | None, replica_groups: ReplicaGroups, count: Count,
@@ -54,20 +54,20 @@ class GradientReducer:
             for name, unit in units.items()
             for place, parameter in enumerate(unit.parameters.tensors)
         }
-        # By unit that is listened to. Python's collector does not see through what autograd holds, so hooks are taken
-        # off at the end.
+        # By unit that has hooks. Python's garbage collector cannot follow references through autograd, so `close`
+        # removes the hooks.
         self._hooks: dict[str, list[RemovableHandle]] = {}
         for name in units:
             self._listen(name, True)
 
     def start(self, backward_passes: Iterable[BackwardPass], passing: bool) -> None:
-        """Begin a microbatch's backward pass. passing: whether autograd makes it now, and hands over all gradients."""
+        """Begin a microbatch's backward pass. passing: whether autograd runs it now and computes all gradients."""
         for backward_pass in backward_passes:
             reports = self._sums[backward_pass.name].start(backward_pass, passing)
             self._listen(backward_pass.name, reports)
 
     def check(self, backward_passes: Iterable[BackwardPass]) -> None:
-        """Raise RuntimeError where a backward pass left out gradients."""
+        """Raise RuntimeError if a backward pass has not computed all gradients."""
         missing = [backward_pass.name for backward_pass in backward_passes if self._sums[backward_pass.name].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
@@ -86,29 +86,30 @@ class GradientReducer:
 
     @contextmanager
     def held(self, names: Iterable[str]) -> Iterator[list[Received]]:
-        """Keep what autograd hands over inside, of the units of `names`, for `take_in`."""
+        """Collect the gradients that autograd computes inside, of the units `names`, for `take_in`."""
         for name in names:
             self._listen(name, True)
             for parameter in self._units[name].parameters.tensors:
-                # Autograd must not add it to sums that earlier passes have left there.
+                # Otherwise autograd would add the gradient to the sum of earlier passes.
                 parameter.grad = None
         self._held = []
         yield self._held
         self._held = None
 
     def take_in(self, received: Iterable[Received], products: Iterable[Received]) -> None:
-        """Take gradients of parameters: those that are there, and those that come one by one, unit by unit."""
+        """Add gradients of parameters. received: computed already. products: computed while it is iterated, unit by
+        unit."""
         there: dict[str, list[tuple[int, Tensor]]] = {}
         for parameter, gradient in received:
             name, place = self._places[parameter]
             there.setdefault(name, []).append((place, gradient))
         for name in [name for name, found in there.items() if len(found) == self._sums[name].missing]:
-            # Nothing of it is still to come, so its sum over the ranks may begin.
+            # All gradients of the unit are there, so its reduction can start.
             for early in there.pop(name):
                 self._add(name, *early)
         for parameter, gradient in products:
             name, place = self._places[parameter]
-            # One unit after another: only few have a buffer at a time.
+            # Finish one unit before the next: there are only few buffers.
             for early in there.pop(name, []):
                 self._add(name, *early)
             self._add(name, place, gradient)
@@ -117,16 +118,16 @@ class GradientReducer:
                 self._add(name, *early)
 
     def close(self) -> None:
-        """Leave the parameters alone, and the process groups of what is held alike."""
+        """Remove the hooks and leave the process groups of replicas."""
         for name in self._units:
             self._listen(name, False)
         self.replica_groups.close()
 
     def squared_norm(self) -> Tensor:
-        """Return the sum of squares of the summed gradients over all ranks that hold them, fp64 scalar.
+        """Return this rank's share of the squared gradient norm, fp64 scalar.
 
-        The sum over all ranks of what each returns is that of the whole model. Every rank adds fixed blocks of each
-        unit in a fixed order.
+        The sum over all ranks is the squared norm of the whole model. A rank adds fixed blocks of each unit in a fixed
+        order.
         """
         squares, shares = [], []
         for name, unit in self._units.items():
@@ -137,12 +138,12 @@ class GradientReducer:
         found = torch.stack(squares)
         return (found * torch.tensor(shares, dtype=torch.float64, device=found.device)).sum()
 
-    def _listen(self, name: str, told: bool) -> None:
-        """Have autograd tell, or not, of each gradient of a unit."""
-        if told and name not in self._hooks:
+    def _listen(self, name: str, reports: bool) -> None:
+        """Add or remove the hooks that report each gradient of a unit."""
+        if reports and name not in self._hooks:
             parameters = self._units[name].parameters.tensors
             self._hooks[name] = [one.register_post_accumulate_grad_hook(self._accumulated) for one in parameters]
-        elif not told:
+        elif not reports:
             for hook in self._hooks.pop(name, []):
                 hook.remove()
 
@@ -153,7 +154,7 @@ class GradientReducer:
             return
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            # A layer has put it off.
+            # A layer has deferred it.
             return
         if self._held is None:
             self._add(name, place, gradient)

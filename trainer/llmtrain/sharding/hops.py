@@ -1,4 +1,4 @@
-"""Process groups for the levels of a placement: a hop is one level as this rank takes part in it."""
+"""Process groups for the levels of a placement: a hop is this rank's group of one level."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Hop:
 
     @property
     def place(self) -> int:
-        """Place of this rank's part in what the group holds together."""
+        """Place of this rank's part in the group's buffer."""
         return self.collectives.place
 
 
@@ -42,9 +42,9 @@ class Hop:
 class Hops:
     """Every hop of this rank over the axes of a placement, the fastest first.
 
-    place: of this rank along those axes. weights, gradients: what gathers and what reduces, over all levels. Each has
-    groups of its own, as both are under way at the same time. flat: the weights' levels in one hop, where gathers are
-    not hierarchical.
+    place: of this rank along those axes. weights, gradients: the hops of gathers and of reductions, over all levels.
+    Gathers and reductions run at the same time, so each have their own groups. flat: one hop over all levels of the
+    weights, if gathers are not hierarchical.
     """
 
     placement: Placement
@@ -66,18 +66,18 @@ class Hops:
         return sum(hop.workspace.nbytes + hop.collectives.nbytes for hop in hops)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
-        """Return what gathers a state cut `outer` ways until it is cut `inner` ways."""
+        """Return the hops that gather a state from degree `outer` to degree `inner`."""
         if inner == 1 and self.flat and outer == self.flat[0].span:
             return self.flat
         return between(self.weights, inner, outer)
 
     def reduce(self, inner: int, outer: int) -> tuple[Hop, ...]:
-        """Return what reduces gradients cut `inner` ways until they are cut `outer` ways."""
+        """Return the hops that reduce gradients from degree `inner` to degree `outer`."""
         return between(self.gradients, inner, outer)
 
 
 def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
-    """Return the hops that lead from a state cut `inner` ways to one cut `outer` ways."""
+    """Return the hops between degree `inner` and degree `outer`."""
     return tuple(hop for hop in hops if inner < hop.span <= outer)
 
 
@@ -94,7 +94,7 @@ def make_hops(ranks: Ranks, placement: Placement) -> Hops:
         stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
         return Hop(level.span, level.tier, collectives, stream, workspace)
 
-    # What is only reduced over a level is gathered back over it, too: every level is for both.
+    # Sums that are reduced over a level are also gathered back over it, so every level has both kinds of hops.
     weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
     gradients = tuple(hop(level, range(level.radix), "reduce") for level in levels)
     if placement.hierarchical or degrees.weights == 1:

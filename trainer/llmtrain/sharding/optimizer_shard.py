@@ -17,21 +17,21 @@ STATES = ("master", "m", "v")
 class OptimizerShard:
     """fp32 masters and AdamW's two moments of the elements `[start, end)` of a unit, on the device that computes.
 
-    Every range in the methods is one of elements of the unit and lies within `[start, end)`. Nothing else refers to the
-    states as tensors, so that they can rest elsewhere.
+    Methods take ranges of the unit's elements within `[start, end)`. No other code holds the states as tensors, so
+    another class can keep them elsewhere.
     """
 
     def __init__(self, spec: UnitSpec, held: Range, masters: Tensor, backend: str) -> None:
-        """held: `[start, end)`, padding included. masters: fp32 `[end - start]`; memory of their own, or the weights,
-        which a step then changes. backend: the kernel that steps them."""
+        """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
+        their own. backend: the kernel that steps them."""
         self.held = held
         self._backend, self._decay = backend, _decay_ranges(spec, held[1])
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep) -> Tensor:
-        """Step a range with its gradient, fp32 `[n]`, which may change too; return its fp32 weights, `[n]`.
+        """Step a range with its gradient, fp32 `[n]`; return its new fp32 weights, `[n]`. The gradient may change.
 
-        numbers: weight_decay applies where the unit's tensors decay.
+        numbers: its weight decay applies to the tensors that decay.
         """
         for first, last, decays in self._decay:
             start, end = max(first, within[0]), min(last, within[1])
@@ -43,15 +43,15 @@ class OptimizerShard:
         return self._at("master", *within)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
-        """Return one of STATES, fp32 `[end - start]`: valid until the next step or write, and not to be written to."""
+        """Return one of STATES, fp32 `[end - start]`, read-only and valid until the next step or write."""
         return self._at(name, start, end)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Set one of STATES from `start` on to `values`, `[n]` of any float dtype on any device."""
+        """Set one of STATES, from `start`, to `values`: `[n]` of any float dtype on any device."""
         self._at(name, start, start + values.numel()).copy_(values)
 
     def use_masters(self, masters: Tensor) -> None:
-        """Have the masters lie in `masters`, which holds their values already."""
+        """Use `masters`, which already holds their values, as the masters."""
         self._states["master"] = masters
 
     @property

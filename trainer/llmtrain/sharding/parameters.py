@@ -9,8 +9,8 @@ class UnitParameters:
     """A module's parameters, in the order of the unit's flat buffer; stacked tensors make one parameter."""
 
     def __init__(self, spec: UnitSpec, module: nn.Module, weight: Tensor, gathered: bool) -> None:
-        """Replace the parameters of `module`: by views into `weight` where it is the whole unit (gathered), else by
-        empty ones of its dtype, which hold nothing until `show`."""
+        """Replace the parameters of `module`: by views into `weight` if it is the whole unit (gathered), else by empty
+        parameters of its dtype, until `show`."""
         self._ranges = parameter_ranges(spec)
         self._shapes = [module.get_parameter(name).shape for name, _, _ in self._ranges]
         values = self.views(weight) if gathered else [weight.new_empty(0) for _ in self._ranges]
@@ -23,12 +23,12 @@ class UnitParameters:
         return len(self.tensors)
 
     def show(self, flat: Tensor) -> None:
-        """Have the parameters be views into `flat`, gathered weights in a buffer that lasts as long as the unit."""
+        """Make the parameters views into `flat`: gathered weights in a buffer that lives as long as the unit."""
         for parameter, view in zip(self.tensors, self.lasting_views(flat), strict=True):
             parameter.data = view
 
     def lasting_views(self, flat: Tensor) -> list[Tensor]:
-        """Return `views` of a buffer that lasts as long as the unit: made once, as a view takes some 5 us."""
+        """Return `views` of a buffer that lives as long as the unit; cached, because a view takes about 5 us."""
         found = self._lasting.get(flat.data_ptr())
         if found is None:
             found = self._lasting[flat.data_ptr()] = self.views(flat)

@@ -1,11 +1,11 @@
-"""The order in which a pass needs its units: recorded the first time, looked ahead in ever after (MiCS, section 4)."""
+"""The order in which a pass uses its units, recorded in the first pass and used to prefetch later (MiCS, section 4)."""
 
-# Uses that are looked at for each unit wanted: at a turn of passes the same few come twice.
+# Uses to search for each unit that is prefetched: when a backward pass begins, the same few units come twice.
 WINDOW = 4
 
 
 class PrefetchOrder:
-    """A pass (a training step, or a forward pass alone) needs its units in the order in which the last one did."""
+    """The units of a pass (a training step or a forward pass), in the order of the last pass."""
 
     def __init__(self) -> None:
         self._uses: list[tuple[str, bool]] = []
@@ -18,7 +18,7 @@ class PrefetchOrder:
         self._place = 0
 
     def use(self, unit: str, backward: bool = False) -> None:
-        """Note that the pass needs `unit` now. Where it leaves the known order, the rest is recorded anew."""
+        """Record that the pass uses `unit` now. If it differs from the known order, record the rest again."""
         if self._known and self._uses[self._place : self._place + 1] != [(unit, backward)]:
             self._known = False
             del self._uses[self._place :]
@@ -27,7 +27,7 @@ class PrefetchOrder:
         self._place += 1
 
     def ahead(self, count: int, direction: bool | None = None) -> list[str]:
-        """Return the next `count` units that this pass needs, each once; none while it is recorded.
+        """Return the next `count` units of the pass, each once; none while the order is being recorded.
 
         direction: only up to where it is no longer backward (True), or begins to be (False).
         """

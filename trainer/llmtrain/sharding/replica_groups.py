@@ -14,11 +14,11 @@ from llmtrain.sharding.unit import ShardedUnit
 class ReplicaGroups:
     """Groups of ranks that hold the same parameters.
 
-    copies: tensor-parallel ranks, which all hold the replicated suffix of each unit. partial: those of this rank, where
-    each has only its part of that suffix's gradients (sequence parallelism). stage: all ranks of this pipeline stage,
-    where gradients are packed: rounded by what lies beside it in a block, that suffix would differ between them. tied:
-    by unit, the ranks of two pipeline stages that both compute with it. second: units of which an earlier stage has the
-    first copy.
+    copies: number of tensor-parallel ranks; all of them hold the TP-replicated parameters of each unit. partial: those
+    ranks, if each has only a part of the gradients of TP-replicated parameters (sequence parallelism). stage: all ranks
+    of this pipeline stage, if gradients are packed: rounding depends on the rest of a block, so the gradients of
+    TP-replicated parameters would differ. tied: by unit, the ranks of two pipeline stages that both compute with it.
+    second: units whose first copy belongs to an earlier stage.
     """
 
     copies: int = 1
@@ -28,21 +28,21 @@ class ReplicaGroups:
     second: frozenset[str] = frozenset()
 
     def sum_partial(self, unit: ShardedUnit, whole: Tensor) -> None:
-        """Sum the tensor-parallel ranks' parts of the gradients of the replicated suffix. whole: of the whole unit."""
+        """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. whole: of the unit."""
         part = whole[unit.spec.replicated : unit.spec.numel]
         if self.partial is not None and len(part):
             self.partial.all_reduce(part).wait()
 
     def finish(self, units: Mapping[str, ShardedUnit]) -> None:
-        """Make the summed gradients of what is held alike equal. Collective over the groups."""
+        """Make the summed gradients of replicas equal. Collective over the groups."""
         if self.stage is not None:
-            self._average_suffixes(self.stage, units.values())
+            self._average_replicated(self.stage, units.values())
         for name, group in self.tied.items():
             group.all_reduce(units[name].owned_gradient).wait()
 
     def shares(self, name: str, unit: ShardedUnit) -> list[tuple[int, int, float]]:
-        """Return ranges of elements of the unit that this rank's optimizer steps, each with the share of its square
-        that this rank adds to the squared norm of the model."""
+        """Return the ranges of this rank's optimizer shard, each with the share of its squares that this rank adds to
+        the squared norm of the model."""
         start, end = unit.ranges.optimizer
         middle = start + unit.own(unit.spec.replicated)
         if name in self.second:
@@ -55,8 +55,8 @@ class ReplicaGroups:
             if group is not None:
                 group.close()
 
-    def _average_suffixes(self, stage: Collectives, units: Collection[ShardedUnit]) -> None:
-        """Replace the gradients of the replicated suffixes by the mean of what the stage's ranks have of them."""
+    def _average_replicated(self, stage: Collectives, units: Collection[ShardedUnit]) -> None:
+        """Replace the gradients of TP-replicated parameters by their mean over the stage's ranks."""
         sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
         every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
         held: list[tuple[Tensor, Tensor, float]] = []

@@ -1,5 +1,8 @@
-"""What tensor-parallel ranks hold alike, brought to all data-parallel ranks as it is: packed, it would be rounded with
-what lies beside it in a block, and so by each of them in its own way."""
+"""TP-replicated parameters, updated without quantization.
+
+Rounding depends on the other values of a block, which differ between tensor-parallel ranks. Quantized updates would
+make the replicas differ.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +17,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 class ReplicatedParameters:
-    """The replicated suffix of one unit, whole on every rank, in the dtype of the weights."""
+    """The TP-replicated parameters of one unit, in full on every rank, in the dtype of the weights."""
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
@@ -22,27 +25,27 @@ class ReplicatedParameters:
         self._values = torch.zeros(size, dtype=unit.weight.dtype, device=unit.weight.device)
 
     def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
-        """Return what brings it up to date with the masters, which are cut over `hops`, and the weights with it."""
+        """Return the steps that update them, and the weight shard, from the masters, which are sharded over `hops`."""
         found = [HopStep(hop, partial(self._sum, hop)) for hop in hops]
         found[0] = found[0].first(self._take)
         found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.ranges.weights[0]))
         return found
 
     def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:
-        """Return what `steps` put on the links."""
+        """Return the collectives of `steps`."""
         size = self._values.nbytes
         sent = [(hop.tier, hop.collectives.all_reduce_bytes(size)) for hop in hops]
         return [Traffic("update", "all_reduce", tier, size, nbytes, False) for tier, nbytes in sent]
 
     def put(self, weights: Tensor, offset: int) -> None:
-        """Write it where it belongs in `weights`, which begin at `offset` of the unit."""
+        """Write them into `weights`, a range of the unit that begins at element `offset`."""
         first = self._unit.spec.replicated
         start, end = max(first, offset), min(self._unit.spec.numel, offset + len(weights))
         if start < end:
             weights[start - offset : end - offset].copy_(self._values[start - first : end - first])
 
     def _take(self) -> None:
-        """Take this rank's part from its masters; the sum with those of the others is the whole."""
+        """Copy this rank's part from its masters and zero the rest, so that the sum over ranks has all parts."""
         unit, first = self._unit, self._unit.spec.replicated
         start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
         self._values.zero_()

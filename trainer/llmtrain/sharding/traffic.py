@@ -37,7 +37,7 @@ class Traffic:
     packed: bool
 
 
-# Takes what is counted: the collectives of one launch.
+# Called with the collectives of one launch.
 Count = Callable[[Iterable[Traffic]], None]
 
 

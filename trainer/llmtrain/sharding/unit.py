@@ -1,4 +1,4 @@
-"""A unit's model states in memory, each cut by its own degree out of one padded flat buffer."""
+"""The model states of a unit on this rank: each is a shard, of its own degree, of one padded flat buffer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ from llmtrain.sharding.parameters import UnitParameters
 
 @dataclass(frozen=True)
 class ShardRanges:
-    """Where the states of one rank lie in a unit padded to `padded` elements; each range lies in the one before."""
+    """The ranges of one rank's shards in a unit padded to `padded` elements; each lies within the one before."""
 
     padded: int
     weights: Range
@@ -26,7 +26,7 @@ class ShardRanges:
 
     @classmethod
     def of(cls, numel: int, placement: Placement, place: int) -> "ShardRanges":
-        """Cut `numel` elements for the rank at `place` along the placement's axes."""
+        """Return the ranges of the rank at `place` along the placement's axes. numel: of the unit, without padding."""
         padded, degrees = placement.padded(numel), placement.degrees
         numbers = (degrees.weights, degrees.gradients, degrees.optimizer)
         return cls(padded, *(shard_range(placement.levels, place, degree, padded) for degree in numbers))
@@ -42,8 +42,8 @@ class ShardedUnit:
     def __init__(
         self, spec: UnitSpec, module: nn.Module, hops: Hops, dtype: torch.dtype, seed: int, device: torch.device
     ) -> None:
-        """Make the states, with weights initialised from `seed`. dtype: of computation; fp32 where the placement has
-        the weights as masters."""
+        """Create the states, with weights initialised from `seed`. dtype: of computation; fp32 if the weights are the
+        masters."""
         self.spec, self.hops = spec, hops
         self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
         start, end = ranges.optimizer
@@ -76,22 +76,22 @@ class ShardedUnit:
 
     @property
     def masters(self) -> Tensor:
-        """The fp32 masters of `ranges.optimizer`, not to be written to."""
+        """The fp32 masters of `ranges.optimizer`, read-only."""
         return self.optimizer.read("master", *self.ranges.optimizer)
 
     def own(self, place: int) -> int:
-        """Return how much of this rank's optimizer states lies before `place` of the unit."""
+        """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""
         start, end = self.ranges.optimizer
         return min(max(place - start, 0), end - start)
 
     def move_weight(self, to: Tensor) -> None:
-        """Have `weight` lie in `to`, which is as large; the masters too, where they are part of it."""
+        """Move the weight shard to `to`, of the same size; the masters too, if they are the weights."""
         self.weight = to.copy_(self.weight)
         if self._masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 
     def publish(self) -> None:
-        """Bring `owned_weight` up to date with the masters."""
+        """Round the masters into `owned_weight`."""
         if not self._masters_are_weights:
             self.owned_weight.copy_(self.masters)
 
@@ -107,7 +107,7 @@ class ShardedUnit:
 
 
 def whole_unit(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> ShardedUnit:
-    """Give the unit all its states on this one rank."""
+    """Return the unit with all its states on this rank."""
     masters: Literal["weights", "separate"] = "weights" if dtype == torch.float32 else "separate"
     alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters))
     return ShardedUnit(spec, module, alone, dtype, seed, device)

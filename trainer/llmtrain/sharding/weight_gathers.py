@@ -1,4 +1,4 @@
-"""What a unit's weights are gathered from: all ranks' shards (plain, packed, or read in place) or a second copy."""
+"""Sources of a unit's gathered weights: all ranks' shards (plain, packed, or in shared memory) or a secondary copy."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -15,17 +15,17 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 class WeightSource(Protocol):
-    """What fills a buffer with a unit's weights."""
+    """Fills a buffer with a unit's weights."""
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """Return the steps that fill `buffer`, `[padded]` of the compute dtype. workspace: for this gather alone."""
 
     def traffic(self) -> list[Traffic]:
-        """Return what the steps put on the links."""
+        """Return the collectives of the steps."""
 
 
 class ShardGather:
-    """Gathers the weight shards of all ranks, as they are or packed."""
+    """Gathers the weight shards of all ranks, unpacked or packed."""
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
         self._unit, self._packing = unit, packing
@@ -59,7 +59,7 @@ class SharedShards:
         unit.move_weight(self._shards[hop.collectives.rank])
 
     def wrote(self) -> None:
-        """Say that all ranks have written their shards."""
+        """Report that all ranks have written their shards."""
         self._written = True
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
@@ -82,9 +82,9 @@ class SharedShards:
 
 
 class SecondaryCopy:
-    """A second copy of a unit's weights, cut over fewer, nearer ranks (ZeRO++, section 3.2), packed or not.
+    """A secondary copy of a unit's weights, sharded over fewer and nearer ranks (ZeRO++, section 3.2), packed or not.
 
-    valid: whether it holds the weights of the last step, from the gather on that fills it.
+    valid: whether it holds the current weights, or a gather that has started fills it with them.
     """
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
@@ -97,11 +97,12 @@ class SecondaryCopy:
             self._copy = like.new_zeros(packing.row_bytes(numel), dtype=torch.uint8)
 
     def serves(self, backward: bool) -> bool:
-        """Whether a gather takes this copy: a backward pass always, and a forward one where it is no farther away."""
+        """Whether a gather uses this copy: always in a backward pass; in a forward pass, if it has no more shards than
+        the weights."""
         return self.valid and (backward or self._unit.degrees.secondary <= self._unit.degrees.weights)
 
     def fill(self, buffer: Tensor) -> None:
-        """Take this rank's part of gathered weights."""
+        """Copy this rank's shard out of gathered weights."""
         part = own_part(buffer, self._hops)
         if self._packing is None:
             self._copy.copy_(part)
@@ -111,7 +112,7 @@ class SecondaryCopy:
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
         if not self._hops:
-            # Every rank has all of the copy. It is restored on the stream of a hop, beside the computation.
+            # Every rank holds the whole copy. Copy it on the stream of a hop, in parallel with the computation.
             return [HopStep(self._unit.hops.weights[0], lambda: self._restore(buffer))]
         return _gathered(buffer, self._copy, self._hops, self._packing, workspace, packed=self._packing is not None)
 
@@ -133,8 +134,7 @@ class SecondaryCopy:
 
 
 def share_shards(units: Iterable[ShardedUnit]) -> dict[str, SharedShards]:
-    """Move weights that one hop inside a machine gathers to memory that its ranks share; return them by unit.
-    Collective."""
+    """Move weight shards that one hop inside a machine gathers to shared memory; return them by unit. Collective."""
     found: dict[str, SharedShards] = {}
     by_hops: dict[Hops, list[ShardedUnit]] = {}
     for unit in units:

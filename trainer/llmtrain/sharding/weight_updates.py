@@ -1,4 +1,4 @@
-"""After a step: what brings the weight shards of all ranks up to date with the masters."""
+"""The update of all weight shards from the masters after an optimizer step."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,9 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 class WeightUpdates:
-    """Gathers each unit's stepped masters, as they are or packed, until every rank's weight shard is up to date.
+    """Gathers each unit's stepped masters, unpacked or packed, into every rank's weight shard.
 
-    replicated: parameters that tensor-parallel ranks share, by unit, where they must not be packed.
+    replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class WeightUpdates:
         self._tickets[unit.spec.name] = self._in_flight.start(steps)[-1]
 
     def take(self, name: str) -> Ticket | None:
-        """Return the ticket of a unit's update that nobody has waited for, if there is one; the caller waits."""
+        """Return the ticket of a unit's pending update, or None; the caller waits for it."""
         return self._tickets.pop(name, None)
 
     def wait(self, name: str) -> None:
-        """Have what is computed next come after a unit's update."""
+        """Wait for a unit's update before the next computation."""
         ticket = self.take(name)
         if ticket is not None:
             ticket.wait()

@@ -1,4 +1,4 @@
-"""Gathered weights when a unit computes: gathered ahead of need, kept while soon needed again, released after."""
+"""The gathered weights of units: prefetched, kept while they are needed again soon, then released."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Gathered:
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """How weights travel and rest. packing: of gathers; secondary: of the second copy. lookahead: units gathered ahead
-    of need, and uses within which a unit is kept. together: units that compute at one time. held: whether a unit stays
-    gathered until its weights are stepped. tensor_parallel: whether tensor-parallel ranks share a part of each unit,
-    which then travels by itself where the rest is packed."""
+    """How weights are gathered and kept. packing: of gathers. secondary: of the secondary copy. lookahead: units that
+    are prefetched; a unit that is among the next units stays gathered. together: units that compute at the same time.
+    held: whether a unit stays gathered until the optimizer steps it. tensor_parallel: whether tensor-parallel ranks
+    hold replicated parameters, which are then sent unpacked."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
@@ -43,12 +43,12 @@ class WeightPolicy:
 
     @property
     def buffers(self) -> int:
-        """Gathered units of one size that are ever there at once."""
+        """Most units of one size that are gathered at the same time."""
         return self.together + self.lookahead
 
 
 class GatheredWeights:
-    """Has the weights of a unit gathered from `need` until `release`."""
+    """Keeps the weights of a unit gathered from `need` until `release`."""
 
     def __init__(self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, count: Count) -> None:
         self._units, self._policy, self._count = units, policy, count
@@ -73,7 +73,7 @@ class GatheredWeights:
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of this rank's parts of second copies."""
+        """Bytes of this rank's shards of secondary copies."""
         return sum(copy.nbytes for copy in self._secondary.values())
 
     def start_pass(self, name: str) -> None:
@@ -88,7 +88,7 @@ class GatheredWeights:
         self._backward = backward
 
     def need(self, name: str) -> Tensor:
-        """Return the gathered weights of a unit, which its parameters show from now on."""
+        """Return the gathered weights of a unit; its parameters become views into them."""
         unit = self._units[name]
         if name not in self._cut:
             self.updates.wait(name)
@@ -106,7 +106,7 @@ class GatheredWeights:
         return gathered.buffer
 
     def release(self, name: str) -> None:
-        """Say that the computation is done with a unit; it stays if the next few uses need it again."""
+        """Report that a computation no longer needs a unit; it stays gathered if it is among the next units."""
         gathered = self._gathered.get(name)
         if gathered is None or not gathered.busy:
             return
@@ -115,8 +115,11 @@ class GatheredWeights:
             self._drop(name)
 
     def end_forward(self) -> None:
-        """End a pass without a backward one. What it leaves must not show in the next step, which a resumed run does
-        without it: a packed second copy is rounded once more."""
+        """End a forward pass that no backward pass follows.
+
+        A resumed run does not repeat this pass, so the next step must not use what it gathered: weights from a
+        quantized secondary copy are rounded a second time.
+        """
         for copy in self._secondary.values():
             copy.valid = False
         if self._policy.secondary is not None and not self._policy.held:
@@ -128,8 +131,7 @@ class GatheredWeights:
         return self._owners.get(tensor.untyped_storage().data_ptr()) if self._owners else None
 
     def update(self, unit: ShardedUnit) -> None:
-        """Bring the weights of all ranks up to date after a step of `unit`'s masters. What was gathered is out of
-        date."""
+        """Update the weights of all ranks after a step of the unit's masters. Collective."""
         name = unit.spec.name
         if name in self._secondary:
             self._secondary[name].valid = False
@@ -140,10 +142,10 @@ class GatheredWeights:
         self.updates.start(unit)
 
     def _ahead(self) -> list[str]:
-        """Return the units that are needed next.
+        """Return the next units.
 
-        With a packed second copy, which is rounded once more, never from the forward into the backward pass: what a use
-        reads must not depend on whether this process knows the order already.
+        With a quantized secondary copy, never prefetch from the forward into the backward pass: the values that a pass
+        reads must not depend on whether this process already knows the order.
         """
         return self._order.ahead(self._policy.lookahead, None if self._policy.secondary is None else self._backward)
 
@@ -156,7 +158,7 @@ class GatheredWeights:
                 self._gather(self._units[name], buffer)
 
     def _take(self, unit: ShardedUnit) -> Tensor:
-        """Return a buffer for a unit that cannot wait, if need be one that was gathered too early."""
+        """Return a buffer for a unit that is needed now; drop a prefetched unit if no buffer is free."""
         size = unit.ranges.padded
         buffer = self.pool.take(size)
         if buffer is None:
@@ -170,7 +172,7 @@ class GatheredWeights:
 
     def _drop(self, name: str) -> None:
         gathered = self._gathered.pop(name)
-        # A gather that nobody waited for still writes into the buffer.
+        # A gather that nobody waited for may still write into the buffer.
         gathered.ticket.wait()
         del self._owners[gathered.buffer.data_ptr()]
         self.pool.give_back(gathered.buffer)
@@ -180,7 +182,7 @@ class GatheredWeights:
         secondary, replicated = self._secondary.get(name), self._replicated.get(name)
         source = secondary if secondary is not None and secondary.serves(self._backward) else self._sources[name]
         fills = secondary if secondary is not None and not secondary.valid else None
-        # The update of these weights goes over other hops, whose streams no gather waits for by itself.
+        # The update of these weights runs on other streams, so the gather has to wait for it explicitly.
         update = self.updates.take(name)
 
         def steps(workspace: Workspace) -> list[HopStep]:
@@ -202,6 +204,6 @@ class GatheredWeights:
 
 
 def _is_apart(unit: ShardedUnit, policy: WeightPolicy) -> bool:
-    """Whether a part of the unit, which tensor-parallel ranks share, travels by itself."""
+    """Whether the unit's replicated parameters are sent unpacked, apart from the rest."""
     packed = (policy.packing or policy.secondary) is not None and unit.degrees.optimizer > 1
     return policy.tensor_parallel and packed and unit.spec.replicated < unit.spec.numel

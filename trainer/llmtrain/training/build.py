@@ -1,4 +1,4 @@
-"""From a plan to a model whose states lie where the plan places them, and to what runs it."""
+"""From a plan to this rank's model, the engine of its states, and the executor that runs it."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from llmtrain.training.build_pipeline import build_executor
 
 @dataclass(frozen=True)
 class Assembly:
-    """This rank's part of a model, what holds its states, what runs it, and what it shares its layers with."""
+    """This rank's part of a model, the engine of its states, its executor, and its tensor-parallel mesh."""
 
     model: GPT
     engine: Engine
@@ -35,20 +35,20 @@ class Assembly:
     mesh: TensorMesh
 
     def close(self) -> None:
-        """Wait for what is on its way, and leave the process groups."""
+        """Wait for pending work and leave the process groups."""
         self.executor.close()
         self.engine.close()
         self.mesh.close()
 
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
-    """Return this rank's part of a plan's model. count: told of every collective. Collective."""
+    """Return this rank's part of a plan's model. count: called with every collective. Collective."""
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
-    # The first stage has nobody to hand a gradient back to.
+    # The first stage hands back no gradient.
     hands_back = schedule.hands_back and not all(stage_layout.opens for stage_layout in stage_layouts)
     weight_gradients = WeightGradientQueue()
-    # On the meta device first; what other stages compute goes; layers are cut along the tensor axis; the units give
-    # memory to what is left; compile comes last, as it traces what is there.
+    # The order matters: create the model on the meta device, remove the layers of other stages, shard layers along the
+    # tensor axis, allocate the units' memory, and compile last, because torch.compile traces the final modules.
     model = GPT(plan.model, ranks.device, recompute=plan.recompute)
     keep(model, stage_layouts)
     mesh = _mesh(plan, ranks, count)
@@ -65,7 +65,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
 
 
 def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
-    """Connect the ranks that share this one's layers. Collective."""
+    """Connect the ranks that share this rank's layers. Collective."""
     layout = ranks.layout
     degree = layout.degree(Axis.TENSOR)
     if degree == 1:
@@ -78,9 +78,9 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
 
 
 def _units(model: GPT, plan: Plan, ranks: Ranks) -> list[ShardedUnit]:
-    """Connect the ranks that share model states, and make this rank's. Collective."""
+    """Connect the ranks that share model states, and create this rank's states. Collective."""
     layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
-    # Every rank makes the groups of every placement, also of those that none of its units have.
+    # Every rank makes the groups of every placement, even if none of its units has that placement.
     hops = {placement: make_hops(ranks, placement) for placement in dict.fromkeys(placements.values())}
     specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
     return [
@@ -92,14 +92,14 @@ def _units(model: GPT, plan: Plan, ranks: Ranks) -> list[ShardedUnit]:
 
 
 def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
-    """Say how states travel, and connect the ranks that hold the same ones. Collective."""
+    """Return how states travel, and connect the ranks that hold the same parameters. Collective."""
     quantization = plan.sharding.quantization
     weights = WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),
         secondary=_packing(quantization.secondary, quantization.block),
         together=plan.units_at_once,
-        # What arrives first differs from replica to replica, and the order of gathers must not.
-        held=not plan.pipeline.schedule.actions,
+        # Messages arrive in another order on each replica, but the order of gathers must be the same.
+        held=plan.pipeline.schedule.message_driven,
         tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
     )
     return ShardingSpec(weights, _packing(quantization.gradients, quantization.block), _replica_groups(plan, ranks))
@@ -114,7 +114,7 @@ def _replica_groups(plan: Plan, ranks: Ranks) -> ReplicaGroups:
     layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
     partial = None
     if plan.sequence_parallel and copies > 1:
-        # Groups of their own, as these sums are made beside the layers'.
+        # Groups of their own, because these sums run in parallel with those of the layers.
         partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
     stage = None
     if plan.sharding.quantization.gradients and copies > 1:
@@ -127,6 +127,6 @@ def _replica_groups(plan: Plan, ranks: Ranks) -> ReplicaGroups:
         group = join_group(ranks, pairs)
         tied = {} if group is None else {"embedding": ranks.collectives(group)}
         if any(stage_layout.closes for stage_layout in stage_layouts):
-            # Positions are there beside the tokens, so that both copies are cut alike, and compute nothing.
+            # The copy has position embeddings, which it does not use, so that both copies are sharded in the same way.
             second = frozenset({"embedding"})
     return ReplicaGroups(copies, partial, stage, tied, second)

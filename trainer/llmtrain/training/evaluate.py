@@ -10,28 +10,28 @@ from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.gpt import GPT
 
-# Seed of the order in which samples are evaluated: one for every run, so that their losses compare.
+# Seed of the order of samples: the same for all runs, so that their losses can be compared.
 ORDER = 0
 
-# Microbatches that are on the device at once.
+# Most microbatches on the device at once.
 TOGETHER = 64
 
-# Yields, some microbatches (int64 `[sequences, tokens + 1]` each) at a time and in their order, how many they were and
-# their mean losses; none on a rank that is to count no loss.
+# Takes microbatches, int64 `[sequences, tokens + 1]` each. Yields, for some at a time and in order, their number and
+# their mean losses; no losses on a rank that does not count them.
 LossesOf = Callable[[Sequence[Tensor]], Iterator[tuple[int, list[Tensor]]]]
 
 
 @torch.no_grad()
 def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, microbatch: int, ranks: Ranks) -> float:
-    """Return the mean loss in nats per token over `count` samples, always the same ones. Collective.
+    """Return the mean loss in nats per token over at most `count` samples, the same ones in every call. Collective.
 
-    The data-parallel ranks share the samples; `count` is cut to what there is. Fewer than all are drawn from the whole
-    split, as neighbours come from one document.
+    The data-parallel ranks share the samples. Fewer samples than the split has come from all of it, because neighbours
+    may belong to one document.
     """
     count = min(count, len(samples))
     degree, place = ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA)
     start, end = even_share(count, degree, place)
-    # As many passes as the rank with the largest share makes: weights are gathered from everyone.
+    # Every rank makes as many passes as the rank with the most samples, because all ranks gather weights together.
     firsts = range(start, start + -(-count // degree), microbatch)
     sizes = [max(min(microbatch, end - first), 0) for first in firsts]
     total, passed, was_training = 0.0, 0, model.training

@@ -28,8 +28,8 @@ from llmtrain.training.states import rewind_states, save, start_states
 def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
     """Run a plan from its newest checkpoint, or from the start, to its last step. Collective.
 
-    decisions: what was resolved, for the user to read. waiting: says what the start waits for until then.
-    Raises PreemptedError when told to stop, RunFailedError when the run cannot go on.
+    decisions: sentences about resolved values, for the user. waiting: shows what the start waits for; stopped here.
+    Raises PreemptedError when asked to stop, RunFailedError when the run cannot continue.
     """
     steps = plan.training.steps
     with StopRequest() as stop, open_run(plan, ranks, stop) as run:
@@ -46,7 +46,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
             before = run.progress.step
             stopping = train_step(run, before)
             done = run.progress.step
-            # Where the run went back instead, all of this is done already.
+            # After a rewind, the rest was done at that step before.
             if done > before:
                 saving = stopping or _due(done, plan.checkpoint.every or steps, steps)
                 if saving or _due(done, plan.training.compare_every, steps):
@@ -64,14 +64,14 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
 
 
 def first_step(plan: Plan) -> str:
-    """Return what a start's first step is: it takes longer than the others."""
+    """Return a description of the first step, which takes longer than the others."""
     count = plan.batch.microbatches
     text = f"first step, of {count} microbatch{'es' if count > 1 else ''}"
     return f"{text}, for which torch.compile builds kernels" if plan.training.compile else text
 
 
 def unverified(run: Run) -> list[str]:
-    """Say of which sets nobody could tell that they were damaged."""
+    """Return a warning for each data set without checksums."""
     return [
         f"{prefix} has no checksums, so damage to it goes unnoticed; `llmtrain data checksum {prefix}` writes them"
         for prefix in run.train_data.unverified()
@@ -79,14 +79,14 @@ def unverified(run: Run) -> list[str]:
 
 
 def warn_of_validation(run: Run) -> None:
-    """Say where the validation split tells little of what is trained on."""
+    """Warn if the validation split says little about the training data."""
     if run.valid_data is not None and run.ranks.is_main:
         for sentence in validation_warnings(run.train_data, run.valid_data):
             run.log.warn(sentence)
 
 
 def begin(run: Run) -> None:
-    """Log where the run starts from, and save it where a spike may have to go back to it. Collective."""
+    """Evaluate the initial weights, and save them if a spike may rewind to them. Collective."""
     if run.progress.step == 0:
         evaluate(run)
     if run.plan.spikes.threshold and run.plan.spikes.action == "rewind":
@@ -100,10 +100,10 @@ def train_step(run: Run, step: int) -> bool:
     if is_logged(plan, step + 1):
         run.ranks.activity.start_timing()
     if run.plan.model.dropout:
-        # Seeded by the step, so that a resumed run draws what an uninterrupted one would; alike on tensor-parallel
-        # ranks, unless each has its own part of the sequence.
-        alike = 0 if plan.sequence_parallel else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
-        torch.manual_seed(((plan.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - alike) % 2**63)
+        # Seeded by the step, so that a resumed run draws the same numbers. Tensor-parallel ranks draw the same numbers
+        # unless each has its own part of the sequence.
+        offset = 0 if plan.sequence_parallel else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
+        torch.manual_seed(((plan.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - offset) % 2**63)
     loss, norm, stopping, seconds = forward_backward(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
@@ -139,8 +139,8 @@ def train_step(run: Run, step: int) -> bool:
 
 
 class Passes(NamedTuple):
-    """What all ranks know after a step's passes. loss: mean over the global batch. norm: of the scaled gradients.
-    stopping: whether any rank was asked to. rank_seconds: see `own_seconds`, of all ranks."""
+    """The results of a step's passes, the same on all ranks. loss: mean over the global batch. norm: of the scaled
+    gradients. stopping: whether any rank was asked to stop. rank_seconds: `own_seconds` of all ranks."""
 
     loss: float
     norm: float
@@ -149,7 +149,7 @@ class Passes(NamedTuple):
 
 
 def forward_backward(run: Run, step: int) -> Passes:
-    """Do a step's forward and backward passes. Collective."""
+    """Run a step's forward and backward passes. Collective."""
     plan, ranks = run.plan, run.ranks
     batch, microbatch = plan.batch.sequences, plan.batch.microbatch
     first = run.progress.samples
@@ -158,7 +158,7 @@ def forward_backward(run: Run, step: int) -> Passes:
     rows = rows.to(ranks.device, non_blocking=True)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
-    # One small sum tells every rank all of it: each further one would hold up the rank that comes last.
+    # One small all-reduce for everything: each further one would wait again for the slowest rank.
     square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
     own = [share * float(losses) * speaks, float(run.stop.asked), float(square)]
     loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
@@ -166,9 +166,9 @@ def forward_backward(run: Run, step: int) -> Passes:
 
 
 def own_seconds(run: Run, step: int) -> list[float]:
-    """Return, by rank, what this one took for a step's passes without waiting for others, and 0 for the others.
+    """Return, by rank, the seconds of a step's passes without waiting for others: this rank's own, and 0 for others.
 
-    Empty unless the step is logged, and in a run of one rank.
+    Empty if the step is not logged, and in a run of one rank.
     """
     ranks = run.ranks
     if not is_logged(run.plan, step + 1) or ranks.layout.world == 1:
@@ -189,7 +189,7 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
 
 
 def note_skipped(run: Run, finite: bool, spike: bool) -> None:
-    """Keep count of skipped steps; too many in a row end the run."""
+    """Count skipped steps; fail after too many in a row."""
     progress, dynamic, before = run.progress, run.plan.compute == "fp16", run.scale.value
     run.scale.update(finite, dynamic)
     progress.loss_scale, progress.good_steps = run.scale.value if dynamic else None, run.scale.good_steps
@@ -208,7 +208,7 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
 
 
 def rewind(run: Run, loss: float) -> None:
-    """Go back to the newest checkpoint, past the data that made the loss spike. Collective."""
+    """Rewind to the newest checkpoint, and skip the data of the spike. Collective."""
     at = run.progress.step + 1
     if run.progress.rewinds >= run.plan.training.max_skipped:
         fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
@@ -222,7 +222,7 @@ def rewind(run: Run, loss: float) -> None:
 
 
 def fail(run: Run, why: str) -> NoReturn:
-    """End a run that no longer learns. Collective."""
+    """Fail a run that no longer learns. Collective."""
     run.checkpoints.wait()
     kept = step_folders(run.folder / "checkpoints")
     sound = f"the checkpoints in {run.folder} are sound" if kept else "there is no checkpoint yet"
@@ -247,7 +247,7 @@ def evaluate(run: Run) -> None:
 
 
 def compare_replicas(run: Run) -> None:
-    """See whether ranks hold alike what they should. Collective."""
+    """Check that replicas are equal. Collective."""
     if run.plan.training.compare_every:
         compare(run.engine, run.ranks, run.progress.step, run.compared)
         run.compared = run.progress.step
@@ -264,5 +264,5 @@ def finish_checkpoint(run: Run) -> None:
 
 
 def _due(step: int, every: int, steps: int) -> bool:
-    """Whether something that happens `every` steps (0: never) and at the last one is due after `step` steps."""
+    """Whether an action is due after `step` steps. every: its interval in steps, 0 for never; the last step counts."""
     return every > 0 and (step % every == 0 or step == steps)

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same model states do: memory errs without a word, and replicas drift apart."""
+"""A check that replicas of model states are equal: it finds silent memory errors."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
 
-# What is brought from a device at a time, in elements.
+# Elements that are copied from a device at a time.
 CHUNK = 2**22
 KINDS = ("weights", "optimizer states", "weights that tensor-parallel ranks share", "tied embeddings")
 
@@ -22,10 +22,10 @@ Held = tuple[list[tuple[str, int, int]], Iterator[Tensor]]
 
 
 def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
-    """Compare what ranks hold alike by XXH3 checksums. Collective.
+    """Compare replicas by XXH3 checksums. Collective.
 
-    step: steps done. before: those after which all were last found alike. Raises RunFailedError, the same on all
-    ranks, which names those that differ from most.
+    step: steps done. before: the step after which replicas were last equal. Raises RunFailedError, the same on all
+    ranks, which names the ranks that differ from the majority.
     """
     if ranks.layout.world == 1:
         return
@@ -44,7 +44,7 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
 
 
 def _held(engine: Engine, kind: str) -> Iterator[Held]:
-    """Yield what this rank holds of a kind, unit by unit."""
+    """Yield this rank's states of a kind, unit by unit."""
     groups = engine.gradients.replica_groups
     for name, unit in engine.units.items():
         if kind == "weights":
@@ -56,7 +56,7 @@ def _held(engine: Engine, kind: str) -> Iterator[Held]:
 
 
 def _weights(unit: ShardedUnit, start: int) -> Held:
-    """Return the weights that this rank holds from an element of the unit on."""
+    """Return the weights that this rank holds, from element `start` of the unit."""
     offset = unit.ranges.weights[0]
     end = max(start, min(unit.ranges.weights[1], unit.spec.numel))
     return _places(unit, start, end), iter(unit.weight[start - offset : end - offset].split(CHUNK))
@@ -70,12 +70,12 @@ def _optimizer_states(unit: ShardedUnit) -> Held:
 
 
 def _places(unit: ShardedUnit, start: int, end: int) -> list[tuple[str, int, int]]:
-    """Return which canonical elements the range `[start, end)` of a unit holds."""
+    """Return the canonical ranges in the range `[start, end)` of a unit."""
     return [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
 
 
 def _checksums(held: Iterable[Held]) -> tuple[int, int]:
-    """Return checksums of what is held, and of its content, as int64."""
+    """Return checksums of the ranges' names and of their values, as int64."""
     what, content = xxhash.xxh3_64(), xxhash.xxh3_64()
     for places, chunks in held:
         what.update(repr(places).encode())

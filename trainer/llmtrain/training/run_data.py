@@ -1,4 +1,4 @@
-"""The data of a run: opened, and held against what its checkpoints were trained on and what other nodes have."""
+"""A run's data: opened, and compared with the data of its checkpoints and of the other nodes."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ _FINGERPRINTS = TypeAdapter(list[Fingerprint])
 
 
 def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
-    """Return the training and the validation split, None where nothing is evaluated. Raises DataError."""
+    """Return the training and the validation split; None for the latter without evaluation. Raises DataError."""
     training = open_split(plan.data, "train", plan.model.vocab)
     training.check_ids()
     evaluated = plan.training.eval_every and plan.data.split[1]
@@ -31,10 +31,10 @@ def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
 def check_data(
     data: Samples, saved: dict[str, JsonValue] | None, accepted: bool, ranks: Ranks, warn: Callable[[str], None]
 ) -> list[Fingerprint]:
-    """Return the fingerprints of the data, having refused data that the run must not train on. Collective.
+    """Return the fingerprints of the data, and check that the run may train on it. Collective.
 
-    saved: progress of one of the run's own checkpoints, None where there is none. accepted: whether the data may differ
-    from what that was trained on. Raises BadInputError, also where this node has other data than the main rank's node.
+    saved: progress of one of the run's own checkpoints, or None. accepted: whether the data may differ from that of the
+    checkpoint. Raises BadInputError if it may not, or if this node's data differs from that of the main rank's node.
     """
     found: list[Fingerprint] = []
     refusal = ""
@@ -58,7 +58,7 @@ def check_data(
 def _other_data(
     now: list[Fingerprint], saved: dict[str, JsonValue] | None, accepted: bool, warn: Callable[[str], None]
 ) -> str:
-    """Return why the run must not resume on its data, empty where it may."""
+    """Return why the run must not resume with this data; empty if it may."""
     if saved is None or DATA not in saved:
         # There is nothing to resume from, or the checkpoint predates fingerprints.
         return ""
@@ -70,4 +70,4 @@ def _other_data(
     if found and accepted:
         warn(f"{found}; data.accept_changed accepts that")
         return ""
-    return found and f"{found}; bring that data back, or set data.accept_changed=true to go on with this"
+    return found and f"{found}; bring that data back, or set data.accept_changed=true to resume with this"
