@@ -63,9 +63,9 @@ def distance_ratio(train: Source, valid: Source) -> float | None:
     counts = np.array([_counts(group, width) for group in groups])
     total = counts.sum(0)
     within = [_divergence(one, total - one) for one in counts]
-    # Compared to equally many groups as in `within`: all but one.
+    # As in `within`, compare with all groups but one, so that both compare equally many documents.
     other = float(np.mean([_divergence(_counts(validation, width), total - one) for one in counts]))
-    # Between identical documents the distance is 0: there is no scale.
+    # If all groups have the same token frequencies, `within` is 0 and cannot be a divisor.
     return other / max(within) if max(within) > 1e-9 else None
 
 

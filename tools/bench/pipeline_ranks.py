@@ -127,7 +127,7 @@ def record_chunks(stage: Any, name: str, kind: str, recorder: Recorder) -> None:
 
 
 def plain_copy(run: Run) -> GPT:
-    """Return this rank's part of the model with the same weights, each parameter in its own tensor."""
+    """Return a copy of this rank's part of the model. Its parameters are separate tensors, not views of a buffer."""
     model = GPT(run.plan.model, torch.device("cpu"))
     for name in set(model.blocks) - set(run.model.blocks):
         del model.blocks[name]

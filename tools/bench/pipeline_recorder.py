@@ -76,7 +76,7 @@ class Recorder:
         self._after = time.perf_counter() - began
 
     def wait(self, run: Callable[[], Any]) -> Any:
-        """Wait for the inputs of the running or the next action; the action's computation has not begun."""
+        """Call `run`, which waits for the inputs of the running or the next action, and count its time as idle."""
         began = time.perf_counter()
         result = run()
         self._got = time.perf_counter()

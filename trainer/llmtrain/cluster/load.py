@@ -40,7 +40,7 @@ def find_cluster(name_or_path: str) -> Path:
     """Return the file of a shipped description by name, or of a path. Raises BadInputError if there is none."""
     if name_or_path in shipped_clusters():
         return shipped_folder() / "clusters" / f"{name_or_path}.yaml"
-    # clusters/frontier.yaml means the shipped description, whatever the recipe's own folder is.
+    # If the path is not a file here, look in the shipped folder, for a path such as clusters/frontier.yaml.
     for path in (Path(name_or_path), shipped_folder() / name_or_path):
         if path.is_file():
             return path

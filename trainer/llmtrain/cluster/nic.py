@@ -47,7 +47,7 @@ def _card(cluster: Cluster, own: Sequence[int], rank: int, index: int, leaving: 
     if len(clusters_of(cluster, own)) > 1 and cluster.between is not None:
         return cluster.between
     cards = cluster.clusters[cluster_of(cluster, rank)].cards if cluster.clusters else ()
-    # Counted on the first rank's node, so that all members use the card with the same index.
+    # All members take the group's place on the first rank's node, so that they use the card with the same index.
     sharing = leaving[node_of(cluster, own[0])]
     return cards[bisect_left(sharing, index) * len(cards) // len(sharing)] if cards else None
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 Unit = Literal["byte/s", "byte", "s", "FLOP/s"]
 
-# For each unit: its description in errors, and the size of each word that may follow the number.
+# For each unit: its description in errors, and the suffixes that a number may have, with their values in that unit.
 _UNITS: dict[Unit, tuple[str, dict[str, float]]] = {
     "byte/s": ("a rate such as 200Gbit/s, 100mbit or 300GB/s", {"bit/s": 1 / 8, "bit": 1 / 8, "B/s": 1}),
     "byte": ("a size such as 80GB or 512GiB", {"B": 1}),

@@ -17,7 +17,8 @@ T = TypeVar("T")
 class Activity:
     """The activity of one rank.
 
-    phase: of the run, empty during training. last: the newest note. moved: when that was, seconds since the epoch.
+    phase: of the run, empty during training. last: the newest note. moved: time of the newest note or call of
+    `moving`, in seconds since the epoch.
     writing: whether the rank writes its part of a checkpoint. lost: whether it has lost contact with others.
     """
 

@@ -87,7 +87,7 @@ class CrashNotes:
 
 
 def read_note(path: str, rank: int) -> Last:
-    """Return a rank's last note; without one, the rank has not begun its first step. Raises OSError."""
+    """Return a rank's last note, or `Last()` if the rank has not written one. Raises OSError."""
     try:
         step, ending, doing = _read(path, rank + 1).split("\n", 2)
         return Last(int(step), doing, Ending(ending))

@@ -37,7 +37,7 @@ class NcclMessages(TorchMessages):
         """See TorchMessages."""
         if channel not in self._streams:
             self._streams[channel] = torch.cuda.Stream(self._device)
-        # A thread sleeps until a blocking event, and would spin until another one.
+        # A thread that waits for a blocking event sleeps. For another kind of event it would spin.
         event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._streams[channel]):
             # The stream waits, not the host.

@@ -189,7 +189,8 @@ class Watchdog:
             if silent < (min(LOST_ROUNDS, self._patience) if self._activity.lost else self._patience):
                 continue
             first = self._heard.get(0, self._self)
-            # Without the store ranks cannot agree on who speaks: the first rank of each machine does, but not rank 0.
+            # Without the store, ranks cannot agree who reports. The first rank of each machine does.
+            # Rank 1 replaces rank 0, because the sentence is about rank 0.
             if self._activity.rank == max(self._activity.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
                 self._say(
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "

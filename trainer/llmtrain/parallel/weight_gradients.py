@@ -115,7 +115,7 @@ class SplitBackwardLinear(nn.Module):
 
 
 def split_backward(blocks: nn.Module, queue: WeightGradientQueue) -> None:
-    """Replace, in place, the linear layers of plain blocks with ones that defer their weight gradients to `queue`."""
+    """Replace each Linear and InputMajorLinear, in place, with one that can defer its weight gradients to `queue`."""
     for module in list(blocks.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, Linear | InputMajorLinear):

@@ -110,7 +110,7 @@ def _compute(recipe: Recipe, facts: Facts) -> Compute:
 
 def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, facts: Facts) -> Pipeline:
     given, ranks = recipe.pipeline, grid.degree(Axis.PIPELINE)
-    # One stage has no schedule to choose: a recipe for many stages is fine on one rank.
+    # One pipeline rank ignores the schedule and chunks, so that it can run a recipe for many ranks.
     name = given.schedule if ranks > 1 else "1f1b"
     chunks = 2 if name in ("interleaved", "zero-bubble-v") else 1
     if given.chunks != "auto" and ranks > 1:

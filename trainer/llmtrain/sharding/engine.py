@@ -74,7 +74,7 @@ class Engine:
         self.weights.end_forward()
 
     def backward(self, run: Callable[[], None], backward_passes: Collection[BackwardPass]) -> None:
-        """Run one microbatch's backward pass. run: computes it. backward_passes: of the units that it uses."""
+        """Run one microbatch's backward pass. run: computes it. backward_passes: one for each unit that it uses."""
         self.gradients.start(backward_passes, passing=True)
         self._run_backward(run, [backward_pass.name for backward_pass in backward_passes])
         self.gradients.check(backward_passes)

@@ -38,10 +38,11 @@ FIRST_STEPS, DAY = 5, 86_400
 class StepRecord:
     """Raw numbers of one optimizer step.
 
-    step: counted from 1. tokens: trained on, with this step's. loss: mean over the global batch, in nats. grad_norm:
-    before clipping. seconds: wall time of the whole step, data included. skipped_steps: since the run began, because
-    they were not finite or spiked. passed_batches: global batches of data that the run passed over. rank_seconds: of a
-    logged step, each rank's seconds without waiting for others, else empty. loss_scale: of fp16, else None.
+    step: counted from 1. tokens: trained up to and including this step. loss: mean over the global batch, in
+    nats. grad_norm: before clipping. seconds: wall time of the step, data included. skipped_steps: number of steps so
+    far without an update, because of a spike or a number that is not finite. passed_batches: number of global batches
+    that rewinds skipped. rank_seconds: each rank's seconds, waits for other ranks excluded; empty if the step is not
+    logged. loss_scale: None unless the run computes in fp16.
     """
 
     step: int

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from llmtrain_data.untrusted import UnreadableError, read_text
 
-# Seconds for wandb to start, for wandb to send the rest when the run ends, and for the run to wait for it at its end.
+# Most seconds for wandb to start, for wandb to finish, and for the end of the run to wait for the worker thread.
 _START_TIMEOUT = 30.0
 _FINISH_TIMEOUT = 20.0
 _WAIT_AT_END = 25.0

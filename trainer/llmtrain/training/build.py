@@ -65,7 +65,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
 
 
 def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
-    """Connect the ranks that share this rank's layers. Collective."""
+    """Connect this rank with the other ranks of its tensor-parallel group. Collective."""
     layout = ranks.layout
     degree = layout.degree(Axis.TENSOR)
     if degree == 1:
