@@ -19,7 +19,7 @@ from forks import fork_ranks
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, levels_of
 from llmtrain.cluster.tiers import Tier, axis_tiers
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
@@ -161,7 +161,7 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
-    ranks = Ranks(rank, rank, LAYOUT, CPU, tiers=TIERS)
+    ranks = Ranks(rank, rank, LAYOUT, CPU, Links(tiers=TIERS))
     norms, weights = reference()
     expected, found = weights[LAYOUT.coordinate(rank, Axis.TENSOR)], {}
     for name, cuts in CASES.items():

@@ -139,14 +139,14 @@ def share_shards(units: Iterable[ShardedUnit]) -> dict[str, SharedShards]:
     by_hops: dict[Hops, list[ShardedUnit]] = {}
     for unit in units:
         by_hops.setdefault(unit.hops, []).append(unit)
-    for hops, alike in by_hops.items():
+    for hops, sharing in by_hops.items():
         gather = hops.gather(1, hops.placement.degrees.weights)
         if len(gather) != 1:
             continue
-        shared, start = gather[0].collectives.share(sum(unit.weight.nbytes for unit in alike)), 0
+        shared, start = gather[0].collectives.share(sum(unit.weight.nbytes for unit in sharing)), 0
         if shared is None:
             continue
-        for unit in alike:
+        for unit in sharing:
             found[unit.spec.name] = SharedShards(unit, gather[0], shared, start)
             start += unit.weight.nbytes
     return found
