@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from llmtrain_kernels.quantize.format import DTYPES, packed_bytes
+from llmtrain_kernels.quantize.format import DTYPES
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,7 +6,8 @@ test_kernels_quantize_triton.py runs this file in a separate process, because TR
 import pytest
 import torch
 from llmtrain_kernels.quantize import triton_backend
-from llmtrain_kernels.quantize.format import DTYPES, packed_bytes
+from llmtrain_kernels.quantize.format import DTYPES
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
 

@@ -7,8 +7,9 @@ import torch
 from llmtrain_kernels import native
 from llmtrain_kernels.quantize import cpu
 from llmtrain_kernels.quantize import op as module
-from llmtrain_kernels.quantize.format import DTYPES, MAX_CODE, packed_bytes
+from llmtrain_kernels.quantize.format import DTYPES
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
+from llmtrain_kernels.quantize.packed_size import MAX_CODE, packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 from torch import Tensor
 

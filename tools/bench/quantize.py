@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 from llmtrain_kernels.quantize.cpu import native_backend
-from llmtrain_kernels.quantize.format import Backend, packed_bytes
+from llmtrain_kernels.quantize.format import Backend
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 from table import machine, table, write_section
 from torch import Tensor

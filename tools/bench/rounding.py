@@ -31,8 +31,8 @@ from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step
 from llmtrain.training.run import open_run
 from llmtrain_data.indexed import IndexedWriter
-from llmtrain_kernels.quantize.format import packed_bytes
 from llmtrain_kernels.quantize.op import Rounding, dequantize, quantize
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from torch import Tensor
 
 from tools.bench.table import machine, table, write_section

@@ -19,11 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_CODE = {8: 127, 4: 7}
 SMALLEST = 2.0**-118
 GOLDEN = 0x9E3779B9
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions take the index in this tuple
-WORD = 0xFFFFFFFF
 
 
 class Backend(NamedTuple):
@@ -32,14 +30,3 @@ class Backend(NamedTuple):
     quantize: Callable[[Tensor, int, int, Tensor, int | None], None]
     dequantize: Callable[[Tensor, int, int, Tensor], None]
     dequantize_sum: Callable[[Tensor, int, int, Tensor, bool], None]
-
-
-def packed_bytes(numel: int, bits: int, block: int) -> int:
-    """Return the bytes of one packed row of `numel` elements. Raises ValueError for invalid numbers."""
-    if bits not in MAX_CODE:
-        raise ValueError(f"bits is {bits}: expected 4 or 8")
-    if block < 1 or (bits == 4 and block % 2):
-        raise ValueError(f"block is {block}: expected a positive number, even for 4 bits")
-    if numel % 32 or not 0 <= numel <= WORD:
-        raise ValueError(f"numel is {numel}: expected a multiple of 32 below 2^32; pad it")
-    return numel * bits // 8 + 4 * -(-numel // block)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.quantize.cpu import native_backend
-from llmtrain_kernels.quantize.format import DTYPES, Backend, packed_bytes
+from llmtrain_kernels.quantize.format import DTYPES, Backend
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
 Rounding = Literal["nearest", "stochastic"]

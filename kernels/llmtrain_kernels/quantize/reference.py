@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmtrain_kernels.quantize.format import GOLDEN, MAX_CODE, SMALLEST, WORD, Backend
+from llmtrain_kernels.quantize.format import GOLDEN, SMALLEST, Backend
+from llmtrain_kernels.quantize.packed_size import MAX_CODE, WORD
 
 
 def _reference_quantize(x: Tensor, bits: int, block: int, out: Tensor, key: int | None) -> None:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmtrain_kernels.quantize.format import GOLDEN, MAX_CODE, SMALLEST
+from llmtrain_kernels.quantize.format import GOLDEN, SMALLEST
+from llmtrain_kernels.quantize.packed_size import MAX_CODE
 
 TILE = 2048
 # No fused multiply-add: products and sums round separately, as in the reference.

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from llmtrain_kernels.quantize.format import packed_bytes
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
+from llmtrain_kernels.quantize.packed_size import packed_bytes
 from torch import Tensor
 
 from llmtrain.comm.stream import Job
