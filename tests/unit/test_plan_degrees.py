@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmtrain.cluster.levels import Degrees
 from llmtrain.errors import BadInputError
-from llmtrain.model.tensors import parameter_count
+from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.memory import STATES_SHARE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.states import STATES_SHARE
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain_data.indexed import IndexedWriter
 
@@ -115,9 +114,14 @@ def test_the_record_says_everything_and_makes_the_same_plan() -> None:
         assert check_and_plan(recipe, Facts(world=4, device="cpu", ranks_per_node=2)) == made
 
 
+def padded(made: Plan) -> int:
+    """Return the model's parameters with each unit's padding."""
+    return sum(made.sharding.placements[unit.name].padded(unit.numel) for unit in model_units(made.model))
+
+
 @pytest.mark.parametrize(("per_parameter", "expected"), [(16.5, 1), (13, 2), (8.1, 2), (4.1, 4), (2.1, 8)])
 def test_auto_is_the_smallest_that_fits(per_parameter: float, expected: int) -> None:
-    parameters = parameter_count(plan(8, 2).model)
+    parameters = padded(plan(8, 2))
     room = f"{per_parameter * parameters / STATES_SHARE:.0f}B"
     memory = f"cluster={{accelerator: {{memory: {room}}}, node: {{ranks: 2}}}}"
     assert degrees(8, 2, "zero.partition.weights=auto", memory)[:3] == (expected,) * 3
@@ -140,7 +144,7 @@ def test_auto_is_the_smallest_that_fits(per_parameter: float, expected: int) -> 
     ],
 )
 def test_auto_counts_what_the_run_will_hold(per_parameter: float, overrides: str, expected: tuple[int, ...]) -> None:
-    parameters = parameter_count(plan(8, 2).model)
+    parameters = padded(plan(8, 2))
     room = f"{per_parameter * parameters / STATES_SHARE:.0f}B"
     memory = f"cluster={{accelerator: {{memory: {room}}}, node: {{ranks: 2}}}}"
     assert degrees(8, 2, *re.split(r" (?=[a-z]+\.)", overrides), memory) == expected
@@ -216,21 +220,3 @@ def test_refused_before_any_process_starts(overrides: str, tmp_path: Path) -> No
     assert len(done.stderr.splitlines()) == 1
     assert f"{key} is {value}" in done.stderr
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_bytes_are_those_of_zero_and_of_tables_v_and_vi() -> None:
-    """ZeRO, section 5, and ZeRO-topo, tables V and VI, for psi parameters over n ranks."""
-    psi, n = 20_000_000_000, 64
-
-    def of(weights: int, gradients: int, optimizer: int, secondary: int = 0, compute: int = 2) -> int:
-        return Degrees(n, weights, gradients, optimizer, secondary).state_bytes(psi, compute)
-
-    # Gradients are fp32 here: 2 psi more than ZeRO's 16 psi.
-    assert of(1, 1, 1) == 18 * psi
-    assert of(1, 1, n) == 6 * psi + 12 * psi // n
-    assert of(1, n, n) == 2 * psi + 16 * psi // n
-    assert of(n, n, n) == 18 * psi // n
-    # In fp32 the weights are the masters.
-    assert of(n, n, n, compute=4) == 16 * psi // n
-    # ZeRO++'s secondary copy (table V: 2 psi / n + 2 psi / P) is added.
-    assert of(n, n, n, 8) - of(n, n, n) == 2 * psi // 8

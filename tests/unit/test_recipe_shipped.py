@@ -7,8 +7,8 @@ import pytest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory import STATES_SHARE, state_bytes
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.states import STATES_SHARE, most_states
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
@@ -39,7 +39,7 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
     found, comment = needs(name)
     ranks, kind, memory, states, unit, flops, hours = found.groups()
     plan = plan_on(name, int(ranks), "cpu" if kind.startswith("CPU") else "cuda")
-    held = state_bytes(plan)
+    held = most_states(plan).total
     assert f"{held / UNIT[unit]:.{len(states.partition('.')[2])}f}" == states
     # Activations and gathered weights need the rest. The largest of them, a microbatch's logits, exist in the
     # compute dtype, in fp32, and as a gradient.

@@ -10,9 +10,12 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, levels_of, shard_range
 from llmtrain.cluster.tiers import Tier
 from llmtrain.plan.placement import ALIGNMENT, Placement
+from llmtrain.plan.plan import Quantization
+from llmtrain.plan.states import StateBytes, unit_states
 from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardRanges
 
+PLAIN = Quantization(weights=0, secondary=0, gradients=0, block=256)
 TIERS = {
     1: (Tier("all", 1),),
     2: (Tier("all", 2),),
@@ -151,7 +154,11 @@ def test_bytes_held_are_those_that_cuts_give() -> None:
     for degrees in EVERY:
         numel = degrees.ranks * ALIGNMENT * 7
         levels = levels_of(degrees, TIERS[degrees.ranks])
-        cut = ShardRanges.of(numel, Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels), degrees.ranks - 1)
+        placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
+        cut = ShardRanges.of(numel, placement, degrees.ranks - 1)
         weights, gradients, optimizer = (end - start for start, end in (cut.weights, cut.gradients, cut.optimizer))
         second = 2 * numel // degrees.secondary if degrees.secondary else 0
-        assert degrees.state_bytes(numel, 2) == 2 * weights + 4 * gradients + 12 * optimizer + second
+        expected = StateBytes(
+            weights=2 * weights, gradients=4 * gradients, masters=4 * optimizer, moments=8 * optimizer, secondary=second
+        )
+        assert unit_states(numel, placement, PLAIN, 2) == expected

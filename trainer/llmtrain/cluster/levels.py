@@ -26,18 +26,6 @@ class Degrees:
     optimizer: int = 1
     secondary: int = 0
 
-    def state_bytes(self, numel: int, compute_bytes: int) -> int:
-        """Return the bytes of one rank's model states for `numel` parameters, without padding.
-
-        Weights in the compute dtype of `compute_bytes`, gradients, master weights and two moments in fp32; where all
-        is fp32 and the optimizer states are part of the weights, those are the master weights.
-        """
-        masters = 0 if compute_bytes == 4 else 4
-        held = [(compute_bytes, self.weights), (4, self.gradients), (8 + masters, self.optimizer)]
-        if self.secondary:
-            held.append((compute_bytes, self.secondary))
-        return sum(numel * size // degree for size, degree in held)
-
 
 @dataclass(frozen=True)
 class Level:

@@ -17,9 +17,9 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.memory import state_bytes
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.states import most_states
 from llmtrain.recipe.schema import Recipe
 
 
@@ -118,7 +118,7 @@ def memory_problem(plan: Plan, facts: Facts) -> str | None:
     report it themselves."""
     if facts.device != "cpu":
         return None
-    needed, there = state_bytes(plan), machine_memory(swap=True)
+    needed, there = most_states(plan).total, machine_memory(swap=True)
     if needed <= there:
         return None
     return (

@@ -29,18 +29,21 @@ class ZeroSettings:
 
 
 def zero_settings(
-    recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[Degrees], bool] | None
+    recipe: Recipe, ranks: int, tiers: Sequence[Tier], fits: Callable[[ZeroSettings], bool] | None
 ) -> ZeroSettings:
     """Return the settings of both sections.
 
-    ranks: number of data-parallel ranks. tiers: tiers along the data axis. fits: whether model states at given degrees
-    fit the memory of a rank; None if the description has no memory, and `auto` is then a node. Raises BadInputError
+    ranks: number of data-parallel ranks. tiers: tiers along the data axis. fits: whether model states fit the memory of
+    a rank with given settings; None if the description has no memory, and `auto` is then a node. Raises BadInputError
     with the key and the rule that it breaks.
     """
     zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
-    degrees = _degrees(zero, ranks, tiers, fits)
-    hierarchical = zero.hierarchical == "auto" or zero.hierarchical
-    return ZeroSettings(degrees, hierarchical, _quantization(recipe.quantize, quantize, degrees))
+
+    def settings(degrees: Degrees) -> ZeroSettings:
+        hierarchical = zero.hierarchical == "auto" or zero.hierarchical
+        return ZeroSettings(degrees, hierarchical, _quantization(recipe.quantize, quantize, degrees))
+
+    return settings(_degrees(zero, ranks, tiers, None if fits is None else lambda degrees: fits(settings(degrees))))
 
 
 def _with_preset(

@@ -15,7 +15,6 @@ from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.memory import fits, largest_share
 from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
@@ -24,6 +23,8 @@ from llmtrain.plan.pipeline.stage_layout import stage_layouts_of
 from llmtrain.plan.placement import Backend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
+from llmtrain.plan.roles import roles_of
+from llmtrain.plan.states import fits
 from llmtrain.plan.tensor_check import tensor_problems
 from llmtrain.recipe.schema import EveryK, Recipe, TrainConfig
 
@@ -37,9 +38,18 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
-    parameters = largest_share(model, pipeline.stages, grid.degree(Axis.TENSOR))
-    fitting = fits(facts.cluster, parameters, COMPUTE_BYTES[compute])
-    zero = zero_settings(recipe, grid.degree(Axis.DATA), axis_tiers(links, grid, Axis.DATA), fitting)
+    held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
+    fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
+
+    def sharding(zero: ZeroSettings) -> Sharding:
+        return _sharding(zero, _placement(zero, grid, links, compute, backend), model)
+
+    zero = zero_settings(
+        recipe,
+        grid.degree(Axis.DATA),
+        axis_tiers(links, grid, Axis.DATA),
+        None if fitting is None else lambda zero: fitting(sharding(zero)),
+    )
     recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
@@ -55,7 +65,7 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
         compute=compute,
         sequence_parallel=recipe.parallel.sequence,
         recompute=recompute,
-        sharding=_sharding(zero, _placement(zero, grid, links, compute, backend), model),
+        sharding=sharding(zero),
         pipeline=_with_hand_back(pipeline, recipe, recompute, zero.degrees),
         optimizer=AdamW(**{entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW)}),
         loss_scaling=LossScaling(

@@ -8,9 +8,9 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import flops_per_token
-from llmtrain.plan.memory import state_bytes
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import decisions
+from llmtrain.plan.states import most_states
 from llmtrain.recipe.schema import Recipe
 
 
@@ -79,6 +79,6 @@ def summarize(recipe: Recipe, plan: Plan, device: str) -> Summary:
         epochs=per_step * steps / training if training else None,
         data_problem=problem,
         flops=float(flops_per_token(plan.model, plan.batch.sequence_length)) * per_step * steps,
-        state_bytes_per_rank=state_bytes(plan),
+        state_bytes_per_rank=most_states(plan).total,
         auto=decisions(recipe, plan.record),
     )

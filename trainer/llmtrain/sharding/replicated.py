@@ -44,6 +44,11 @@ class ReplicatedParameters:
         if start < end:
             weights[start - offset : end - offset].copy_(self._values[start - first : end - first])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self._values.nbytes
+
     def _take(self) -> None:
         """Copy this rank's part from its masters and zero the rest, so that the sum over ranks has all parts."""
         unit, first = self._unit, self._unit.spec.replicated

@@ -76,6 +76,11 @@ class GatheredWeights:
         """Bytes of this rank's shards of secondary copies."""
         return sum(copy.nbytes for copy in self._secondary.values())
 
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the TP-replicated parameters that are kept apart from the weights."""
+        return sum(values.nbytes for values in self._replicated.values())
+
     def start_pass(self, name: str) -> None:
         """Begin a pass called `name`, which uses the units in the same order as earlier ones of that name."""
         self._order = self._orders.setdefault(name, PrefetchOrder())

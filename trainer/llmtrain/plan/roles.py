@@ -1,0 +1,64 @@
+"""The roles of a run's ranks: ranks with the same role hold tensors of the same sizes. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmtrain.cluster.layout import Axis, Layout, even_share
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.plan.pipeline.stage_layout import StageLayout
+from llmtrain.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks at one place along the pipeline axis that hold equally large slices of its units.
+
+    Data-parallel ranks are alike. Tensor-parallel ranks differ where their number does not divide the vocabulary. rank:
+    the first of the ranks. ranks: number of them. pipeline: their place along the pipeline axis. units: the units that
+    `rank` holds, in the order of the model.
+    """
+
+    rank: int
+    ranks: int
+    pipeline: int
+    units: tuple[UnitSpec, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the units, before sharding over data-parallel ranks."""
+        return sum(unit.numel for unit in self.units)
+
+
+def roles(plan: Plan) -> list[Role]:
+    """Return every role of a plan's ranks, in the order of the pipeline."""
+    return roles_of(plan.model, plan.grid, plan.pipeline.stages)
+
+
+def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayout]]) -> list[Role]:
+    """Return every role. stages: stages of each rank of the pipeline, by chunk."""
+    slices = _slices(model_units(model), grid.degree(Axis.TENSOR))
+    first_of_pipeline, first_of_tensor = grid.group_of(0, Axis.PIPELINE), grid.group_of(0, Axis.TENSOR)
+    found = []
+    for pipeline, held in enumerate(stages):
+        names = {name for stage in held for name in stage.units}
+        by_size: dict[tuple[int, ...], Role] = {}
+        for place, count, units in slices:
+            own = tuple(unit for unit in units if unit.name in names)
+            sizes, ranks = tuple(unit.numel for unit in own), count * grid.degree(Axis.DATA)
+            if sizes in by_size:
+                by_size[sizes] = replace(by_size[sizes], ranks=by_size[sizes].ranks + ranks)
+            else:
+                by_size[sizes] = Role(first_of_pipeline[pipeline] + first_of_tensor[place], ranks, pipeline, own)
+        found += by_size.values()
+    return found
+
+
+def _slices(units: Sequence[UnitSpec], parts: int) -> list[tuple[int, int, list[UnitSpec]]]:
+    """Return the slices that tensor-parallel ranks hold: (first place, number of places, units) for each size."""
+    rows = sorted({tensor.shape[0] for unit in units for tensor in unit.tensors if tensor.split})
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place in range(parts):
+        shares = (even_share(count, parts, place) for count in rows)
+        places.setdefault(tuple(end - start for start, end in shares), []).append(place)
+    return [(alike[0], len(alike), [unit.slice(alike[0], parts) for unit in units]) for alike in places.values()]
