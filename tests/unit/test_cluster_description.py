@@ -167,7 +167,10 @@ def test_worlds_that_do_not_fit(cluster: Cluster, world: int, per_machine: int, 
             "^between.bandwidth is 25; expected a text: .* with its unit",
         ),
         ({"node": {"ranks": 1}, "between": {"latency": "3GB"}}, "^between.latency is '3GB'; expected a time such as"),
-        ({"node": {"ranks": 1}, "accelerator": {"peak": {"bf17": "1FLOP/s"}}}, "^accelerator.peak.bf17 is no number"),
+        (
+            {"node": {"ranks": 1}, "accelerator": {"peak": {"tf32": "1FLOP/s"}}},
+            "^accelerator.peak.tf32 is no compute dtype",
+        ),
         (
             {"node": {"ranks": 1}, "clusters": [{"name": "a", "nic": {}, "nics": [{}]}]},
             r"^clusters\[0\].nics is given beside nic",

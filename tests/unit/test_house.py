@@ -201,10 +201,17 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "transformers", "datasets", "pydantic", "omegaconf", "wandb"} & loaded
 
 
+def test_plan_does_not_import_torch() -> None:
+    words = "['plan', 'llama-8b', 'cluster=p4d', 'zero.stage=0', '--ranks', '16']"
+    program = f"import sys; from llmtrain.cli.main import main; print(main({words}), 'torch' in sys.modules)"
+    assert in_a_new_process(program) == "2 False"
+
+
 @pytest.mark.parametrize(
     "verb",
     [
         "run",
+        "plan",
         "submit",
         "status",
         "logs",

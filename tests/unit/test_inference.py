@@ -33,6 +33,23 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def test_the_machines_that_a_model_was_trained_on_do_not_matter(tmp_path: Path) -> None:
+    ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
+    shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    writer.add(np.zeros(500, dtype=np.uint16), np.array([500]))
+    writer.commit()
+    recipe = {
+        "name": "run",
+        "model": {"preset": "gpt2-1m"},
+        "data": {"path": str(tmp_path / "set"), "sequence_length": 16},
+        "cluster": {"node": {"ranks": 1}, "accelerator": {"peak": {"a format of another version": "1TFLOP/s"}}},
+    }
+    about = {"recipe": recipe, "model": asdict(CONFIG)}
+    assert Checkpointer(tmp_path / "checkpoints", ranks, 1, asynchronous=False).save(0, shards, {}, about) is None
+    assert main(["eval", str(tmp_path), "--split", "train"]) == 0
+
+
 def tokenizer(folder: Path, size: int) -> str:
     """A tokenizer whose words are its ids."""
     folder.mkdir()

@@ -183,6 +183,7 @@ VERBS: dict[str, Words] = {
     "recipes show a name": lambda at: ["recipes", "show", file(at, f"name: {json.dumps(POISON)}")],
     "recipes show no YAML": lambda at: ["recipes", "show", file(at, f"name: [{POISON}")],
     "run": lambda at: ["run", "quickstart", f"name={POISON}", "--dry-run"],
+    "plan": lambda at: ["plan", "quickstart", "model.vocab=2048", "data.tokenizer=null", f"name={POISON}"],
     "pipeline show": lambda at: ["pipeline", "show", file(at, f"cluster: {json.dumps(POISON)}")],
     "submit": lambda at: ["submit", "quickstart", "--dry-run", "--site", file(at, f"account: {json.dumps(POISON)}")],
     "data inspect": lambda at: ["data", "inspect", data_set(at), "--tokenizer", tokenizer(at / "t")],

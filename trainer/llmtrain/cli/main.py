@@ -22,6 +22,7 @@ _LONGEST = 1500
 
 VERBS = {
     "run": "Train: start the run that a recipe describes, or resume it from its last checkpoint.",
+    "plan": "Show the memory that a run will take on each rank, before it starts.",
     "submit": "Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file.",
     "status": "Show the progress of runs and the state of their jobs.",
     "logs": "Print the log of a run's newest job.",

@@ -23,6 +23,9 @@ def submit(
     array: Annotated[
         str | None, typer.Option(metavar="SEEDS", help="A run for each seed, such as 0-3 or 0-9%2.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Submit even if the plan does not fit the memory of the cluster file.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the batch script, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -32,7 +35,7 @@ def submit(
     from llmtrain.launch.submit import submit as hand_in
 
     profile = load_site(site)
-    job = plan(recipe, overrides or [], profile, nodes, array, chain)
+    job = plan(recipe, overrides or [], profile, nodes, array, chain, force)
     if dry_run:
         script = render(job, profile)
         if as_json:

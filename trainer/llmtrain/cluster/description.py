@@ -18,9 +18,10 @@ Socket = Annotated[int, Field(ge=0, le=2**16)]
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The device that one rank computes on. memory: its size, which `auto` of `zero.partition` fills. peak: datasheet
-    speed by number format (fp32, tf32, fp16, bf16, fp8, int8), for the MFU of cards whose name is unknown. name: the
-    card's name, only informative. bandwidth: bandwidth of its memory, only informative.
+    """The device that one rank computes on. name: the card's name, from which `llmtrain plan` takes a peak that is left
+    out. memory: its size, which `auto` of `zero.partition` fills, and which no run may exceed. peak: datasheet speed by
+    compute dtype (fp32, bf16, fp16), for the least time of a step and for the MFU of cards whose name is unknown.
+    bandwidth: bandwidth of its memory, for the least time of the optimizer's step.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -32,10 +33,10 @@ class Accelerator:
 
     def __post_init__(self) -> None:
         _check_quantities(self, memory="byte", bandwidth="byte/s")
-        for number_format, speed in self.peak.items():
-            if number_format not in _NUMBER_FORMATS:
-                raise ValueError(f"peak.{number_format} is no number format; expected {', '.join(_NUMBER_FORMATS)}")
-            _check_quantity(f"peak.{number_format}", speed, "FLOP/s")
+        for dtype, speed in self.peak.items():
+            if dtype not in _COMPUTE:
+                raise ValueError(f"peak.{dtype} is no compute dtype; expected {', '.join(_COMPUTE)}")
+            _check_quantity(f"peak.{dtype}", speed, "FLOP/s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ class Cluster:
             )
 
 
-_NUMBER_FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+_COMPUTE = ("fp32", "bf16", "fp16")
 
 
 def _check_quantities(section: Any, **units: Unit) -> None:

@@ -1,7 +1,17 @@
-"""The memory that processes on this machine may use. No torch in here."""
+"""The memory of a described accelerator, and of this machine. No torch in here."""
 
 import sys
 from pathlib import Path
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.quantity import quantity
+
+
+def stated_memory(cluster: Cluster | None) -> int | None:
+    """Return the bytes of a description's `accelerator.memory`; None if it is not stated."""
+    if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
+        return None
+    return int(quantity(cluster.accelerator.memory, "byte"))
 
 
 def machine_memory(*, swap: bool = False) -> int:

@@ -73,7 +73,8 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
     for unit, weight in weights:
         UnitParameters(unit, model.unit(unit.name), weight, gathered=True)
-    recipe = parse_recipe(manifest.recipe) if manifest.recipe else None
+    # The machines that the model was trained on do not matter, and their description may be of another version.
+    recipe = parse_recipe({**manifest.recipe, "cluster": "auto"}) if manifest.recipe else None
     return TrainedModel(
         folder.resolve(), model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks
     )

@@ -20,7 +20,8 @@ from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
 from llmtrain.launch.slurm.script import Allocation, Array, Chain, Job, SubmittedRecipe, render
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan, folders_above
+from llmtrain.plan.prepare import check_and_plan, folders_above, named_facts
+from llmtrain.plan.refusal import refusal
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import check_size
@@ -44,11 +45,18 @@ def load_site(path: Path | None) -> Site:
 
 
 def plan(
-    name: str, overrides: Sequence[str], site: Site, nodes: int | None = None, array: str | None = None, chain: int = 1
+    name: str,
+    overrides: Sequence[str],
+    site: Site,
+    nodes: int | None = None,
+    array: str | None = None,
+    chain: int = 1,
+    force: bool = False,
 ) -> Job:
     """Check a recipe for its job's ranks, and return the job. Raises BadInputError; writes nothing.
 
     name: of a recipe, or its file. nodes: None for the recipe's number. array: seeds. chain: jobs in a row.
+    force: also submit what does not fit the memory that the cluster file states.
     """
     if array is not None and chain > 1:
         raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
@@ -64,14 +72,16 @@ def plan(
     if site.container is None:
         # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
         facts = Facts(world=allocation.ranks, device="cuda", ranks_per_node=allocation.ranks_per_node, apex=True)
-        check_and_plan(recipe, facts, folders_above(name))
+        made = check_and_plan(recipe, facts, folders_above(name))
+        if not force and (problem := refusal(recipe, named_facts(recipe, facts), made)):
+            raise BadInputError(problem)
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
     python = site.python or ("python" if site.container else sys.executable)
     # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
     alone = ["--nproc", "1"] if allocation.ranks == 1 else []
-    command = (python, "-m", "llmtrain", "run", *alone)
+    command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
     return Job(recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array))
 

@@ -7,6 +7,8 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.model.config import GPTConfig
 
+Device = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -19,7 +21,7 @@ class Facts:
     """
 
     world: int
-    device: Literal["cpu", "cuda"]
+    device: Device
     ranks_per_node: int | None = None
     apex: bool = False
     cluster: Cluster | None = None

@@ -26,19 +26,26 @@ def folders_above(name_or_path: str) -> list[Path]:
 def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) -> Plan:
     """Check a loaded recipe, plan it and check the plan. Raises BadInputError or DataError; writes nothing.
 
-    facts: the ranks and the device; this function adds the tokenizer's size, the Hugging Face model's shape and the
-    cluster. others: see `check_folders`.
+    facts: the ranks and the device; `named_facts` adds the rest. others: see `check_folders`.
     """
     check_given(recipe)
     check_folders(recipe, others)
-    if recipe.data.tokenizer is not None:
-        facts = replace(facts, tokenizer=_tokenizer_size(recipe.data.tokenizer))
-    if recipe.model.hf is not None:
-        facts = replace(facts, hf=read_hf_config(Path(recipe.model.hf)))
-    facts = replace(facts, cluster=given_cluster(recipe.cluster))
+    facts = named_facts(recipe, facts)
     plan = make_plan(recipe, facts)
     check(plan, facts)
     return plan
+
+
+def named_facts(recipe: Recipe, facts: Facts) -> Facts:
+    """Return facts with what a recipe names: the tokenizer's size, the Hugging Face model's shape and the cluster.
+    Raises BadInputError."""
+    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    return replace(
+        facts,
+        tokenizer=None if tokenizer is None else _tokenizer_size(tokenizer),
+        hf=None if folder is None else read_hf_config(Path(folder)),
+        cluster=given_cluster(recipe.cluster),
+    )
 
 
 def _tokenizer_size(folder: str) -> int:

@@ -39,7 +39,7 @@ def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayo
     """Return every role. stages: stages of each rank of the pipeline, by chunk."""
     slices = _slices(model_units(model), grid.degree(Axis.TENSOR))
     first_of_pipeline, first_of_tensor = grid.group_of(0, Axis.PIPELINE), grid.group_of(0, Axis.TENSOR)
-    found = []
+    found: list[Role] = []
     for pipeline, held in enumerate(stages):
         names = {name for stage in held for name in stage.units}
         by_size: dict[tuple[int, ...], Role] = {}

@@ -7,7 +7,7 @@ from llmtrain_kernels.quantize.packed_size import packed_bytes
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.memory import stated_memory
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan, Quantization, Sharding
@@ -93,9 +93,10 @@ def fits(
 ) -> Callable[[Sharding], bool] | None:
     """Return a function that decides whether model states, sharded in a given way, fit the accelerator's memory; None
     if the description has no memory. held: every role of the ranks."""
-    if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
+    memory = stated_memory(cluster)
+    if memory is None:
         return None
-    limit = STATES_SHARE * quantity(cluster.accelerator.memory, "byte")
+    limit = STATES_SHARE * memory
     return lambda sharding: all(
         state_bytes(role.units, sharding, compute_bytes, tensor).total <= limit for role in held
     )

@@ -8,6 +8,8 @@ from pydantic import Field
 
 # A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
 Degree = Ranks | str
+Stage = Literal[0, 1, 2, 3]
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 Block = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -42,7 +44,7 @@ class ZeroConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     preset: Literal["mics", "zero++", "topo"] | None = None
-    stage: Literal[0, 1, 2, 3] | None = None
+    stage: Stage | None = None
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     secondary: RanksOrNone | str | None = None
     hierarchical: bool | Literal["auto"] = "auto"

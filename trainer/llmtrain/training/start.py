@@ -17,7 +17,8 @@ from llmtrain.launch.gpus import check_gpus
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan, folders_above
+from llmtrain.plan.prepare import check_and_plan, folders_above, named_facts
+from llmtrain.plan.refusal import refusal
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
@@ -27,9 +28,12 @@ from llmtrain.training.dry_run import print_plan
 REPORT = 10.0
 
 
-def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_json: bool = False) -> None:
+def start(
+    name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_json: bool = False, force: bool = False
+) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where a launcher
-    started this process, as one of its ranks. dry_run: only print the plan; as_json: as JSON."""
+    started this process, as one of its ranks. dry_run: only print the plan; as_json: as JSON. force: also run what
+    does not fit the memory that the cluster file states."""
     if as_json and not dry_run:
         raise BadInputError("--json is given without --dry-run; add it, or leave --json out and read metrics.jsonl")
     heed_launcher()
@@ -40,7 +44,8 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
     facts = _facts(place, nproc, gpus)
     with _reported_once(place):
         plan = check_and_plan(recipe, facts, folders_above(name))
-    problems = [problem for problem in (_mpi_problem(plan, place), memory_problem(plan, facts)) if problem]
+    too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
+    problems = [problem for problem in (_mpi_problem(plan, place), too_large, memory_problem(plan, facts)) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(plan, summary, [*advice(plan), *problems], as_json)
@@ -55,7 +60,8 @@ def start(name: str, overrides: list[str], nproc: int | None, dry_run: bool, as_
 
         run_rank(recipe, plan, facts, place)
     else:
-        _launch(["run", name, *overrides], recipe, facts)
+        words = ["run", name, *overrides, *(["--force"] if force else [])]
+        _launch(words, recipe, facts, force)
 
 
 def _gpus(place: Launched | None) -> int:
@@ -101,8 +107,11 @@ def _reported_once(place: Launched | None) -> Iterator[None]:
         raise SystemExit(error.exit_code) from error
 
 
-def _launch(words: list[str], recipe: Recipe, facts: Facts) -> None:
-    """Start the ranks on this machine with these arguments, and restart them as the recipe says when one is lost."""
+def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None:
+    """Start the ranks on this machine with these arguments, and restart them as the recipe says when one is lost.
+
+    force: see `start`.
+    """
     from llmtrain.checkpoint.folder import step_folders, step_of
     from llmtrain.launch.local import Restarts, launch
 
@@ -115,8 +124,10 @@ def _launch(words: list[str], recipe: Recipe, facts: Facts) -> None:
     def fewer(ranks: int) -> int:
         for world in range(ranks - 1, 0, -1):
             with suppress(BadInputError):
-                check_and_plan(recipe, replace(facts, world=world, ranks_per_node=world))
-                return world
+                left = named_facts(recipe, replace(facts, world=world, ranks_per_node=world))
+                plan = check_and_plan(recipe, left)
+                if force or refusal(recipe, left, plan) is None:
+                    return world
         return ranks
 
     launch(facts.world, words, Restarts(recipe.train.max_restarts, newest, fewer))

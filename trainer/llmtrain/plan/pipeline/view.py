@@ -3,21 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from pathlib import Path
 from typing import Any
 
 from llmtrain_data import units
-from llmtrain_data.tokenizer import tokenizer_size
 
-from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
-from llmtrain.model.hf_config import read_hf_config
-from llmtrain.plan.check import check_given
-from llmtrain.plan.cluster_source import ranks_of
-from llmtrain.plan.facts import Facts
+from llmtrain.plan.described import described_run
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Schedule, peak_live
 from llmtrain.plan.pipeline.layer_split import StageCosts, stage_costs
@@ -25,9 +19,7 @@ from llmtrain.plan.pipeline.message_times import MessageTimes, message_times
 from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 from llmtrain.plan.plan import Plan
-from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
-from llmtrain.recipe.schema import Recipe
 
 # The unit of time if the speed of a rank is not given.
 LAYERS = "forward passes of one layer"
@@ -139,13 +131,11 @@ def show_recipe(
     as one replica needs. flops: what a rank of speed 1 computes in a second, such as 150TFLOP/s; with it, times are in
     seconds, and messages take theirs by the bandwidths and latencies that the cluster states. Raises BadInputError.
     """
-    recipe = load_recipe(name_or_path, overrides, complete=False)
-    check_given(recipe)
+    recipe, facts = described_run(name_or_path, overrides, ranks)
     if recipe.parallel.pipeline == 1:
         raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
-    cluster, _, grid = ranks_of(recipe, ranks)
-    plan = make_plan(recipe, _facts(recipe, cluster, grid.world))
-    pipeline, schedule = plan.pipeline, plan.pipeline.schedule
+    plan = make_plan(recipe, facts)
+    cluster, grid, pipeline, schedule = plan.cluster, plan.grid, plan.pipeline, plan.pipeline.schedule
     costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, grid)
     message = _message_bytes(plan)
     hops = message_times(cluster, grid, schedule, message)
@@ -204,16 +194,3 @@ def _message_bytes(plan: Plan) -> int:
     tokens = plan.batch.microbatch * plan.batch.sequence_length
     parts = plan.grid.degree(Axis.TENSOR) if plan.sequence_parallel else 1
     return tokens // parts * plan.model.hidden * plan.compute_bytes
-
-
-def _facts(recipe: Recipe, cluster: Cluster | None, world: int) -> Facts:
-    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
-    return Facts(
-        world=world,
-        # The plan is for the described accelerator, whatever this machine has.
-        device="cuda" if cluster is not None and cluster.accelerator is not None else "cpu",
-        ranks_per_node=None if cluster is None else cluster.node.ranks,
-        cluster=cluster,
-        tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
-        hf=None if folder is None else read_hf_config(Path(folder)),
-    )

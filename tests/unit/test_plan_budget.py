@@ -1,0 +1,310 @@
+"""The memory of a run against the stated memory: what is refused, and that the advice, followed, fits."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmtrain.cli.main import main
+from llmtrain.errors import BadInputError
+from llmtrain.launch.slurm.config import Site
+from llmtrain.launch.submit import plan as plan_job
+from llmtrain.plan.budget import Budget, memory_budget
+from llmtrain.plan.described import described_run
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.own_needs import CPU, GPU
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.process_groups import group_sizes
+from llmtrain.plan.refusal import changes
+from llmtrain.plan.roles import roles
+from llmtrain.plan.states import role_states
+from llmtrain.plan.temporaries import temporary_bytes
+from llmtrain.recipe.load import load_recipe
+from llmtrain_data.indexed import IndexedWriter
+
+RECIPE = """
+model: {family: llama, layers: 8, hidden: 512, heads: 8, vocab: 1001}
+data: {path: set, sequence_length: 32, split: [1, 0, 0]}
+train: {global_batch: 64, eval_every: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder_with_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = IndexedWriter(Path("set"), np.dtype(np.uint16))
+    writer.add(np.zeros(5000, dtype=np.uint16), np.array([5000]))
+    writer.commit()
+    Path("tiny.yaml").write_text(RECIPE)
+
+
+def cluster(memory: int | None, ranks: int = 8, name: str | None = None) -> str:
+    stated = {"memory": f"{memory}B"} if memory else {}
+    named = {"name": name} if name else {}
+    return f"cluster={json.dumps({'accelerator': {**stated, **named}, 'node': {'ranks': ranks}})}"
+
+
+def made(*overrides: str, ranks: int = 8) -> tuple[Plan, Budget]:
+    recipe, facts = described_run("tiny.yaml", overrides, ranks)
+    plan = make_plan(recipe, facts)
+    return plan, memory_budget(plan, facts.device)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Return the exit code of `plan --json`, what it printed, and its error."""
+    code = main(["plan", "tiny.yaml", *arguments, "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err
+
+
+GRIDS = [
+    (),
+    ("zero.stage=3",),
+    ("parallel.tensor=2", "parallel.pipeline=2", "pipeline.schedule=interleaved"),
+    ("parallel.tensor=8",),
+]
+
+
+@pytest.mark.parametrize("keys", GRIDS, ids=" ".join)
+def test_one_byte_decides(keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    _, budget = made(*keys, cluster(None))
+    needed = budget.fullest.total
+    assert needed == max(row.total for row in budget.rows)
+    code, found, error = planned(capsys, *keys, cluster(needed), "--ranks", "8")
+    assert (code, error, found["memory"]["excess"], found["problem"]) == (0, "", 0, None)
+    assert found["memory"]["limit"] == needed
+    code, found, error = planned(capsys, *keys, cluster(needed - 1), "--ranks", "8")
+    assert (code, found["memory"]["excess"]) == (2, 1)
+    assert error == f"llmtrain: {found['problem']}\n"
+    assert f"1 B more than cluster.accelerator.memory ({needed - 1}B)" in error
+    code, found, error = planned(capsys, *keys, cluster(needed - 1), "--ranks", "8", "--force")
+    assert (code, error, found["memory"]["excess"]) == (0, "", 1)
+
+
+LARGE = ("model.hidden=4096", "model.layers=16", "model.ffn=16384")
+HALVED = (*LARGE, "zero.partition={weights: 2, gradients: 2, optimizer: 2}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "enough", "advice"),
+    [
+        ((), ("zero.stage=1",), "zero.stage=1"),
+        ((), ("zero.stage=2",), "zero.stage=2"),
+        ((), ("zero.stage=3",), "zero.stage=3"),
+        (("zero.stage=1",), ("zero.stage=2",), "zero.stage=2"),
+        (HALVED, ("parallel.tensor=2",), "parallel.tensor=2"),
+        ((*HALVED, "model.heads=1"), ("parallel.pipeline=2",), "parallel.pipeline=2"),
+        ((*HALVED, "parallel.data=8"), ("parallel.tensor=4", "parallel.data=2"), "parallel.tensor=4 parallel.data=2"),
+    ],
+)
+def test_the_advice_followed_fits(
+    keys: tuple[str, ...], enough: tuple[str, ...], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as much memory as a change needs, the advice is that change, and it fits."""
+    alone = {key.split("=")[0]: key for key in (*keys, *enough)}
+    memory = cluster(made(*alone.values(), cluster(None))[1].fullest.total)
+    code, _, error = planned(capsys, *keys, memory, "--ranks", "8")
+    assert code == 2
+    advised = re.search(r"; set (.*), which needs (.*) \(--force", error)
+    assert advised, error
+    assert advised[1] == advice
+    followed = {key.split("=")[0]: key for key in (*keys, *advised[1].split())}
+    code, found, error = planned(capsys, *followed.values(), memory, "--ranks", "8")
+    assert (code, error, found["memory"]["excess"]) == (0, "", 0)
+
+
+def test_no_advice_that_does_not_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = planned(capsys, cluster(1000), "--ranks", "8")
+    assert code == 2
+    assert "; no single change of" in error
+    assert " set " not in error
+
+
+def test_changes_in_their_order() -> None:
+    recipe = load_recipe("tiny.yaml", ["train.microbatch=4", cluster(None, ranks=4)])
+    plan = make_plan(recipe, Facts(world=8, device="cpu", ranks_per_node=4))
+    assert [" ".join(change.keys) for change in changes(recipe, plan)] == [
+        "zero.stage=1",
+        "zero.stage=2",
+        "zero.stage=3",
+        "activation_checkpointing=auto",
+        "activation_checkpointing=full",
+        "train.microbatch=2",
+        "train.microbatch=1",
+        "parallel.tensor=2",
+        "parallel.tensor=4",
+        "parallel.tensor=8",
+        "parallel.pipeline=2",
+        "parallel.pipeline=4",
+        "parallel.pipeline=8",
+    ]
+
+
+@pytest.mark.parametrize(("spare", "extra", "code"), [(0, (), 0), (-1, (), 2), (-1, ("--force",), 0)])
+def test_a_run_is_refused_before_it_starts(
+    spare: int, extra: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("llmtrain.training.rank.run_rank", lambda *given: started.append(given))
+    _, budget = made("precision.compute=fp32", ranks=1)
+    memory = replace(budget, limit=budget.fullest.total + spare).limit
+    before = sorted(Path().iterdir())
+    assert main(["run", "tiny.yaml", cluster(memory), "--nproc", "1", *extra]) == code
+    assert len(started) == (code == 0)
+    said = capsys.readouterr().err
+    assert ("cluster.accelerator.memory" in said) == (code == 2)
+    assert sorted(Path().iterdir()) == before
+
+
+def test_a_job_is_refused_before_it_is_submitted() -> None:
+    memory = cluster(1000)
+    with pytest.raises(BadInputError, match=r"more than cluster\.accelerator\.memory \(1000B\)"):
+        plan_job("tiny.yaml", [memory], Site(), nodes=1)
+    assert plan_job("tiny.yaml", [memory], Site(), nodes=1, force=True).command[-1] == "--force"
+    assert "--force" not in plan_job("tiny.yaml", [cluster(None)], Site(), nodes=1).command
+
+
+def test_a_dry_run_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.yaml", cluster(1000), "--nproc", "1", "--dry-run"]) == 0
+    assert re.search(
+        r"^# rank 0 needs .* more than cluster\.accelerator\.memory", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+def test_parts_of_a_budget() -> None:
+    plan, budget = made("parallel.tensor=2", "zero.preset=topo", cluster(None, ranks=4))
+    assert [row.role for row in budget.rows] == roles(plan)
+    for row in budget.rows:
+        states = role_states(plan, row.role)
+        groups = group_sizes(plan, row.role.pipeline)
+        assert row.device == {
+            "weights": states.weights,
+            "gradients": states.gradients,
+            "optimizer": states.optimizer,
+            "secondary": states.secondary,
+            "replicated": states.replicated,
+            "temporaries": temporary_bytes(plan, row.role),
+            "context": GPU.context,
+            "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups),
+            "fragmentation": int(0.15 * temporary_bytes(plan, row.role)),
+        }
+    assert budget.limit is None
+    assert budget.excess == 0
+
+
+def test_temporaries_are_the_largest_gradient() -> None:
+    """The two matrices of the MLP's first product are one parameter."""
+    plan, budget = made("parallel.tensor=2", ranks=2)
+    ffn = plan.model.ffn
+    assert [temporary_bytes(plan, row.role) for row in budget.rows] == [4 * ffn * 512] * 2
+    plan, budget = made("model.vocab=8001", "parallel.tensor=2", ranks=2)
+    assert [temporary_bytes(plan, row.role) for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
+    # Of many narrow layers, all norms in fp32 are larger than one matrix.
+    narrow = ("model.hidden=8", "model.heads=2", "model.ffn=8", "model.vocab=8", "model.layers=64")
+    plan, budget = made(*narrow, "quantize.gradients=int4", "parallel.tensor=2", ranks=4)
+    assert temporary_bytes(plan, budget.rows[0].role) == 4 * (2 * 64 + 1) * 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "pipeline", "sizes"),
+    [
+        ((), 0, [8, 4, 4, 2, 2]),
+        (("zero.stage=3", "zero.hierarchical=false"), 0, [8, 4, 4, 2, 2, 8]),
+        (("parallel.tensor=2", "parallel.sequence=true"), 0, [8, 2, 2, 2, 2, 2, 2]),
+        (("parallel.tensor=2", "quantize.gradients=int4"), 0, [8, 2, 2, 2, 2, 2, 8]),
+        (("parallel.pipeline=4",), 0, [8, 2, 2, 2, 2]),
+        (("parallel.pipeline=4",), 1, [8, 2, 2, 2, 2, 2, 2]),
+        (("parallel.pipeline=4", "model.tie_embeddings=true"), 3, [8, 2, 2, 2, 2, 2]),
+        (("parallel.pipeline=4", "pipeline.transport=mpi"), 1, [8, 2, 2]),
+        (("parallel.pipeline=8", "pipeline.schedule=zero-bubble-v", "model.layers=16"), 7, [8, 2, 2, 2, 2]),
+        (("parallel.tensor=8",), 0, [8, 8]),
+    ],
+)
+def test_process_groups(keys: tuple[str, ...], pipeline: int, sizes: list[int]) -> None:
+    plan, _ = made(*keys, cluster(None, ranks=4))
+    assert group_sizes(plan, pipeline) == sizes
+
+
+def test_one_rank_has_no_groups() -> None:
+    plan, budget = made(ranks=1)
+    assert group_sizes(plan, 0) == []
+    assert budget.rows[0].device["communicators"] == 0
+
+
+def test_a_process_s_own_memory() -> None:
+    program = "import resource, llmtrain.training.loop; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    # Another build of torch takes more or less.
+    assert CPU.context / 2 < 1024 * int(done.stdout) < 2 * CPU.context
+
+
+KEYS = {
+    "name": str, "parameters": int, "ranks": int, "grid": dict, "device": str, "accelerator": str, "batch": dict,
+    "memory": dict, "least_seconds": dict, "problem": type(None), "advice": list, "auto": list,
+}  # fmt: skip
+
+
+def test_json_has_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found, _ = planned(capsys, cluster(8 * 10**10, name="A100-80GB"), "parallel.pipeline=2", "--ranks", "8")
+    assert {key: type(value) for key, value in found.items()} == KEYS
+    assert found["grid"] == {"pipeline": 2, "data": 4, "tensor": 1}
+    assert found["batch"] == {"sequences": 64, "sequence_length": 32, "microbatch": 2, "microbatches": 8}
+    memory = found["memory"]
+    assert list(memory) == ["limit", "excess", "fullest", "roles"]
+    assert [(row["rank"], row["ranks"], row["pipeline"], row["layers"]) for row in memory["roles"]] == [
+        (0, 4, 0, 4), (4, 4, 1, 4),
+    ]  # fmt: skip
+    for row in memory["roles"]:
+        assert list(row) == ["rank", "ranks", "pipeline", "layers", "parameters", "device", "total"]
+        assert row["total"] == sum(row["device"].values())
+    assert memory["fullest"] in [row["rank"] for row in memory["roles"]]
+
+
+SPEEDS = [
+    ("{name: nothing}", None, None),
+    ("{name: A100-80GB}", 312e12, None),
+    ("{name: A100-80GB, peak: {bf16: 100TFLOP/s}}", 100e12, None),
+    ("{peak: {fp32: 100TFLOP/s}, bandwidth: 2TB/s}", None, 2e12),
+]
+
+
+@pytest.mark.parametrize(("accelerator", "peak", "bandwidth"), SPEEDS)
+def test_stated_speeds_bound_the_time_of_a_step(
+    accelerator: str, peak: float | None, bandwidth: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"cluster={{accelerator: {accelerator}, node: {{ranks: 4}}}}", "zero.stage=1", "--ranks", "4")
+    _, found, _ = planned(capsys, *keys)
+    products, attention = found["parameters"] - 1001 * 512 - 17 * 512, 12 * 8 * 512 * 32
+    flops = 64 * 32 * (6 * products + attention) / 4
+    least = found["least_seconds"]
+    assert least["compute"] == (None if peak is None else pytest.approx(flops / peak))
+    elements = found["memory"]["roles"][0]["device"]["optimizer"] / 12
+    # fp32 masters and moments are read and written, gradients are read, 16-bit weights are written.
+    moved = elements * (2 * 12 + 4 + 2)
+    assert least["optimizer"] == (None if bandwidth is None else pytest.approx(moved / bandwidth))
+
+
+def test_tables_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png = tmp_path / "memory.png"
+    keys = ("parallel.pipeline=2", "parallel.tensor=2", cluster(8 * 10**10))
+    assert main(["plan", "tiny.yaml", *keys, "--ranks", "8", "--png", str(png)]) == 0
+    said = capsys.readouterr().out
+    assert "on 8 ranks, pipeline 2 x data 2 x tensor 2" in said
+    assert re.search(r"^gradients \(fp32 sums\) +[\d.]+ MiB +0\.\d%$", said, re.MULTILINE)
+    assert re.search(r"^accelerator\.memory +74\.5 GiB +100\.0%$", said, re.MULTILINE)
+    assert len(re.findall("fullest", said)) == 1
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "tiny.yaml", "--png", str(tmp_path / "memory.pdf")]) == 2
+    assert main(["plan", "tiny.yaml", "--png", str(tmp_path / "no" / "memory.png")]) == 2
+
+
+def test_ranks_come_from_the_cluster_file(capsys: pytest.CaptureFixture[str]) -> None:
+    described = "cluster={node: {ranks: 4}, clusters: [{name: a, nodes: 2}]}"
+    for arguments, ranks in (([], 1), ([described], 8), ([described, "--ranks", "4"], 4), (["parallel.tensor=2"], 2)):
+        assert planned(capsys, *arguments)[1]["ranks"] == ranks

@@ -1,0 +1,56 @@
+"""Plans of the largest runs take at most two seconds of a processor, from the start of the command to its end."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLUSTER = (
+    "{accelerator: {name: A100-80GB, memory: 80GB, bandwidth: 2TB/s}, node: {ranks: 8}, clusters: ["
+    "{name: a, nodes: %d, nic: {kind: infiniband, bandwidth: 1600Gbit/s}}, "
+    "{name: b, nodes: %d, nic: {kind: roce, bandwidth: 1600Gbit/s}}], "
+    "between: {kind: ethernet, bandwidth: 100Gbit/s}}"
+)
+MODELS = {
+    1024: "{preset: gpt3-175b}",
+    16384: "{family: gpt2, layers: 128, hidden: 25600, heads: 160, vocab: 51200}",  # 1T
+}
+PIPELINE = {1024: 16, 16384: 64}
+MICROBATCHES, SECONDS = 512, 2.0
+CASES = [
+    ("plan", 1024, ()),
+    ("plan", 16384, ()),
+    ("plan", 16384, ("pipeline.schedule=zero-bubble-v", "zero.stage=null", "zero.preset=mics")),
+    # Nothing fits, so that all changes are planned.
+    ("plan", 16384, ("zero.stage=0", "cluster.accelerator.memory=5GB", "--force")),
+    ("cluster show", 16384, ()),
+    ("cluster show", 16384, ("parallel.pipeline=1",)),
+    ("cluster show", 16384, ("parallel.order=data-pipeline-tensor",)),
+]
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize(("verb", "ranks", "keys"), CASES)
+def test_large_runs_are_planned_quickly(verb: str, ranks: int, keys: tuple[str, ...], tmp_path: Path) -> None:
+    pipeline = PIPELINE[ranks]
+    (tmp_path / "large.yaml").write_text(
+        f"model: {MODELS[ranks]}\n"
+        "data: {path: set, sequence_length: 2048}\n"
+        f"train: {{global_batch: {MICROBATCHES * ranks // 8 // pipeline}, microbatch: 1}}\n"
+        f"parallel: {{tensor: 8, pipeline: {pipeline}}}\n"
+        "zero: {stage: 1}\n"
+        "activation_checkpointing: full\n"
+        f"cluster: {CLUSTER % (ranks // 16, ranks // 16)}\n"
+    )
+    before = processor_seconds()
+    command = [sys.executable, "-m", "llmtrain", *verb.split(), "large.yaml", *keys, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f'"ranks": {ranks}' in done.stdout
+    assert processor_seconds() - before < SECONDS

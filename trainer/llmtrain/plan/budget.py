@@ -1,0 +1,82 @@
+"""The memory that a run will take on each rank's device, against what the cluster file states. No torch in here.
+
+`_LASTING` and `_PASSING` list what a rank holds, in the order of the report. Each part is a function of the plan and of
+a role.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from llmtrain.cluster.memory import stated_memory
+from llmtrain.plan.facts import Device
+from llmtrain.plan.own_needs import communicator_bytes, own_needs
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.roles import Role, roles
+from llmtrain.plan.states import role_states
+from llmtrain.plan.temporaries import temporary_bytes
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """The memory of each rank of a role. device: bytes on its device, by purpose."""
+
+    role: Role
+    device: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory of a run. rows: one for each role, in the order of the pipeline. limit: bytes of a rank's device; None
+    if the cluster file states none."""
+
+    rows: tuple[RoleMemory, ...]
+    limit: int | None
+
+    @property
+    def fullest(self) -> RoleMemory:
+        """The first role of those that take most."""
+        return max(self.rows, key=lambda row: row.total)
+
+    @property
+    def excess(self) -> int:
+        """Bytes that the fullest rank lacks; 0 if the run fits, or if no limit is stated."""
+        return 0 if self.limit is None else max(0, self.fullest.total - self.limit)
+
+
+def memory_budget(plan: Plan, device: Device) -> Budget:
+    """Return the memory of a plan's ranks. device: what they compute on."""
+    rows = (RoleMemory(role, _device_memory(plan, role, device)) for role in roles(plan))
+    return Budget(tuple(rows), stated_memory(plan.cluster))
+
+
+def _device_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+    needs = own_needs(device)
+    lasting = {name: part(plan, role) for name, part in _LASTING}
+    passing = {name: part(plan, role) for name, part in _PASSING}
+    return {
+        **lasting,
+        **passing,
+        "context": needs.context,
+        "communicators": communicator_bytes(plan, role.pipeline, needs),
+        "fragmentation": int(needs.fragmentation * sum(passing.values())),
+    }
+
+
+_Part = tuple[str, Callable[[Plan, Role], int]]
+
+_LASTING: tuple[_Part, ...] = (
+    ("weights", lambda plan, role: role_states(plan, role).weights),
+    ("gradients", lambda plan, role: role_states(plan, role).gradients),
+    ("optimizer", lambda plan, role: role_states(plan, role).optimizer),
+    ("secondary", lambda plan, role: role_states(plan, role).secondary),
+    ("replicated", lambda plan, role: role_states(plan, role).replicated),
+)
+"""Tensors that last as long as the run. Gathered units and their buffers belong here."""
+
+_PASSING: tuple[_Part, ...] = (("temporaries", temporary_bytes),)
+"""Tensors that come and go in every step. Activations belong here."""

@@ -1,0 +1,45 @@
+"""What a device needs beside the run's tensors. No torch in here."""
+
+from dataclasses import dataclass
+
+from llmtrain.plan.facts import Device
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.process_groups import group_sizes
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class OwnNeeds:
+    """Bytes that one rank takes on its device before it allocates a tensor, and the share that it loses.
+
+    context: the process's context. pair, group: buffers of a communicator of two, and of more, ranks. fragmentation:
+    memory that the allocator cannot use, as a share of the tensors that come and go in a step. Those that last as long
+    as the run (model states, buffers) are allocated once and leave no gaps.
+    """
+
+    context: int
+    pair: int
+    group: int
+    fragmentation: float
+
+
+GPU = OwnNeeds(512 * MIB, 544 * MIB, 688 * MIB, 0.15)
+"""Context: 300 MB of CUDA with lazily loaded kernels (pytorch/pytorch, issue 107667), rounded up for the kernels that a
+run loads and cuBLAS's workspaces. Communicators: NCCL on A100 with NVLink (NVIDIA/nccl, issue 964); NCCL allocates as
+much for each communicator, whatever the number of nodes (issue 864). Fragmentation: the mean of eight language models
+in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures hold."""
+
+CPU = OwnNeeds(448 * MIB, 0, 0, 0.0)
+"""Context: the resident memory of a rank of a tiny model, mostly torch's libraries, as `test_plan_budget.py` measures
+it. gloo's buffers are negligible, and glibc gives large blocks back to the system."""
+
+
+def own_needs(device: Device) -> OwnNeeds:
+    """Return what a kind of device needs."""
+    return GPU if device == "cuda" else CPU
+
+
+def communicator_bytes(plan: Plan, pipeline: int, needs: OwnNeeds) -> int:
+    """Return the bytes of the communicators of a rank at a place along the pipeline axis."""
+    return sum(needs.pair if size == 2 else needs.group for size in group_sizes(plan, pipeline))

@@ -1,0 +1,105 @@
+"""A run that does not fit the memory of its ranks: why, and the change that makes it fit. No torch in here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llmtrain_data import units
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.errors import BadInputError
+from llmtrain.plan.budget import Budget, memory_budget
+from llmtrain.plan.check import check
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.zero import STAGES
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a recipe. keys: what it sets, as `key=value`. recipe: the changed recipe."""
+
+    keys: tuple[str, ...]
+    recipe: Recipe
+
+
+def refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
+    """Return a sentence on why a recipe's plan does not fit the stated memory, and on what to change; None if it fits.
+
+    The sentence names the first single change that makes it fit, in the order of `changes`.
+    """
+    found = memory_budget(plan, facts.device)
+    if not found.excess:
+        return None
+    assert plan.cluster is not None
+    assert plan.cluster.accelerator is not None
+    row = found.fullest
+    said = (
+        f"rank {row.role.rank} needs {units.size(row.total)}, {units.size(found.excess)} more than "
+        f"cluster.accelerator.memory ({plan.cluster.accelerator.memory})"
+    )
+    advised = advice(recipe, facts, plan)
+    if advised is None:
+        return (
+            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch or parallel makes it "
+            "fit, so take more ranks or a smaller model (--force takes it as it is)"
+        )
+    change, after = advised
+    needed = units.size(after.fullest.total)
+    return f"{said}; set {' '.join(change.keys)}, which needs {needed} (--force takes it as it is)"
+
+
+def advice(recipe: Recipe, facts: Facts, plan: Plan) -> tuple[Change, Budget] | None:
+    """Return the first of `changes` with which a recipe fits, and its memory; None if none does."""
+    for change in changes(recipe, plan):
+        try:
+            changed = make_plan(change.recipe, facts)
+            check(changed, facts)
+        except BadInputError:
+            # The change is impossible with the other keys.
+            continue
+        after = memory_budget(changed, facts.device)
+        if not after.excess:
+            return change, after
+    return None
+
+
+def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield the single changes that may take less memory, those that cost least time first: a larger zero.stage,
+    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline."""
+    for stage in STAGES[(recipe.zero.stage or 0) + 1 :]:
+        yield Change((f"zero.stage={stage}",), replace(recipe, zero=replace(recipe.zero, stage=stage)))
+    if recipe.activation_checkpointing == "none":
+        yield _checkpointing(recipe, "auto")
+    if recipe.activation_checkpointing != "full":
+        yield _checkpointing(recipe, "full")
+    share = plan.batch.microbatch * plan.batch.microbatches
+    for size in range(plan.batch.microbatch - 1, 0, -1):
+        if share % size == 0:
+            train = replace(recipe.train, microbatch=size)
+            yield Change((f"train.microbatch={size}",), replace(recipe, train=train))
+    yield from _grids(recipe, plan)
+
+
+def _checkpointing(recipe: Recipe, value: str) -> Change:
+    changed = replace(recipe, activation_checkpointing=value)  # type: ignore[arg-type]
+    return Change((f"activation_checkpointing={value}",), changed)
+
+
+def _grids(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield larger degrees of tensor parallelism, inside a node, then of pipeline parallelism; fewer replicas."""
+    grid = plan.grid
+    node = min(grid.world, plan.cluster.node.ranks if plan.cluster else grid.world)
+    for axis, most in ((Axis.TENSOR, node), (Axis.PIPELINE, plan.model.layers)):
+        now, replicas = grid.degree(axis), grid.degree(Axis.DATA)
+        for degree in range(2 * now, most + 1, now):
+            if replicas % (degree // now):
+                continue
+            keys = {axis.value: degree}
+            if recipe.parallel.data != "auto":
+                keys["data"] = replicas * now // degree
+            parallel = replace(recipe.parallel, **keys)  # type: ignore[arg-type]
+            yield Change(
+                tuple(f"parallel.{key}={value}" for key, value in keys.items()), replace(recipe, parallel=parallel)
+            )

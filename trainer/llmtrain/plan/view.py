@@ -1,0 +1,180 @@
+"""What a run will take before it starts, as plain data and as tables. No torch in here."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any
+
+from llmtrain_data import units
+from llmtrain_data.output import table
+from rich.table import Table
+
+from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.budget import Budget, RoleMemory, memory_budget
+from llmtrain.plan.check import advice, check
+from llmtrain.plan.described import described_run
+from llmtrain.plan.facts import Device
+from llmtrain.plan.least_time import LeastTime, least_time
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.record import decisions
+from llmtrain.plan.refusal import refusal
+
+LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "weights",
+        "gradients": "gradients (fp32 sums)",
+        "optimizer": "optimizer states",
+        "secondary": "secondary copy of the weights",
+        "replicated": "TP-replicated parameters, unpacked",
+        "temporaries": "temporaries",
+        "context": "context of the process",
+        "communicators": "communicators",
+        "fragmentation": "fragmentation",
+    }
+)
+"""Words for the purposes of a budget."""
+
+STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanView:
+    """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
+    each decision. advice: sentences on settings that are likely mistakes."""
+
+    plan: Plan
+    device: Device
+    budget: Budget
+    least: LeastTime
+    problem: str | None
+    auto: Sequence[str]
+    advice: Sequence[str]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the view as plain data, for JSON; bytes, seconds."""
+        plan, budget = self.plan, self.budget
+        accelerator = plan.cluster.accelerator if plan.cluster else None
+        return {
+            "name": plan.name,
+            "parameters": parameter_count(plan.model),
+            "ranks": plan.grid.world,
+            "grid": {axis.value: degree for axis, degree in plan.grid.degrees.items()},
+            "device": self.device,
+            "accelerator": accelerator.name if accelerator else None,
+            "batch": asdict(plan.batch),
+            "memory": {
+                "limit": budget.limit,
+                "excess": budget.excess,
+                "fullest": budget.fullest.role.rank,
+                "roles": [_role(plan, row) for row in budget.rows],
+            },
+            "least_seconds": asdict(self.least),
+            "problem": self.problem,
+            "advice": list(self.advice),
+            "auto": list(self.auto),
+        }
+
+
+def view_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PlanView:
+    """Return the view of a recipe's plan on a described cluster. ranks: see `described_run`. Raises BadInputError."""
+    recipe, facts = described_run(name_or_path, overrides, ranks)
+    plan = make_plan(recipe, facts)
+    check(plan, facts)
+    return PlanView(
+        plan=plan,
+        device=facts.device,
+        budget=memory_budget(plan, facts.device),
+        least=least_time(plan),
+        problem=refusal(recipe, facts, plan),
+        auto=decisions(recipe, plan.record),
+        advice=advice(plan),
+    )
+
+
+def parts(view: PlanView) -> Iterator[Table | str]:
+    """Yield tables and lines that show a view, in the order to print."""
+    plan, fullest = view.plan, view.budget.fullest
+    grid = " x ".join(f"{axis.value} {degree}" for axis, degree in plan.grid.degrees.items())
+    yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {plan.grid.world:,} ranks, {grid}"
+    yield ""
+    yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
+    yield "Activations and buffers for gathered weights are not counted yet."
+    groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
+    if len(groups) > 1:
+        yield ""
+        yield table(_COLUMNS, [_group(plan, alike, fullest) for alike in groups])
+    yield ""
+    yield table((), [*_times(view), *(("auto" if not place else "", line) for place, line in enumerate(view.auto))])
+    yield from view.advice
+
+
+def _role(plan: Plan, row: RoleMemory) -> dict[str, Any]:
+    role = row.role
+    return {
+        "rank": role.rank,
+        "ranks": role.ranks,
+        "pipeline": role.pipeline,
+        "layers": _layers(plan, row),
+        "parameters": role.parameters,
+        "device": dict(row.device),
+        "total": row.total,
+    }
+
+
+def _layers(plan: Plan, row: RoleMemory) -> int:
+    return sum(stage.end - stage.first for stage in plan.pipeline.stages[row.role.pipeline])
+
+
+def _breakdown(budget: Budget) -> Iterator[tuple[str, str, str]]:
+    fullest, limit = budget.fullest, budget.limit
+    whole = limit or fullest.total
+    for name, count in fullest.device.items():
+        if count:
+            yield LABELS[name], units.size(count), f"{count / whole:.1%}"
+    yield "total", units.size(fullest.total), f"{fullest.total / whole:.1%}"
+    if limit is not None:
+        left = limit - fullest.total
+        yield "accelerator.memory", units.size(limit), "100.0%"
+        yield ("left" if left >= 0 else "missing"), units.size(abs(left)), f"{abs(left) / whole:.1%}"
+
+
+_COLUMNS = ("ranks", "from rank", "pipeline", "layers", "parameters", "model states", "rest", "total", "")
+
+
+def _sizes(row: RoleMemory) -> tuple[int, ...]:
+    return row.role.parameters, row.role.ranks, *row.device.values()
+
+
+def _group(plan: Plan, alike: Sequence[RoleMemory], fullest: RoleMemory) -> Sequence[object]:
+    first, last = alike[0], alike[-1]
+    states = sum(first.device[name] for name in STATES)
+    places = sorted({first.role.pipeline, last.role.pipeline})
+    return (
+        f"{sum(row.role.ranks for row in alike):,}",
+        first.role.rank,
+        "-".join(map(str, places)),
+        _layers(plan, first),
+        units.number(first.role.parameters),
+        units.size(states),
+        units.size(first.total - states),
+        units.size(first.total),
+        "fullest" if first.total == fullest.total else "",
+    )
+
+
+def _times(view: PlanView) -> Iterator[tuple[str, str]]:
+    batch = view.plan.batch
+    yield (
+        "step",
+        f"{batch.sequences} sequences of {batch.sequence_length} tokens, in {batch.microbatches} microbatches of "
+        f"{batch.microbatch} on each replica",
+    )
+    known: Sequence[tuple[str, float | None, Callable[[float], str], str]] = (
+        ("compute", view.least.compute, units.seconds, "at the accelerator's peak"),
+        ("optimizer", view.least.optimizer, units.seconds, "at the bandwidth of the accelerator's memory"),
+    )
+    for name, value, shown, why in known:
+        if value is not None:
+            yield name, f"at least {shown(value)}, {why}"
