@@ -29,7 +29,8 @@ def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
 def answers(program: str, world: int, folder: Path, timeout: float = 300) -> list[Any]:
     """Run `program WORLD FOLDER` of this folder, and return the content of each rank's `rank-N.json` in that folder."""
     command = [sys.executable, str(Path(__file__).with_name(program)), str(world), str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]

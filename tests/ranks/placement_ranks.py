@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +26,13 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.optim.config import AdamW
 from llmtrain.optim.step import clip_divisor, step_numbers
+from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.unit import ShardedUnit, whole_unit
+from programs import programs_of, whole_model
 from torch import Tensor, nn
 
 CONFIG = GPTConfig(
@@ -93,14 +96,16 @@ def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]])
         )
         for spec in model_units(CONFIG)
     ]
-    engine, norms = Engine(model, units, ShardingSpec(), {}, lambda calls: None), []
+    actions = one_forward_one_backward(1, MICROBATCHES).actions[0]
+    programs = programs_of(units, [whole_model(CONFIG)], actions)
+    engine, norms = Engine(model, units, ShardingSpec(), programs, lambda calls: None), []
     engine.update()
     for step, microbatches in enumerate(batches(ranks.rank)):
         with engine.training_pass():
             for number, rows in enumerate(microbatches):
-                loss = model(rows[:, :-1], rows[:, 1:]) / (LAYOUT.world * MICROBATCHES)
-                first, last = number == 0, number == MICROBATCHES - 1
-                engine.backward(loss.backward, [BackwardPass(name, first, last) for name in engine.units])
+                run = partial(model, rows[:, :-1], rows[:, 1:])
+                loss = engine.forward(Action(number, 0, Kind.F), run) / (LAYOUT.world * MICROBATCHES)
+                engine.backward(Action(number, 0, Kind.B), loss.backward)
         squares = engine.gradients.squared_norm()
         dist.all_reduce(squares)
         norms.append(float(squares.sqrt()))

@@ -24,7 +24,7 @@ from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
-from llmtrain.sharding.traffic import Traffic
+from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, whole_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
 from tensor_memory import kept_bytes

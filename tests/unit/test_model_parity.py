@@ -11,9 +11,9 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.parameters import parameter_ranges
 from llmtrain.sharding.unit import whole_unit
+from programs import BACKWARD, programs_of, whole_model
 from torch import Tensor
 
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
@@ -71,7 +71,8 @@ def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     for name, tensor in hf_tensors(folder, config):
         ranges.pop(name).copy_(tensor.flatten())
     assert not ranges
-    return model, Engine(model, units, ShardingSpec(), {}, lambda calls: None)
+    programs = programs_of(units, [whole_model(config)], recompute=recompute)
+    return model, Engine(model, units, ShardingSpec(), programs, lambda calls: None)
 
 
 def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     loss.backward()
     units = engine.units.values()
     our_loss = model(inputs, targets)
-    engine.backward(our_loss.backward, [BackwardPass(name, first=True, last=True) for name in engine.units])
+    engine.backward(BACKWARD, our_loss.backward)
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = gradients_by_name(tmp_path / "gradients", theirs)
     assert set(gradients) == {tensor.name for unit in units for tensor in unit.spec.tensors}

@@ -83,15 +83,18 @@ class Recorder:
     def training_pass(self) -> Iterator[None]:
         yield
 
-    def backward(self, run: Callable[[], None], turns: object) -> None:
+    def forward(self, action: Action, run: Callable[[], Tensor]) -> Tensor:
+        return run()
+
+    def backward(self, action: Action, run: Callable[[], None]) -> None:
         run()
         self.did.append("weights")
 
-    def backward_inputs(self, run: Callable[[], None], names: object) -> list[Received]:
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: object) -> list[Received]:
         run()
         return []
 
-    def backward_weights(self, received: object, products: Iterable[Received], turns: object) -> None:
+    def backward_weights(self, action: Action, received: object, products: Iterable[Received]) -> None:
         assert len(list(products)) == 1
         self.did.append("weights")
 

@@ -21,6 +21,7 @@ from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.unit import whole_unit
+from programs import programs_of
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -65,8 +66,8 @@ def trained(
     keep(model, stage_layouts)
     parallelize(model, TensorMesh(), weight_gradients)
     units = [whole_unit(spec, model.unit(spec.name), CPU, dtype, 1) for spec in units_of(config, stage_layouts, 0, 1)]
-    used = {"head": "embedding"} if config.tie_embeddings else {}
-    engine, transport = Engine(model, units, ShardingSpec(), used, lambda calls: None), Neighbours(dtype)
+    programs = programs_of(units, stage_layouts, schedule.actions[ranks - 1])
+    engine, transport = Engine(model, units, ShardingSpec(), programs, lambda calls: None), Neighbours(dtype)
     links = StageLinks(
         schedule, ranks - 1, transport, lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)),
         lambda *_: None, Activity(),

@@ -13,8 +13,8 @@ from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.schema import Recipe
-from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.meters import CommMeter, measured_peak, memory_bytes
 from llmtrain_data.config import DataConfig

@@ -12,7 +12,7 @@ from llmtrain.cluster.tiers import Tier
 from llmtrain.plan.placement import ALIGNMENT, Placement
 from llmtrain.plan.plan import Quantization
 from llmtrain.plan.states import StateBytes, unit_states
-from llmtrain.sharding.traffic import gather_traffic, reduce_traffic
+from llmtrain.plan.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardRanges
 
 PLAIN = Quantization(weights=0, secondary=0, gradients=0, block=256)

@@ -19,6 +19,7 @@ from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit, ShardRanges
 from llmtrain.sharding.weights import WeightPolicy
+from programs import programs_of, whole_model
 
 # Nodes of Frontier, 8 dies each, up to the 384 of ZeRO-topo.
 NODES, DIES = (1, 8, 16, 48), 8
@@ -72,7 +73,7 @@ def built(degrees: Degrees, dtype: torch.dtype, int8_weights: bool, int8_seconda
     hops = Hops(placement, degrees.ranks - 1)
     units = [ShardedUnit(spec, model.unit(spec.name), hops, dtype, 0, device) for spec in model_units(SMALL)]
     policy = WeightPolicy(packing if int8_weights else None, packing if int8_secondary else None)
-    return Engine(model, units, ShardingSpec(policy), {}, lambda calls: None)
+    return Engine(model, units, ShardingSpec(policy), programs_of(units, [whole_model(SMALL)]), lambda calls: None)
 
 
 def padded(ranks: int, shard: int = ALIGNMENT) -> list[int]:

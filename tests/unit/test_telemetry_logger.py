@@ -18,9 +18,9 @@ from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
-from llmtrain.sharding.traffic import Traffic
 from llmtrain.telemetry import wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.logger import RunLogger, StepRecord

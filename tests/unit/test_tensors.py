@@ -10,9 +10,10 @@ from llmtrain.model.config import Family, GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
+from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.unit import whole_unit
+from programs import BACKWARD, programs_of, whole_model
 
 TINY = GPTConfig(
     family="gpt2",
@@ -112,13 +113,17 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     model = GPT(config, torch.device("cpu"))
     units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     tokens = torch.randint(0, config.vocab, (2, 9))
-    engine, block, sums = Engine(model, units, ShardingSpec(), {}, lambda calls: None), units[1], []
-    for first, last in ((True, True), (False, True), (True, False), (False, False), (False, True)):
-        turns = [BackwardPass(name, first, last) for name in engine.units]
-        engine.backward(model(tokens[:, :-1], tokens[:, 1:]).backward, turns)
-        sums.append(block.gradient.clone())
+    actions = one_forward_one_backward(1, 3).actions[0]
+    programs = programs_of(units, [whole_model(config)], actions)
+    engine, block, sums = Engine(model, units, ShardingSpec(), programs, lambda calls: None), units[1], []
+    for _ in range(2):
+        with engine.training_pass():
+            for forward, backward in zip(actions[::2], actions[1::2], strict=True):
+                loss = engine.forward(forward, lambda: model(tokens[:, :-1], tokens[:, 1:]))
+                engine.backward(backward, loss.backward)
+                sums.append(block.gradient.clone())
     assert sums[0].any()
-    for times, found in zip((2, 1, 2, 3), sums[1:], strict=True):
+    for times, found in zip((2, 3, 1, 2, 3), sums[1:], strict=True):
         torch.testing.assert_close(found, times * sums[0])
     block.optimizer.write("master", 0, torch.zeros(block.spec.numel))
     assert not model.blocks["0"].mlp.down.weight.any()
@@ -127,7 +132,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
 def test_parameter_without_gradient_is_an_error() -> None:
     model = GPT(TINY, torch.device("cpu"))
     units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
-    engine = Engine(model, units, ShardingSpec(), {}, lambda calls: None)
+    engine = Engine(model, units, ShardingSpec(), programs_of(units, [whole_model(TINY)]), lambda calls: None)
     loss = model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="without a gradient in blocks"):
-        engine.backward(loss.backward, [BackwardPass(name, first=True, last=True) for name in engine.units])
+        engine.backward(BACKWARD, loss.backward)

@@ -1,12 +1,12 @@
 """Blocks that sleep in addition to their computation, to emulate a separate processor for each rank."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from llmtrain.model.gpt import GPT
-from llmtrain.sharding.gradient_sums import BackwardPass
+from llmtrain.plan.pipeline.actions import Action
 from llmtrain.training.run import Run
 from torch import Tensor
 
@@ -42,8 +42,9 @@ def pace_run(run: Run, seconds: float) -> None:
     deferred, inner = run.executor._weight_gradients, run.engine.backward_weights
     pace(run.model, seconds, lambda: deferred.active)
 
-    def paced(received: Any, products: Any, backward_passes: Collection[BackwardPass]) -> None:
-        time.sleep(seconds * sum(each.name.startswith("blocks.") for each in backward_passes))
-        inner(received, products, backward_passes)
+    def paced(action: Action, received: Any, products: Any) -> None:
+        layout = run.plan.stages_of(run.ranks.rank)[action.chunk]
+        time.sleep(seconds * (layout.end - layout.first))
+        inner(action, received, products)
 
     run.engine.backward_weights = paced  # type: ignore[method-assign]

@@ -10,8 +10,8 @@ import logging
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +25,8 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.pipeline.actions import Action
 from llmtrain.recipe.load import load_recipe
-from llmtrain.sharding.gradient_sums import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step
 from llmtrain.training.run import open_run
@@ -213,12 +213,13 @@ def keep_separate(
     setting = reduction.setting
     kept: dict[str, list[Tensor]] = {name: [] for name in units}
 
-    def run_separate(run: Callable[[], None], passes: Sequence[BackwardPass]) -> None:
-        last = passes[0].last
-        backward(run, [replace(each, first=True) for each in passes])
+    def run_separate(action: Action, run: Callable[[], None]) -> None:
+        for unit in units.values():
+            unit.gradient.zero_()
+        backward(action, run)
         for name, unit in units.items():
             kept[name].append(unit.gradient.clone())
-            if last:
+            if len(kept[name]) == setting.world * setting.accumulation:
                 every = torch.stack(kept[name]).view(setting.world, setting.accumulation, -1)
                 unit.gradient.copy_(reduction(name, every))
                 kept[name].clear()

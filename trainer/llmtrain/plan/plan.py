@@ -131,11 +131,3 @@ class Plan:
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the stages of a rank of the run, by chunk."""
         return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]
-
-    @property
-    def units_at_once(self) -> int:
-        """Number of units whose weights are in use at once."""
-        # With deferred weight gradients, a backward pass uses the weights until the end of the whole stage.
-        stage = max(self.pipeline.layers) if self.pipeline.schedule.splits_backward else 0
-        # All blocks of a recomputed group are in use at once; a tied head also uses the embedding.
-        return max(self.recompute, stage, 2)

@@ -3,17 +3,25 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
+from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
-from llmtrain.sharding.gradient_sums import BackwardPass, Received
+from llmtrain.sharding.gradient_sums import Received
 from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.program_cursor import ProgramCursor
 from llmtrain.sharding.replica_groups import ReplicaGroups
-from llmtrain.sharding.traffic import Count
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import GatheredWeights, WeightPolicy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,74 +35,79 @@ class ShardingSpec:
 
 
 class Engine:
-    """Gathers a model's weights for computation, and sums its gradients for the optimizer.
+    """Gathers a model's weights for computation, and sums its gradients for the optimizer, as the rank's program says.
 
-    It acts through hooks on the units' modules and parameters; the model knows nothing of it. used: for units whose
-    module computes with weights of another one too (a tied head), the names of those.
+    It acts through hooks on the units' modules and parameters; the model knows nothing of it. Each hook is a named
+    point of the program, and the engine issues what the program has there.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[ShardedUnit],
-        sharding: ShardingSpec,
-        used: dict[str, str],
-        count: Count,
+        self, model: nn.Module, units: Sequence[ShardedUnit], sharding: ShardingSpec, programs: Programs, count: Count
     ) -> None:
-        self.units = {unit.spec.name: unit for unit in units}
+        self.units, self._programs = {unit.spec.name: unit for unit in units}, programs
         self._hops = {id(unit.hops): unit.hops for unit in units}.values()
-        self.weights = GatheredWeights(self.units, sharding.weights, count)
+        step = programs.step
+        self.weights = GatheredWeights(self.units, sharding.weights, step.weights, count)
         self.gradients = GradientReducer(
-            self.units, sharding.gradients, sharding.replica_groups, count, self.weights.release
+            self.units, sharding.gradients, sharding.replica_groups, count, self._gradients_complete
         )
-        self._gathers = any(unit.degrees.weights > 1 for unit in units)
-        self._backward = False
+        self.gradients.allocate(step.gradients)
+        self._cursor, self._busy, self._backward = ProgramCursor(step), set[str](), False
         for name in self.units:
-            needed = [name, used[name]] if name in used else [name]
+            # A tied head computes with the embedding's weights too.
+            needed = (name, "embedding") if name == "head" and programs.spec.tied else (name,)
             if any(self.units[one].degrees.optimizer > 1 for one in needed):
                 module = model.get_submodule(name)
-                module.register_forward_pre_hook(self._before(needed))
-                module.register_forward_hook(self._after(needed))
+                module.register_forward_pre_hook(partial(self._before, needed))
+                module.register_forward_hook(partial(self._after, needed))
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
         """Enclose all forward and backward passes of one optimizer step."""
-        self.weights.start_pass("train")
         # Autograd saves a reference in place of a gathered weight; the weight is gathered again when it is used.
-        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if self._gathers else nullcontext()
-        with kept:
+        cut = bool(self.weights.cut)
+        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if cut else nullcontext()
+        with self._running(self._programs.step), kept:
             yield
         self.gradients.finish()
 
     @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Enclose forward passes without backward passes."""
-        self.weights.start_pass("forward")
-        yield
-        self.weights.end_forward()
+    def evaluation(self, groups: Sequence[int]) -> Iterator[None]:
+        """Enclose forward passes without backward passes. groups: microbatches of each group, which passes through all
+        chunks together."""
+        with self._running(self._programs.evaluation(groups)):
+            yield
 
-    def backward(self, run: Callable[[], None], backward_passes: Collection[BackwardPass]) -> None:
-        """Run one microbatch's backward pass. run: computes it. backward_passes: one for each unit that it uses."""
-        self.gradients.start(backward_passes, passing=True)
-        self._run_backward(run, [backward_pass.name for backward_pass in backward_passes])
-        self.gradients.check(backward_passes)
+    def forward(self, action: Action, run: Callable[[], T]) -> T:
+        """Run an action's forward pass and return what `run`, which computes it, returns."""
+        self._cursor.begin(action)
+        return run()
 
-    def backward_inputs(self, run: Callable[[], None], names: Collection[str]) -> list[Received]:
-        """Run a backward pass that defers weight gradients; return the weight gradients that it computed anyway."""
+    def backward(self, action: Action, run: Callable[[], None]) -> None:
+        """Run an action's backward pass. run: computes it, with all gradients."""
+        begun = self._cursor.begin(action)
+        self.gradients.start(begun, passing=True)
+        self._run_backward(run)
+        self.gradients.check()
+
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: Collection[str]) -> list[Received]:
+        """Run a backward pass that defers weight gradients; return the weight gradients that it computed anyway.
+
+        names: the units that it uses.
+        """
+        self._cursor.begin(action)
         with self.gradients.held(names) as received:
-            self._run_backward(run, names)
+            self._run_backward(run)
         return received
 
-    def backward_weights(
-        self, received: list[Received], products: Iterable[Received], backward_passes: Collection[BackwardPass]
-    ) -> None:
+    def backward_weights(self, action: Action, received: list[Received], products: Iterable[Received]) -> None:
         """Add one microbatch's weight gradients: those that `backward_inputs` returned, and the deferred `products`.
 
         products: computed while it is iterated; all gradients of a unit are consecutive.
         """
-        self.gradients.start(backward_passes, passing=False)
+        self.gradients.start(self._cursor.begin(action), passing=False)
         self.gradients.take_in(received, products)
-        self.gradients.check(backward_passes)
+        self.gradients.check()
 
     def update(self) -> None:
         """Update all weights from the masters. Collective."""
@@ -117,44 +130,79 @@ class Engine:
     def buffer_bytes(self) -> int:
         """Bytes of this rank's buffers for gathered units and for communication."""
         held = (self.weights, self.gradients)
-        return sum(hops.nbytes for hops in self._hops) + sum(one.pool.nbytes + one.in_flight.nbytes for one in held)
+        return sum(hops.nbytes for hops in self._hops) + sum(one.arena.nbytes + one.in_flight.nbytes for one in held)
 
-    def _run_backward(self, run: Callable[[], None], names: Collection[str]) -> None:
+    @contextmanager
+    def _running(self, program: Program) -> Iterator[None]:
+        self._cursor = ProgramCursor(program)
+        self._issue(program.start)
+        yield
+        self._cursor.finish()
+
+    def _run_backward(self, run: Callable[[], None]) -> None:
         self._backward = True
-        self.weights.start_backward(True)
         run()
         self._backward = False
-        self.weights.start_backward(False)
-        for name in names:
-            self.weights.release(name)
 
-    def _before(self, needed: list[str]) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: object) -> None:
+    def _issue(self, issues: Iterable[Issue]) -> None:
+        for issue in issues:
+            if isinstance(issue, Gather):
+                self.weights.gather(issue)
+            elif isinstance(issue, Drop):
+                self.weights.drop(issue)
+            else:
+                self.gradients.reduce(issue)
+
+    def _use(self, name: str) -> Tensor:
+        """Return a unit's weights, flat; they stay until `_done`."""
+        if name in self._busy:
+            return self.weights.buffer(name)
+        if name in self.weights.cut:
+            self._issue(self._cursor.reach(At.USE, name))
+            self._busy.add(name)
+        return self.weights.wait(name)
+
+    def _done(self, name: str) -> None:
+        if name in self._busy:
+            self._busy.remove(name)
+            self._issue(self._cursor.reach(At.DONE, name))
+
+    def _gradients_complete(self, name: str) -> None:
+        """Report that all gradients of a unit have been computed in a pass."""
+        if self.gradients.is_reduced(name):
+            self._issue(self._cursor.reach(At.GRADIENTS, name))
+        self._done(name)
+
+    def _before(self, needed: Sequence[str], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        for name in needed:
+            self._use(name)
+        if self._programs.spec.splits_backward and not self._backward and inputs[0].requires_grad:
+            # In a backward pass of the inputs, the gradient of a unit's input is the last that needs its weights.
+            inputs[0].register_hook(partial(self._input_complete, needed))
+
+    def _after(self, needed: Sequence[str], module: nn.Module, inputs: object, output: object) -> None:
+        # A recomputed forward pass runs inside the backward pass, which needs the weights until its gradients are
+        # complete.
+        if not self._backward:
             for name in needed:
-                self.weights.need(name)
+                self._done(name)
 
-        return hook
-
-    def _after(self, needed: list[str]) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            # A recomputed forward pass runs inside the backward pass, which needs the weights until its gradients are
-            # complete.
-            if not self._backward:
-                for name in needed:
-                    self.weights.release(name)
-
-        return hook
+    def _input_complete(self, needed: Sequence[str], gradient: Tensor) -> None:
+        for name in needed:
+            self._done(name)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Reference":
         owner = self.weights.owner_of(tensor)
         if owner is None:
             return tensor
-        return _Reference(owner, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        offset = tensor.storage_offset() - self.weights.buffer(owner).storage_offset()
+        return _Reference(owner, int(offset), tensor.shape, tensor.stride())
 
     def _unpack(self, saved: "Tensor | _Reference") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return self.weights.need(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+        weights = self._use(saved.unit)
+        return weights.as_strided(saved.shape, saved.stride, weights.storage_offset() + saved.offset)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ If several ranks hold the same optimizer shard, they gather the sum back.
 from torch import Tensor
 
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part, reduce_scatter
-from llmtrain.sharding.traffic import Traffic, gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardedUnit
 
 

@@ -1,41 +1,22 @@
 """Sums of a unit's gradients over backward passes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from llmtrain.plan.program.instructions import BackwardPass
 from llmtrain.sharding.unit import ShardedUnit
 
 # A parameter and its gradient of one backward pass.
 Received = tuple[nn.Parameter, Tensor]
 
 
-@dataclass(frozen=True)
-class BackwardPass:
-    """One backward pass through a unit.
-
-    first, last: whether it is the first or last of the step: the first overwrites the sum, the last completes it.
-    leading: whether it uses only the unit's first parameter.
-    """
-
-    name: str
-    first: bool
-    last: bool
-    leading: bool = False
-
-    def gradients(self, unit: ShardedUnit) -> int:
-        """Return the number of parameters that the pass computes a gradient of."""
-        return 1 if self.leading else len(unit.parameters)
-
-
 class GradientSum(Protocol):
     """Sums the gradients of one unit's parameters. missing: gradients that the current pass still lacks. by_autograd:
     whether autograd adds this pass's gradients to the sum by itself."""
 
-    backward_pass: BackwardPass
     missing: int
     by_autograd: bool
 
@@ -58,16 +39,16 @@ class WholeSum:
         self._unit, self._views = unit, unit.parameters.views(unit.gradient)
         # Autograd can add fp32 gradients to the fp32 sum by itself; a hook would take 5 us per parameter.
         self._leaves = unit.weight.dtype == torch.float32
-        self.backward_pass = BackwardPass(unit.spec.name, True, True)
+        self._overwrites = True
         self.missing, self.by_autograd = 0, False
 
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """See GradientSum."""
         before, first, last = self.by_autograd, backward_pass.first, backward_pass.last
-        self.backward_pass = backward_pass
+        self._overwrites = first
         self.by_autograd = self._leaves and passing and not (first and last)
         reports = last or not self.by_autograd
-        self.missing = backward_pass.gradients(self._unit) if reports else 0
+        self.missing = _gradients(backward_pass, self._unit) if reports else 0
         if first and (self.by_autograd or backward_pass.leading):
             self._unit.gradient.zero_()
         if first or not (self.by_autograd and before):
@@ -77,7 +58,7 @@ class WholeSum:
 
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
-        if self.backward_pass.first:
+        if self._overwrites:
             self._views[place].copy_(gradient)
         else:
             self._views[place].add_(gradient)
@@ -90,17 +71,17 @@ class WholeSum:
 class BufferedSum:
     """Collects each pass's gradients in a buffer, which is then reduced into the unit's gradient shard."""
 
-    def __init__(self, unit: ShardedUnit, new_buffer: Callable[[int], Tensor]) -> None:
-        """new_buffer: waits for and returns a buffer of the given number of elements."""
+    def __init__(self, unit: ShardedUnit, new_buffer: Callable[[], Tensor]) -> None:
+        """new_buffer: waits for and returns a buffer of the unit's padded elements."""
         self._unit, self._new_buffer = unit, new_buffer
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self.backward_pass = BackwardPass(unit.spec.name, True, True)
+        self._leading = False
         self.missing, self.by_autograd = 0, False
 
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """See GradientSum."""
-        self.backward_pass, self.missing = backward_pass, backward_pass.gradients(self._unit)
+        self._leading, self.missing = backward_pass.leading, _gradients(backward_pass, self._unit)
         for parameter in self._unit.parameters.tensors:
             parameter.grad = None
         return True
@@ -117,8 +98,13 @@ class BufferedSum:
         return buffer
 
     def _open(self) -> None:
-        self._buffer = buffer = self._new_buffer(self._unit.ranges.padded)
+        self._buffer = buffer = self._new_buffer()
         buffer[self._unit.spec.numel :].zero_()
         self._views = self._unit.parameters.lasting_views(buffer)
-        for view in self._views[1:] if self.backward_pass.leading else []:
+        for view in self._views[1:] if self._leading else []:
             view.zero_()
+
+
+def _gradients(backward_pass: BackwardPass, unit: ShardedUnit) -> int:
+    """Return the number of parameters that a pass computes a gradient of."""
+    return 1 if backward_pass.leading else len(unit.parameters)

@@ -4,6 +4,7 @@ while the backward pass continues."""
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from llmtrain_kernels.squared_sum.op import squared_sum
@@ -12,35 +13,32 @@ from torch.utils.hooks import RemovableHandle
 
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
-from llmtrain.sharding.buffer_pool import BufferPool
+from llmtrain.plan.program.instructions import Pass, Reduce
+from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction
-from llmtrain.sharding.gradient_sums import BackwardPass, BufferedSum, GradientSum, Received, WholeSum
+from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.replica_groups import ReplicaGroups
-from llmtrain.sharding.traffic import Count
 from llmtrain.sharding.unit import ShardedUnit
-
-# Gradient buffers of one size: the backward pass fills one while the other is reduced.
-BUFFERS = 2
 
 
 class GradientReducer:
-    """Sums the gradients of units. done: called with each unit whose gradients of a microbatch are complete."""
+    """Sums the gradients of units. complete: called with each unit whose gradients of a pass are complete; it calls
+    `reduce` if `is_reduced`."""
 
     def __init__(
         self, units: Mapping[str, ShardedUnit], packing: Packing | None, replica_groups: ReplicaGroups, count: Count,
-        done: Callable[[str], None],
+        complete: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._units, self.replica_groups = units, replica_groups
-        self._count, self._done = count, done
+        self._count, self._complete = count, complete
         some = next(iter(units.values()))
-        sizes = [unit.ranges.padded for unit in units.values() if unit.degrees.gradients > 1]
-        self.pool = BufferPool(sizes, BUFFERS, some.weight.dtype, some.gradient.device)
+        self.arena = some.weight.new_zeros(0)
         hops = max(len(unit.hops.gradients) for unit in units.values())
         self.in_flight = InFlight(some.gradient.device, hops + 1)
         self._sums: dict[str, GradientSum] = {
-            name: BufferedSum(unit, self._new_buffer) if unit.degrees.gradients > 1 else WholeSum(unit)
+            name: BufferedSum(unit, partial(self._new_buffer, name)) if unit.degrees.gradients > 1 else WholeSum(unit)
             for name, unit in units.items()
         }
         self._reductions = {
@@ -49,6 +47,8 @@ class GradientReducer:
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
         self._held: list[Received] | None = None
+        self._pass: Pass
+        self._reduces: Mapping[str, Reduce] = {}
         self._places = {
             parameter: (name, place)
             for name, unit in units.items()
@@ -60,22 +60,31 @@ class GradientReducer:
         for name in units:
             self._listen(name, True)
 
-    def start(self, backward_passes: Iterable[BackwardPass], passing: bool) -> None:
-        """Begin a microbatch's backward pass. passing: whether autograd runs it now and computes all gradients."""
-        for backward_pass in backward_passes:
-            reports = self._sums[backward_pass.name].start(backward_pass, passing)
-            self._listen(backward_pass.name, reports)
+    def allocate(self, elements: int) -> None:
+        """Allocate the arena of whole gradients, in the dtype of the weights."""
+        self.arena = self.arena.new_zeros(elements)
 
-    def check(self, backward_passes: Iterable[BackwardPass]) -> None:
-        """Raise RuntimeError if a backward pass has not computed all gradients."""
-        missing = [backward_pass.name for backward_pass in backward_passes if self._sums[backward_pass.name].missing]
+    def start(self, begun: Pass, passing: bool) -> None:
+        """Begin a pass that computes gradients. passing: whether autograd runs it now and computes all gradients."""
+        self._pass, self._reduces = begun, begun.reduces
+        for backward_pass in begun.backward:
+            reports = self._sums[backward_pass.unit].start(backward_pass, passing)
+            self._listen(backward_pass.unit, reports)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the pass has not computed all gradients."""
+        missing = [one.unit for one in self._pass.backward if self._sums[one.unit].missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
+
+    def is_reduced(self, name: str) -> bool:
+        """Whether this pass reduces a unit's gradients."""
+        return name in self._reduces
 
     def finish(self) -> None:
         """Wait, after the last microbatch, until the sums are complete."""
         while self._sent:
-            self._receive()
+            self._sent.popleft()[0].wait()
         for ticket in self._completing:
             ticket.wait()
         self._completing.clear()
@@ -83,6 +92,29 @@ class GradientReducer:
             if name not in self._reductions:
                 self.replica_groups.sum_partial(unit, unit.gradient)
         self.replica_groups.finish(self._units)
+
+    def reduce(self, issue: Reduce) -> None:
+        """Start the reduction of a unit whose gradients of this pass are complete."""
+        unit, reduction = self._units[issue.unit], self._reductions[issue.unit]
+        buffer = self._sums[issue.unit].take()
+        if buffer is not None:
+            self._count(reduction.first_traffic())
+        if issue.last:
+            self._count(reduction.last_traffic())
+
+        def steps(workspace: Workspace) -> list[HopStep]:
+            found = reduction.first_steps(buffer, issue.first, workspace) if buffer is not None else []
+            found += reduction.last_steps(workspace) if issue.last else []
+            whole = unit.gradient if buffer is None else buffer
+            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, whole))
+            return found
+
+        tickets = self.in_flight.start(steps)
+        if buffer is not None:
+            # The first hop has read all of the buffer; the later ones work on other buffers.
+            self._sent.append((tickets[0], buffer))
+        if issue.last:
+            self._completing += tickets[-1:]
 
     @contextmanager
     def held(self, names: Iterable[str]) -> Iterator[list[Received]]:
@@ -168,39 +200,19 @@ class GradientReducer:
     def _added(self, name: str) -> None:
         self._sums[name].missing -= 1
         if self._sums[name].missing == 0:
-            self._send(name)
-            self._done(name)
+            self._complete(name)
 
-    def _new_buffer(self, size: int) -> Tensor:
-        while (buffer := self.pool.take(size)) is None:
-            self._receive()
+    def _new_buffer(self, name: str) -> Tensor:
+        """Return the buffer of this pass's gradients of a unit, once no other reduction reads its place."""
+        offset, size = self._reduces[name].offset, self._units[name].ranges.padded
+        assert offset is not None
+        buffer = self.arena[offset : offset + size]
+        while any(_overlap(buffer, sent) for _, sent in self._sent):
+            self._sent.popleft()[0].wait()
         return buffer
 
-    def _receive(self) -> None:
-        ticket, buffer = self._sent.popleft()
-        ticket.wait()
-        self.pool.give_back(buffer)
 
-    def _send(self, name: str) -> None:
-        unit, reduction, backward_pass = self._units[name], self._reductions.get(name), self._sums[name].backward_pass
-        buffer = self._sums[name].take()
-        if reduction is None or (buffer is None and not backward_pass.last):
-            return
-        if buffer is not None:
-            self._count(reduction.first_traffic())
-        if backward_pass.last:
-            self._count(reduction.last_traffic())
-
-        def steps(workspace: Workspace) -> list[HopStep]:
-            found = reduction.first_steps(buffer, backward_pass.first, workspace) if buffer is not None else []
-            found += reduction.last_steps(workspace) if backward_pass.last else []
-            whole = unit.gradient if buffer is None else buffer
-            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, whole))
-            return found
-
-        tickets = self.in_flight.start(steps)
-        if buffer is not None:
-            # The first hop has read all of the buffer; the later ones work on other buffers.
-            self._sent.append((tickets[0], buffer))
-        if backward_pass.last:
-            self._completing += tickets[-1:]
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two parts of one arena share elements."""
+    start, end = first.storage_offset(), first.storage_offset() + first.numel()
+    return start < second.storage_offset() + second.numel() and second.storage_offset() < end

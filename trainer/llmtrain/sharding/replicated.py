@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
-from llmtrain.sharding.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit
 
 

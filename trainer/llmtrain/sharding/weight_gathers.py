@@ -8,9 +8,9 @@ from torch import Tensor
 
 from llmtrain.comm.collectives import SharedParts
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.traffic import Traffic, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
 from llmtrain.sharding.hops import Hop, Hops
-from llmtrain.sharding.traffic import Traffic, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
 
 
@@ -84,22 +84,17 @@ class SharedShards:
 class SecondaryCopy:
     """A secondary copy of a unit's weights, sharded over fewer and nearer ranks (ZeRO++, section 3.2), packed or not.
 
-    valid: whether it holds the current weights, or a gather that has started fills it with them.
+    The first gather of a pass fills it.
     """
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
-        self._unit, self._packing, self.valid = unit, packing, False
+        self._unit, self._packing = unit, packing
         self._hops = unit.hops.gather(1, unit.degrees.secondary)
         numel, like = unit.ranges.padded // unit.degrees.secondary, unit.weight
         if packing is None:
             self._copy = like.new_zeros(numel)
         else:
             self._copy = like.new_zeros(packing.row_bytes(numel), dtype=torch.uint8)
-
-    def serves(self, backward: bool) -> bool:
-        """Whether a gather uses this copy: always in a backward pass; in a forward pass, if it has no more shards than
-        the weights."""
-        return self.valid and (backward or self._unit.degrees.secondary <= self._unit.degrees.weights)
 
     def fill(self, buffer: Tensor) -> None:
         """Copy this rank's shard out of gathered weights."""

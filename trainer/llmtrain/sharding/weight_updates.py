@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.traffic import Count, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.replicated import ReplicatedParameters
-from llmtrain.sharding.traffic import Count, gather_traffic
 from llmtrain.sharding.unit import ShardedUnit
 
 

@@ -13,7 +13,7 @@ import torch
 from llmtrain_kernels.matmul import matmul
 
 from llmtrain.comm.device import allocated_memory, forget_peak_memory, synchronize
-from llmtrain.sharding.traffic import Traffic
+from llmtrain.plan.traffic import Traffic
 from llmtrain.telemetry.metrics import Row
 
 

@@ -15,11 +15,13 @@ from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.replica_groups import ReplicaGroups
-from llmtrain.sharding.traffic import Count
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import WeightPolicy
 from llmtrain.training.build_pipeline import build_executor
@@ -55,8 +57,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     units = _units(model, plan, ranks)
     sharding = _sharding(plan, ranks)
-    used = {"head": "embedding"} if plan.model.tie_embeddings and stage_layouts[-1].closes else {}
-    engine = Engine(model, units, sharding, used, count)
+    engine = Engine(model, units, sharding, Programs(ProgramSpec.of(plan, ranks.rank)), count)
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
@@ -97,9 +98,6 @@ def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
     weights = WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),
         secondary=_packing(quantization.secondary, quantization.block),
-        together=plan.units_at_once,
-        # Messages arrive in another order on each replica, but the order of gathers must be the same.
-        held=plan.pipeline.schedule.message_driven,
         tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
     )
     return ShardingSpec(weights, _packing(quantization.gradients, quantization.block), _replica_groups(plan, ranks))

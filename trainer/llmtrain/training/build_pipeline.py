@@ -27,8 +27,8 @@ from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.traffic import Count, Traffic
 
 
 def build_executor(

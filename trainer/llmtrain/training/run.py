@@ -18,8 +18,8 @@ from llmtrain.model.gpt import GPT
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.traffic import Count, Traffic
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.collectives import Collectives, Work
-from llmtrain.sharding.traffic import Count, Traffic
+from llmtrain.plan.traffic import Count, Traffic
 
 CountCollective = Callable[[str, int, int], None]
 """Takes each collective's operation, the bytes of the whole tensor, and the bytes that this rank sends."""

@@ -1,0 +1,55 @@
+"""Places for buffers of unlike sizes in one arena of memory. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass
+class Arena:
+    """Places buffers at offsets below `capacity`, in elements. high: the end of the highest place that was taken.
+
+    Buffers as large as `largest` take the lowest gap and others the highest one, so that small buffers do not split
+    the room of a large one while there is other room.
+    """
+
+    capacity: int
+    largest: int
+    high: int = 0
+    _taken: list[tuple[int, int]] = field(default_factory=list)
+
+    def fits(self, size: int) -> bool:
+        """Whether a gap has room for a buffer of `size` elements."""
+        return any(end - start >= size for start, end in self._gaps())
+
+    def take(self, size: int) -> int | None:
+        """Return the offset of a buffer of `size` elements, or None where no gap is large enough."""
+        gaps = [gap for gap in self._gaps() if gap[1] - gap[0] >= size]
+        if not gaps:
+            return None
+        offset = gaps[0][0] if size == self.largest else gaps[-1][1] - size
+        self._taken.append((offset, offset + size))
+        self._taken.sort()
+        self.high = max(self.high, offset + size)
+        return offset
+
+    def give_back(self, offset: int) -> None:
+        """Free the buffer at `offset`."""
+        self._taken = [taken for taken in self._taken if taken[0] != offset]
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        starts = [0, *(end for _, end in self._taken)]
+        ends = [*(start for start, _ in self._taken), self.capacity]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def paired_size(sizes: Sequence[int]) -> int:
+    """Return the elements of an arena in which each buffer of `sizes` fits beside the one before it."""
+    return max([first + second for first, second in pairwise(sizes)] or sizes or [0])
+
+
+def paired_offsets(sizes: Sequence[int]) -> list[int]:
+    """Return an offset for each buffer of a sequence, in an arena of `paired_size`: at its start and at its end in
+    turn, so that no buffer overlaps the one before it."""
+    capacity = paired_size(sizes)
+    return [capacity - size if place % 2 else 0 for place, size in enumerate(sizes)]

@@ -1,0 +1,102 @@
+"""The programs of a rank's optimizer step and of an evaluation. No torch in here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from llmtrain.cluster.levels import Degrees
+from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.program.arena import paired_offsets, paired_size
+from llmtrain.plan.program.instructions import At, BackwardPass, Issue, Pass, Point, Program, Reduce
+from llmtrain.plan.program.points import Spot, backward_passes, spots_of
+from llmtrain.plan.program.residency import Event, Residency, Units, lookahead_capacity
+from llmtrain.plan.program.spec import ProgramSpec
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of a rank."""
+
+    spec: ProgramSpec
+
+    @cached_property
+    def step(self) -> Program:
+        """The program of one optimizer step."""
+        spec = self.spec
+        return _program(spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward))
+
+    def evaluation(self, groups: Sequence[int]) -> Program:
+        """Return the program of an evaluation: forward passes of groups of microbatches, each group through all chunks.
+        groups: microbatches of each."""
+        first, actions = 0, list[Action]()
+        for count in groups:
+            for chunk in range(len(self.spec.stages)):
+                actions += [Action(index, chunk, Kind.F) for index in range(first, first + count)]
+            first += count
+        return _program(self.spec, actions, [()] * len(actions))
+
+
+def _program(spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tuple[BackwardPass, ...]]) -> Program:
+    spots = [
+        list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
+    ]
+    events, reduces = list(_events(actions, spots, spec)), _reduces(spots, backward, spec)
+    residency = _residency(spec, events)
+    start, place, passes = residency.issues(-1), 0, list[Pass]()
+    for action, own, passed, reducing in zip(actions, spots, backward, reduces, strict=True):
+        points = []
+        for at, unit in own:
+            issues: list[Issue]
+            if at is At.GRADIENTS:
+                issues = [reducing[unit]] if unit in reducing else []
+            elif spec.is_cut(unit):
+                issues, place = residency.issues(place), place + 1
+            else:
+                continue
+            if issues or at is not At.GRADIENTS:
+                points.append(Point(at, unit, tuple(issues)))
+        passes.append(Pass(action, tuple(points), passed))
+    buffered = [one.unit for found in reduces for one in found.values() if one.offset is not None]
+    gradients = paired_size([spec.padded[unit] for unit in buffered])
+    return Program(start=tuple(start), passes=tuple(passes), weights=residency.high, gradients=gradients)
+
+
+def _residency(spec: ProgramSpec, events: Sequence[Event]) -> Residency:
+    sizes = {name: size for name, size in spec.padded.items() if spec.is_cut(name)}
+    filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
+    # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
+    capacity = lookahead_capacity(events, sizes) if spec.ordered else sum(sizes.values())
+    return Residency(events, Units(sizes, spec.rounded, filled), capacity)
+
+
+def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[Event]:
+    used: set[str] = set()
+    for action, own in zip(actions, spots, strict=True):
+        for at, unit in own:
+            if at is not At.GRADIENTS and spec.is_cut(unit):
+                yield Event(at, unit, unit in used and _serves(spec.degrees[unit], action.kind is not Kind.F))
+                if at is At.DONE:
+                    used.add(unit)
+
+
+def _serves(degrees: Degrees, backward: bool) -> bool:
+    """Whether a gather uses the secondary copy: in a forward pass only if it has no more shards than the weights."""
+    return degrees.secondary > 0 and (backward or degrees.secondary <= degrees.weights)
+
+
+def _reduces(
+    spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
+) -> list[dict[str, Reduce]]:
+    """Return for each action the reductions of units, in the order in which their gradients are complete."""
+    found: list[dict[str, Reduce]] = []
+    buffered: list[tuple[int, str]] = []
+    for place, (own, passed) in enumerate(zip(spots, backward, strict=True)):
+        passes = {one.unit: one for one in passed}
+        units = [unit for at, unit in own if at is At.GRADIENTS and spec.is_reduced(unit, passes[unit].last)]
+        found.append({unit: Reduce(unit, None, passes[unit].first, passes[unit].last) for unit in units})
+        buffered += [(place, unit) for unit in units if spec.degrees[unit].gradients > 1]
+    offsets = paired_offsets([spec.padded[unit] for _, unit in buffered])
+    for (place, unit), offset in zip(buffered, offsets, strict=True):
+        one = found[place][unit]
+        found[place][unit] = Reduce(unit, offset, one.first, one.last)
+    return found

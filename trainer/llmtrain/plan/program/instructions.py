@@ -1,0 +1,115 @@
+"""The instructions of a step's program, as pure data. No torch in here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from llmtrain.plan.pipeline.actions import Action
+
+
+class At(Enum):
+    """A named point of a computation. USE: it begins to need the weights of a unit. DONE: it no longer needs them.
+    GRADIENTS: it has computed all gradients of a unit for this pass."""
+
+    USE = "use"
+    DONE = "done"
+    GRADIENTS = "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Gather a unit's weights. offset: first element of its buffer in the arena. secondary: from the secondary copy.
+    fills: whether this fills the secondary copy."""
+
+    unit: str
+    offset: int
+    secondary: bool = False
+    fills: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Give back the buffer of a unit's gathered weights."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Reduce a unit's gradients over the ranks that share it.
+
+    offset: first element of the buffer, in the arena of gradients, that holds the gradients of this pass; None if they
+    are summed in the unit's own gradient. first, last: whether this pass is the unit's first or last of the step.
+    """
+
+    unit: str
+    offset: int | None
+    first: bool
+    last: bool
+
+
+Issue = Gather | Drop | Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A named point, and what a rank issues there, in this order. At USE, it then waits for the unit's
+    weights."""
+
+    at: At
+    unit: str
+    issues: tuple[Issue, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.at.value} {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """One backward pass through a unit.
+
+    first, last: whether it is the unit's first or last of the step: the first overwrites the sum of gradients, the last
+    completes it. leading: whether it uses only the unit's first parameter.
+    """
+
+    unit: str
+    first: bool
+    last: bool
+    leading: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A computation of one microbatch through one stage. points: in order. backward: the units whose gradients it
+    computes."""
+
+    action: Action
+    points: tuple[Point, ...]
+    backward: tuple[BackwardPass, ...] = ()
+
+    @property
+    def reduces(self) -> Mapping[str, Reduce]:
+        """The reductions of this pass, by unit."""
+        issues = (issue for point in self.points for issue in point.issues)
+        return {issue.unit: issue for issue in issues if isinstance(issue, Reduce)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The passes of one optimizer step, or of an evaluation, of one rank.
+
+    start: what is issued before the first pass. passes: in order; with message-driven, arriving messages decide the
+    order of forward and backward passes, and only messages depend on it. weights, gradients: elements of the arenas of
+    gathered weights and of whole gradients.
+    """
+
+    start: tuple[Issue, ...]
+    passes: tuple[Pass, ...]
+    weights: int
+    gradients: int
+
+    @cached_property
+    def by_action(self) -> Mapping[Action, Pass]:
+        """The passes by action."""
+        return {one.action: one for one in self.passes}

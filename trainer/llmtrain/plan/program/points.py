@@ -1,0 +1,109 @@
+"""The named points of each pass: when a computation begins to need a unit's weights, and when it is done with them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.pipeline.stage_layout import StageLayout
+from llmtrain.plan.program.instructions import At, BackwardPass
+
+Spot = tuple[At, str]
+"""A point without what is issued there."""
+
+
+def forward_spots(layout: StageLayout) -> Iterator[Spot]:
+    """Yield the points of a forward pass. A tied head needs the embedding as well."""
+    for unit in layout.units:
+        if unit == "embedding" and not layout.opens:
+            continue
+        needed = (unit, "embedding") if unit == "head" and layout.tied else (unit,)
+        yield from ((At.USE, name) for name in needed)
+        yield from ((At.DONE, name) for name in needed)
+
+
+def backward_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
+    """Yield the points of a backward pass that computes all gradients. recompute: blocks of one group of activation
+    checkpointing, 0 for none. The embedding's own backward pass needs no weights."""
+    if layout.closes:
+        yield from _head_spots(layout)
+    for group in reversed(_groups(layout, recompute)):
+        yield from ((At.USE, name) for name in group)
+        for name in reversed(group):
+            yield from ((At.GRADIENTS, name), (At.DONE, name))
+    if layout.opens:
+        yield At.GRADIENTS, "embedding"
+        if layout.closes and layout.tied:
+            yield At.DONE, "embedding"
+
+
+def backward_input_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
+    """Yield the points of a backward pass of the inputs alone. A unit's weights are no longer needed once the gradient
+    of its input is complete."""
+    if layout.closes:
+        needed = ("head", "embedding") if layout.tied else ("head",)
+        yield from ((At.USE, name) for name in reversed(needed))
+        yield from ((At.DONE, name) for name in needed)
+    for group in reversed(_groups(layout, recompute)):
+        yield from ((At.USE, name) for name in group)
+        yield from ((At.DONE, name) for name in reversed(group))
+
+
+def backward_weight_spots(layout: StageLayout) -> Iterator[Spot]:
+    """Yield the points of a backward pass of the weights. Autograd has computed the gradients of the embedding and of
+    the head before, so these come first."""
+    if layout.closes and layout.tied and not layout.opens:
+        yield At.GRADIENTS, "embedding"
+    if layout.closes:
+        yield At.GRADIENTS, "head"
+    if layout.opens:
+        yield At.GRADIENTS, "embedding"
+    for name in reversed(_blocks(layout)):
+        yield At.GRADIENTS, name
+
+
+def spots_of(action: Action, layout: StageLayout, splits_backward: bool, recompute: int) -> Iterator[Spot]:
+    """Return the points of an action of a stage. splits_backward: whether the backward pass of weights is an action of
+    its own."""
+    if action.kind is Kind.F:
+        return forward_spots(layout)
+    if action.kind is Kind.W:
+        return backward_weight_spots(layout)
+    return backward_input_spots(layout, recompute) if splits_backward else backward_spots(layout, recompute)
+
+
+def backward_passes(
+    actions: Sequence[Action], layouts: Sequence[StageLayout], splits_backward: bool
+) -> list[tuple[BackwardPass, ...]]:
+    """Return for each action the backward passes through its stage's units; none for actions that compute no gradients
+    of weights."""
+    kind = Kind.W if splits_backward else Kind.B
+    total = Counter(name for action in actions if action.kind is kind for name in layouts[action.chunk].units)
+    done: Counter[str] = Counter()
+    found = []
+    for action in actions:
+        layout, own = layouts[action.chunk], list[BackwardPass]()
+        for name in layout.units if action.kind is kind else ():
+            done[name] += 1
+            # A tied head uses the token matrix of the embedding alone.
+            leading = name == "embedding" and not layout.opens
+            own.append(BackwardPass(name, done[name] == 1, done[name] == total[name], leading))
+        found.append(tuple(own))
+    return found
+
+
+def _head_spots(layout: StageLayout) -> Iterator[Spot]:
+    if layout.tied:
+        yield At.USE, "embedding"
+        if not layout.opens:
+            # The loss gives the matrix its gradient before the norm's backward pass begins.
+            yield from ((At.GRADIENTS, "embedding"), (At.DONE, "embedding"))
+    yield from ((At.USE, "head"), (At.GRADIENTS, "head"), (At.DONE, "head"))
+
+
+def _blocks(layout: StageLayout) -> list[str]:
+    return [f"blocks.{index}" for index in range(layout.first, layout.end)]
+
+
+def _groups(layout: StageLayout, size: int) -> list[list[str]]:
+    blocks, size = _blocks(layout), size or 1
+    return [blocks[first : first + size] for first in range(0, len(blocks), size)]

@@ -1,0 +1,191 @@
+"""Which units' gathered weights a rank holds at each point of a step, within a budget of memory.
+
+A unit that is needed again stays gathered while the memory has room. Where room is needed, the unit whose next use is
+furthest away goes first, which is exact for units of equal size (Belady 1966). Gathers start as early as there is room.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llmtrain.plan.program.arena import Arena
+from llmtrain.plan.program.instructions import At, Drop, Gather, Issue
+
+NEVER = 1 << 60
+"""A place after the last event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A use of a unit's weights begins (USE) or ends (DONE). secondary: whether the weights come from the secondary
+    copy if they are gathered for this use."""
+
+    at: At
+    unit: str
+    secondary: bool = False
+
+
+@dataclass(frozen=True)
+class Units:
+    """What residency depends on. sizes: elements of each unit's buffer. rounded: whether weights from the secondary
+    copy differ from those of the shards, so that a use of the one cannot take a gather of the other. filled: units
+    with a secondary copy."""
+
+    sizes: Mapping[str, int]
+    rounded: bool = False
+    filled: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Held:
+    """A unit in the arena. next: place of its next use, which is the current one while `busy`."""
+
+    offset: int
+    secondary: bool
+    next: int
+    busy: bool = False
+
+
+@dataclass
+class Residency:
+    """Decides, event by event, what to gather and what to drop.
+
+    events: of one step. capacity: elements of the arena. `issues(k)` has to be called for k = -1, the start, and then
+    for each event in order.
+    """
+
+    events: Sequence[Event]
+    units: Units
+    capacity: int
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _filled: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._arena = Arena(self.capacity, max(self.units.sizes.values(), default=0))
+        self._next, self._done = _following(self.events, At.USE), _following(self.events, At.DONE)
+        self._uses = [place for place, event in enumerate(self.events) if event.at is At.USE]
+        self._ahead = 0
+
+    @property
+    def high(self) -> int:
+        """Elements of the arena that have been used."""
+        return self._arena.high
+
+    def issues(self, place: int) -> list[Issue]:
+        """Return what is issued at event `place`."""
+        found: list[Issue] = []
+        if place >= 0:
+            event = self.events[place]
+            if event.at is At.USE:
+                self._begin(place, found)
+            else:
+                self._end(place, found)
+        self._look_ahead(place, found)
+        return found
+
+    def _begin(self, place: int, found: list[Issue]) -> None:
+        event = self.events[place]
+        if not self._holds(event):
+            if event.unit in self._held:
+                self._drop(event.unit, found)
+            while not self._gather(place, found):
+                idle = [name for name, one in self._held.items() if not one.busy]
+                if not idle:
+                    raise ValueError(f"{self.capacity} elements have no room for {event.unit}")
+                self._drop(max(idle, key=lambda name: self._held[name].next), found)
+        self._held[event.unit].busy = True
+
+    def _end(self, place: int, found: list[Issue]) -> None:
+        unit = self.events[place].unit
+        held = self._held[unit]
+        held.busy, held.next = False, self._next[place]
+        if held.next == NEVER or not self._holds(self.events[held.next]):
+            self._drop(unit, found)
+
+    def _look_ahead(self, place: int, found: list[Issue]) -> None:
+        """Gather the next units for which there is room."""
+        while self._ahead < len(self._uses):
+            use = self._uses[self._ahead]
+            if use > place and not self._holds(self.events[use]):
+                # The unit's present weights are of the other kind, and still needed.
+                if self.events[use].unit in self._held or not self._make_room(use, found):
+                    return
+                self._gather(use, found)
+            self._ahead += 1
+
+    def _make_room(self, use: int, found: list[Issue]) -> bool:
+        """Make room for a use to come by dropping units that are used later. Return whether there is room."""
+        size = self.units.sizes[self.events[use].unit]
+        while not self._arena.fits(size):
+            later = [(self._furthest(one), name) for name, one in self._held.items() if self._ends_before(one, use)]
+            furthest, name = max(later, default=(0, ""))
+            if furthest <= use:
+                return False
+            if self._held[name].busy:
+                # Its room is free in time, and no other unit has to go.
+                return False
+            self._drop(name, found)
+        return True
+
+    def _furthest(self, held: _Held) -> int:
+        """Return the place of the first use after the current one."""
+        return self._next[held.next] if held.busy else held.next
+
+    def _ends_before(self, held: _Held, use: int) -> bool:
+        """Whether the unit is idle at a use to come, if it is not used before."""
+        return not held.busy or self._done[held.next] < use
+
+    def _gather(self, use: int, found: list[Issue]) -> bool:
+        event = self.events[use]
+        offset = self._arena.take(self.units.sizes[event.unit])
+        if offset is None:
+            return False
+        fills = not event.secondary and event.unit in self.units.filled - self._filled
+        if fills:
+            self._filled.add(event.unit)
+        self._held[event.unit] = _Held(offset, event.secondary, use)
+        found.append(Gather(event.unit, offset, event.secondary, fills))
+        return True
+
+    def _drop(self, unit: str, found: list[Issue]) -> None:
+        self._arena.give_back(self._held.pop(unit).offset)
+        found.append(Drop(unit))
+
+    def _holds(self, event: Event) -> bool:
+        """Whether the arena has the weights that an event uses."""
+        held = self._held.get(event.unit)
+        return held is not None and (not self.units.rounded or held.secondary == event.secondary)
+
+
+def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead: int = 2) -> int:
+    """Return the elements of the units in use and of the next `ahead` others, at the use where these are most."""
+    busy: set[str] = set()
+    most = 0
+    for place, event in enumerate(events):
+        if event.at is At.DONE:
+            busy.discard(event.unit)
+            continue
+        busy.add(event.unit)
+        held = busy | _next_units(events, place, busy, ahead)
+        most = max(most, sum(sizes[unit] for unit in held))
+    return most
+
+
+def _next_units(events: Sequence[Event], place: int, busy: set[str], ahead: int) -> set[str]:
+    found: set[str] = set()
+    for later in range(place + 1, len(events)):
+        if len(found) == ahead:
+            break
+        if events[later].at is At.USE and events[later].unit not in busy:
+            found.add(events[later].unit)
+    return found
+
+
+def _following(events: Sequence[Event], at: At) -> list[int]:
+    """Return, for each event, the place of the next event of its unit that is `at`, or NEVER."""
+    later: dict[str, int] = {}
+    found = [NEVER] * len(events)
+    for place in reversed(range(len(events))):
+        found[place] = later.get(events[place].unit, NEVER)
+        if events[place].at is at:
+            later[events[place].unit] = place
+    return found

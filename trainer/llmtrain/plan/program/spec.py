@@ -1,0 +1,68 @@
+"""What the program of a rank depends on, taken from the plan. No torch in here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import Degrees
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
+from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
+from llmtrain.plan.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec:
+    """One rank's part of a plan.
+
+    stages: by chunk. actions: of one step, in order. splits_backward: whether the backward pass of weights is an action
+    of its own. ordered: whether actions run in this order; otherwise messages mix forward and backward passes, and
+    gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
+    degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards.
+    """
+
+    stages: tuple[StageLayout, ...]
+    actions: tuple[Action, ...]
+    splits_backward: bool = False
+    ordered: bool = True
+    recompute: int = 0
+    padded: Mapping[str, int]
+    degrees: Mapping[str, Degrees]
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
+        """Return the part of a rank of the run."""
+        stages, schedule, grid = plan.stages_of(rank), plan.pipeline.schedule, plan.grid
+        specs = units_of(plan.model, stages, grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
+        placements = {spec.name: plan.sharding.placements[spec.name] for spec in specs}
+        return cls(
+            stages=stages,
+            actions=_actions(schedule, grid.coordinate(rank, Axis.PIPELINE)),
+            splits_backward=schedule.splits_backward,
+            ordered=not schedule.message_driven,
+            recompute=plan.recompute,
+            padded={spec.name: placements[spec.name].padded(spec.numel) for spec in specs},
+            degrees={name: placement.degrees for name, placement in placements.items()},
+            rounded=plan.sharding.quantization.secondary > 0,
+        )
+
+    def is_cut(self, unit: str) -> bool:
+        """Whether the ranks that share a unit hold parts of its weights."""
+        return self.degrees[unit].weights > 1
+
+    def is_reduced(self, unit: str, last: bool) -> bool:
+        """Whether a backward pass reduces a unit's gradients. last: whether it is the unit's last one of the step."""
+        return self.degrees[unit].gradients > 1 or (last and self.degrees[unit].ranks > 1)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the rank's head computes with the embedding's weights."""
+        return any(layout.closes and layout.tied for layout in self.stages)
+
+
+def _actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:
+    """Return the actions of a rank of the pipeline. With message-driven: all forward passes, then all backward passes;
+    arriving messages mix them, but keep the order of each kind."""
+    if not schedule.message_driven:
+        return schedule.actions[rank]
+    return tuple(Action(index, 0, kind) for kind in (Kind.F, Kind.B) for index in range(schedule.microbatches))
