@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from llmtrain.cluster.levels import Degrees
+from llmtrain.cluster.quantity import quantity
 from llmtrain.cluster.tiers import Tier, tier_ranks
 from llmtrain.errors import BadInputError
 from llmtrain.plan.plan import Quantization
@@ -21,10 +22,11 @@ Section = TypeVar("Section", PartitionConfig, QuantizeConfig)
 @dataclass(frozen=True)
 class ZeroSettings:
     """The `zero` and `quantize` sections without presets and `auto`. hierarchical: whether weights are gathered level
-    by level."""
+    by level. resident: bytes for gathered weights."""
 
     degrees: Degrees
     hierarchical: bool
+    resident: int
     quantization: Quantization
 
 
@@ -41,9 +43,16 @@ def zero_settings(
 
     def settings(degrees: Degrees) -> ZeroSettings:
         hierarchical = zero.hierarchical == "auto" or zero.hierarchical
-        return ZeroSettings(degrees, hierarchical, _quantization(recipe.quantize, quantize, degrees))
+        quantization = _quantization(recipe.quantize, quantize, degrees)
+        return ZeroSettings(degrees, hierarchical, _resident(zero), quantization)
 
     return settings(_degrees(zero, ranks, tiers, None if fits is None else lambda degrees: fits(settings(degrees))))
+
+
+def _resident(zero: ZeroConfig) -> int:
+    if zero.resident == "auto":
+        return 0
+    return int(quantity(zero.resident, "byte")) if isinstance(zero.resident, str) else zero.resident
 
 
 def _with_preset(

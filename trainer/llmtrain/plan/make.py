@@ -165,7 +165,11 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees:
 
 
 def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig) -> Sharding:
-    return Sharding(placements={unit.name: placement for unit in model_units(model)}, quantization=zero.quantization)
+    return Sharding(
+        placements={unit.name: placement for unit in model_units(model)},
+        resident=zero.resident,
+        quantization=zero.quantization,
+    )
 
 
 def _placement(

@@ -57,9 +57,11 @@ class Quantization:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Where model states are held and how they are communicated. placements: placement of each unit, by name."""
+    """Where model states are held and how they are communicated. placements: placement of each unit, by name. resident:
+    bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead."""
 
     placements: Mapping[str, Placement]
+    resident: int
     quantization: Quantization
 
 

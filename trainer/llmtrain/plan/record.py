@@ -48,7 +48,7 @@ def _model_keys(model: GPTConfig) -> dict[str, Any]:
 def _zero_keys(zero: ZeroSettings) -> dict[str, Any]:
     degrees = zero.degrees
     partition = {"weights": degrees.weights, "gradients": degrees.gradients, "optimizer": degrees.optimizer}
-    return {"partition": partition, "secondary": degrees.secondary, "hierarchical": zero.hierarchical}
+    return {"partition": partition, "secondary": degrees.secondary, "hierarchical": zero.hierarchical, "resident": zero.resident}
 
 
 def _quantize_keys(zero: ZeroSettings) -> dict[str, Any]:

@@ -6,10 +6,14 @@ from typing import Annotated, ClassVar, Literal
 from llmtrain_data.bounds import Ranks, RanksOrNone
 from pydantic import Field
 
+from llmtrain.cluster.quantity import quantity
+
 # A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
 Degree = Ranks | str
 Stage = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+# A number of bytes, or a quantity such as 2GB.
+Memory = Annotated[int, Field(ge=0, le=2**50)] | str
 Block = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -37,7 +41,9 @@ class ZeroConfig:
     stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5). partition: a degree
     for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead
     of the primary one (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes,
-    then inside each node (MiCS, section 3.3); auto is true. preset: mics, zero++ or topo set the keys above, and those
+    then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes or
+    as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which two
+    units are gathered ahead; auto is 0. preset: mics, zero++ or topo set the keys above, and those
     of `quantize`, that are left out.
     """
 
@@ -48,6 +54,14 @@ class ZeroConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     secondary: RanksOrNone | str | None = None
     hierarchical: bool | Literal["auto"] = "auto"
+    resident: Literal["auto"] | Memory = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.resident, str) and self.resident != "auto":
+            try:
+                quantity(self.resident, "byte")
+            except ValueError as error:
+                raise ValueError(f"resident is {self.resident!r}; {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

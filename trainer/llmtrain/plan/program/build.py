@@ -65,7 +65,9 @@ def _residency(spec: ProgramSpec, events: Sequence[Event]) -> Residency:
     sizes = {name: size for name, size in spec.padded.items() if spec.is_cut(name)}
     filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
-    capacity = lookahead_capacity(events, sizes) if spec.ordered else sum(sizes.values())
+    capacity = sum(sizes.values())
+    if spec.ordered:
+        capacity = min(spec.resident or lookahead_capacity(events, sizes), capacity)
     return Residency(events, Units(sizes, spec.rounded, filled), capacity)
 
 

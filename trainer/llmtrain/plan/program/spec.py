@@ -17,7 +17,8 @@ class ProgramSpec:
     stages: by chunk. actions: of one step, in order. splits_backward: whether the backward pass of weights is an action
     of its own. ordered: whether actions run in this order; otherwise messages mix forward and backward passes, and
     gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
-    degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards.
+    degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
+    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead.
     """
 
     stages: tuple[StageLayout, ...]
@@ -28,6 +29,7 @@ class ProgramSpec:
     padded: Mapping[str, int]
     degrees: Mapping[str, Degrees]
     rounded: bool = False
+    resident: int = 0
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
@@ -44,6 +46,7 @@ class ProgramSpec:
             padded={spec.name: placements[spec.name].padded(spec.numel) for spec in specs},
             degrees={name: placement.degrees for name, placement in placements.items()},
             rounded=plan.sharding.quantization.secondary > 0,
+            resident=plan.sharding.resident // plan.compute_bytes,
         )
 
     def is_cut(self, unit: str) -> bool:

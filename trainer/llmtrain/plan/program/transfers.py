@@ -1,0 +1,117 @@
+"""The collectives that a program's instructions start, lane by lane. No torch in here.
+
+A lane runs its collectives one after another. Each level of a placement has one for gathers and one for reductions, so
+that one unit's slow hop runs beside another unit's fast hop.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import Level
+from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.packing import Packed
+from llmtrain.plan.placement import Placement
+from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce
+from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A rank's collectives over one level. axes, span: of the placement, and of the level. flat: one hop over all
+    levels of the weights."""
+
+    kind: Literal["gather", "reduce", "flat"]
+    axes: tuple[Axis, ...]
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a unit."""
+
+    unit: str
+    lane: Lane
+    traffic: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTraffic:
+    """How the states of one unit travel. element_bytes: of the compute dtype. weights, secondary, gradients: packed
+    formats, None for unpacked."""
+
+    spec: UnitSpec
+    placement: Placement
+    element_bytes: int
+    weights: Packed | None
+    secondary: Packed | None
+    gradients: Packed | None
+
+    def of(self, issue: Issue) -> Iterator[Transfer]:
+        """Yield the collectives of an instruction, in order."""
+        if isinstance(issue, Gather):
+            yield from self.gather(issue)
+        elif isinstance(issue, Reduce):
+            yield from self.reduce(issue)
+
+    def gather(self, gather: Gather) -> Iterator[Transfer]:
+        """Yield the collectives of a gather."""
+        degrees = self.placement.degrees
+        outer, packing = (degrees.secondary, self.secondary) if gather.secondary else (degrees.weights, self.weights)
+        purpose = "secondary" if gather.secondary else "weights"
+        yield from self._gather(purpose, 1, outer, self._padded, self.element_bytes, packing)
+
+    def reduce(self, reduce: Reduce) -> Iterator[Transfer]:
+        """Yield the collectives of a reduction."""
+        degrees, size, packing = self.placement.degrees, self.element_bytes, self.gradients
+        if reduce.offset is not None:
+            yield from self._reduce("gradients", 1, degrees.gradients, self._padded)
+        if reduce.last:
+            owned = self._padded // degrees.optimizer
+            yield from self._reduce("gradients", degrees.gradients, degrees.optimizer, self._padded // degrees.gradients)
+            yield from self._reduce("replicas", degrees.optimizer, degrees.ranks, owned)
+            yield from self._gather("replicas", degrees.optimizer, degrees.ranks, owned, size, None)
+
+    def update(self) -> Iterator[Transfer]:
+        """Yield the collectives of the update after an optimizer step."""
+        degrees, numel = self.placement.degrees, self._padded // self.placement.degrees.weights
+        yield from self._gather("update", degrees.weights, degrees.optimizer, numel, self.element_bytes, self.weights)
+
+    @property
+    def _padded(self) -> int:
+        return self.placement.padded(self.spec.numel)
+
+    def _gather(
+        self, purpose: str, inner: int, outer: int, numel: int, element_bytes: int, packing: Packed | None
+    ) -> Iterator[Transfer]:
+        levels, kind = self._levels(inner, outer), "gather"
+        flat = self._flat(inner, outer)
+        if flat is not None:
+            levels, kind = [flat], "flat"
+        found = gather_traffic(purpose, levels, numel, element_bytes, packing)
+        for level, traffic in zip(reversed(levels), found, strict=True):
+            yield Transfer(self.spec.name, Lane(kind, self.placement.axes, level.span), traffic)
+
+    def _reduce(self, purpose: str, inner: int, outer: int, numel: int) -> Iterator[Transfer]:
+        levels = self._levels(inner, outer)
+        found = reduce_traffic(purpose, levels, numel, self.element_bytes, self.gradients)
+        for level, traffic in zip(levels, found, strict=True):
+            yield Transfer(self.spec.name, Lane("reduce", self.placement.axes, level.span), traffic)
+
+    def _levels(self, inner: int, outer: int) -> list[Level]:
+        return [level for level in self.placement.levels if inner < level.span <= outer]
+
+    def _flat(self, inner: int, outer: int) -> Level | None:
+        degree = self.placement.degrees.weights
+        if self.placement.hierarchical or degree == 1 or (inner, outer) != (1, degree):
+            return None
+        return Level(1, degree, next(level.tier for level in self.placement.levels if level.span == degree))
+
+
+def transfers(program: Program, units: Sequence[UnitTraffic]) -> Iterator[Transfer]:
+    """Yield the collectives of a program's passes in the order in which a rank starts them."""
+    by_name = {unit.spec.name: unit for unit in units}
+    issues = [*program.start, *(issue for one in program.passes for point in one.points for issue in point.issues)]
+    for issue in issues:
+        yield from by_name[issue.unit].of(issue)
