@@ -48,7 +48,8 @@ def _model_keys(model: GPTConfig) -> dict[str, Any]:
 def _zero_keys(zero: ZeroSettings) -> dict[str, Any]:
     degrees = zero.degrees
     partition = {"weights": degrees.weights, "gradients": degrees.gradients, "optimizer": degrees.optimizer}
-    return {"partition": partition, "secondary": degrees.secondary, "hierarchical": zero.hierarchical, "resident": zero.resident}
+    other = {"hierarchical": zero.hierarchical, "resident": zero.resident}
+    return {"partition": partition, "secondary": degrees.secondary, **other}
 
 
 def _quantize_keys(zero: ZeroSettings) -> dict[str, Any]:

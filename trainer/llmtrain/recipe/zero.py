@@ -41,10 +41,10 @@ class ZeroConfig:
     stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5). partition: a degree
     for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead
     of the primary one (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes,
-    then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes or
-    as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which two
-    units are gathered ahead; auto is 0. preset: mics, zero++ or topo set the keys above, and those
-    of `quantize`, that are left out.
+    then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes
+    or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which
+    two units are gathered ahead; auto is 0. preset: mics, zero++ or topo set the keys above, and those of `quantize`,
+    that are left out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

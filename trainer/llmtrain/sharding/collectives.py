@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
-from llmtrain_kernels.quantize.packed_size import packed_bytes
 from torch import Tensor
 
 from llmtrain.comm.stream import Job
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.sharding.hops import Hop
 
 
@@ -31,15 +31,8 @@ class HopStep:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """A quantized format. Payload and scales of a shard are in one buffer (ZeRO++, section 3)."""
-
-    bits: int
-    block: int
-
-    def row_bytes(self, numel: int) -> int:
-        """Bytes of `numel` packed elements."""
-        return packed_bytes(numel, self.bits, self.block)
+class Packing(PackedFormat):
+    """A quantized format with the kernels that pack and unpack."""
 
     def pack(self, values: Tensor, out: Tensor) -> None:
         """Pack one-dimensional `values` into `out`, uint8 `[row_bytes]`."""

@@ -7,14 +7,9 @@ from itertools import pairwise
 
 @dataclass
 class Arena:
-    """Places buffers at offsets below `capacity`, in elements. high: the end of the highest place that was taken.
-
-    Buffers as large as `largest` take the lowest gap and others the highest one, so that small buffers do not split
-    the room of a large one while there is other room.
-    """
+    """Places buffers at offsets below `capacity`, in elements. high: the end of the highest place that was taken."""
 
     capacity: int
-    largest: int
     high: int = 0
     _taken: list[tuple[int, int]] = field(default_factory=list)
 
@@ -22,12 +17,16 @@ class Arena:
         """Whether a gap has room for a buffer of `size` elements."""
         return any(end - start >= size for start, end in self._gaps())
 
-    def take(self, size: int) -> int | None:
-        """Return the offset of a buffer of `size` elements, or None where no gap is large enough."""
+    def take(self, size: int, low: bool) -> int:
+        """Return the offset of a buffer of `size` elements: in the lowest gap that has room for it, or in the highest.
+
+        Where no gap has room, the buffer lies behind all others, beyond the capacity.
+        """
         gaps = [gap for gap in self._gaps() if gap[1] - gap[0] >= size]
-        if not gaps:
-            return None
-        offset = gaps[0][0] if size == self.largest else gaps[-1][1] - size
+        if gaps:
+            offset = gaps[0][0] if low else gaps[-1][1] - size
+        else:
+            offset = max([end for _, end in self._taken], default=0)
         self._taken.append((offset, offset + size))
         self._taken.sort()
         self.high = max(self.high, offset + size)
@@ -40,7 +39,8 @@ class Arena:
     def _gaps(self) -> list[tuple[int, int]]:
         starts = [0, *(end for _, end in self._taken)]
         ends = [*(start for start, _ in self._taken), self.capacity]
-        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+        gaps = zip(starts, ends, strict=True)
+        return [(start, min(end, self.capacity)) for start, end in gaps if start < min(end, self.capacity)]
 
 
 def paired_size(sizes: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.arena import paired_offsets, paired_size
 from llmtrain.plan.program.instructions import At, BackwardPass, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
-from llmtrain.plan.program.residency import Event, Residency, Units, lookahead_capacity
+from llmtrain.plan.program.residency import Event, Units, lookahead_capacity, reside
 from llmtrain.plan.program.spec import ProgramSpec
 
 
@@ -40,9 +40,9 @@ def _program(spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tu
     spots = [
         list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
     ]
-    events, reduces = list(_events(actions, spots, spec)), _reduces(spots, backward, spec)
-    residency = _residency(spec, events)
-    start, place, passes = residency.issues(-1), 0, list[Pass]()
+    reduces, passes = _reduces(spots, backward, spec), list[Pass]()
+    (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)))
+    following = iter(gathers)
     for action, own, passed, reducing in zip(actions, spots, backward, reduces, strict=True):
         points = []
         for at, unit in own:
@@ -50,7 +50,7 @@ def _program(spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tu
             if at is At.GRADIENTS:
                 issues = [reducing[unit]] if unit in reducing else []
             elif spec.is_cut(unit):
-                issues, place = residency.issues(place), place + 1
+                issues = next(following)
             else:
                 continue
             if issues or at is not At.GRADIENTS:
@@ -58,17 +58,17 @@ def _program(spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tu
         passes.append(Pass(action, tuple(points), passed))
     buffered = [one.unit for found in reduces for one in found.values() if one.offset is not None]
     gradients = paired_size([spec.padded[unit] for unit in buffered])
-    return Program(start=tuple(start), passes=tuple(passes), weights=residency.high, gradients=gradients)
+    return Program(start=tuple(start), passes=tuple(passes), weights=weights, gradients=gradients)
 
 
-def _residency(spec: ProgramSpec, events: Sequence[Event]) -> Residency:
+def _gathers(spec: ProgramSpec, events: Sequence[Event]) -> tuple[list[list[Issue]], int]:
     sizes = {name: size for name, size in spec.padded.items() if spec.is_cut(name)}
     filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
     capacity = sum(sizes.values())
     if spec.ordered:
         capacity = min(spec.resident or lookahead_capacity(events, sizes), capacity)
-    return Residency(events, Units(sizes, spec.rounded, filled), capacity)
+    return reside(events, Units(sizes, spec.rounded, filled), capacity)
 
 
 def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[Event]:

@@ -49,8 +49,8 @@ class _Held:
 class Residency:
     """Decides, event by event, what to gather and what to drop.
 
-    events: of one step. capacity: elements of the arena. `issues(k)` has to be called for k = -1, the start, and then
-    for each event in order.
+    events: of one step. capacity: elements of the arena; it takes more only if the units in use at once need more.
+    `issues(k)` has to be called for k = -1, the start, and then for each event in order.
     """
 
     events: Sequence[Event]
@@ -60,14 +60,17 @@ class Residency:
     _filled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._arena = Arena(self.capacity, max(self.units.sizes.values(), default=0))
+        self._arena = Arena(self.capacity)
+        largest = max(self.units.sizes.values(), default=0)
+        # Small buffers that come and go must not split the room of a large one, nor of one that stays during others.
+        self._low = {unit for unit, size in self.units.sizes.items() if size == largest} | _spanning(self.events)
         self._next, self._done = _following(self.events, At.USE), _following(self.events, At.DONE)
         self._uses = [place for place, event in enumerate(self.events) if event.at is At.USE]
         self._ahead = 0
 
     @property
     def high(self) -> int:
-        """Elements of the arena that have been used."""
+        """Elements of the arena."""
         return self._arena.high
 
     def issues(self, place: int) -> list[Issue]:
@@ -87,11 +90,11 @@ class Residency:
         if not self._holds(event):
             if event.unit in self._held:
                 self._drop(event.unit, found)
-            while not self._gather(place, found):
-                idle = [name for name, one in self._held.items() if not one.busy]
-                if not idle:
-                    raise ValueError(f"{self.capacity} elements have no room for {event.unit}")
-                self._drop(max(idle, key=lambda name: self._held[name].next), found)
+            idle = [(one.next, name) for name, one in self._held.items() if not one.busy]
+            while idle and not self._arena.fits(self.units.sizes[event.unit]):
+                idle.remove(furthest := max(idle))
+                self._drop(furthest[1], found)
+            self._gather(place, found)
         self._held[event.unit].busy = True
 
     def _end(self, place: int, found: list[Issue]) -> None:
@@ -134,17 +137,14 @@ class Residency:
         """Whether the unit is idle at a use to come, if it is not used before."""
         return not held.busy or self._done[held.next] < use
 
-    def _gather(self, use: int, found: list[Issue]) -> bool:
+    def _gather(self, use: int, found: list[Issue]) -> None:
         event = self.events[use]
-        offset = self._arena.take(self.units.sizes[event.unit])
-        if offset is None:
-            return False
+        offset = self._arena.take(self.units.sizes[event.unit], event.unit in self._low)
         fills = not event.secondary and event.unit in self.units.filled - self._filled
         if fills:
             self._filled.add(event.unit)
         self._held[event.unit] = _Held(offset, event.secondary, use)
         found.append(Gather(event.unit, offset, event.secondary, fills))
-        return True
 
     def _drop(self, unit: str, found: list[Issue]) -> None:
         self._arena.give_back(self._held.pop(unit).offset)
@@ -154,6 +154,20 @@ class Residency:
         """Whether the arena has the weights that an event uses."""
         held = self._held.get(event.unit)
         return held is not None and (not self.units.rounded or held.secondary == event.secondary)
+
+
+def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
+    """Return what is issued at the start and at each event, and the elements of the arena.
+
+    Units of unlike sizes may leave gaps that are too small for the units in use at once. Then less is gathered ahead,
+    so that the arena has `capacity` elements at most, if the units in use at once allow it.
+    """
+    for eighths in range(8, -1, -1):
+        residency = Residency(events, units, capacity * eighths // 8)
+        issues = [residency.issues(place) for place in range(-1, len(events))]
+        if residency.high <= capacity:
+            break
+    return issues, residency.high
 
 
 def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead: int = 2) -> int:
@@ -168,6 +182,19 @@ def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead:
         held = busy | _next_units(events, place, busy, ahead)
         most = max(most, sum(sizes[unit] for unit in held))
     return most
+
+
+def _spanning(events: Sequence[Event]) -> set[str]:
+    """Return the units that are in use while the use of another one begins."""
+    busy: set[str] = set()
+    found: set[str] = set()
+    for event in events:
+        if event.at is At.USE:
+            found |= busy
+            busy.add(event.unit)
+        else:
+            busy.discard(event.unit)
+    return found
 
 
 def _next_units(events: Sequence[Event], place: int, busy: set[str], ahead: int) -> set[str]:

@@ -11,10 +11,12 @@ from typing import Literal
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Level
 from llmtrain.model.tensors import UnitSpec
-from llmtrain.plan.packing import Packed
+from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
+
+LaneKind = Literal["gather", "reduce", "flat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Lane:
     """A rank's collectives over one level. axes, span: of the placement, and of the level. flat: one hop over all
     levels of the weights."""
 
-    kind: Literal["gather", "reduce", "flat"]
+    kind: LaneKind
     axes: tuple[Axis, ...]
     span: int
 
@@ -44,9 +46,9 @@ class UnitTraffic:
     spec: UnitSpec
     placement: Placement
     element_bytes: int
-    weights: Packed | None
-    secondary: Packed | None
-    gradients: Packed | None
+    weights: PackedFormat | None
+    secondary: PackedFormat | None
+    gradients: PackedFormat | None
 
     def of(self, issue: Issue) -> Iterator[Transfer]:
         """Yield the collectives of an instruction, in order."""
@@ -64,14 +66,14 @@ class UnitTraffic:
 
     def reduce(self, reduce: Reduce) -> Iterator[Transfer]:
         """Yield the collectives of a reduction."""
-        degrees, size, packing = self.placement.degrees, self.element_bytes, self.gradients
+        degrees, padded = self.placement.degrees, self._padded
         if reduce.offset is not None:
-            yield from self._reduce("gradients", 1, degrees.gradients, self._padded)
+            yield from self._reduce("gradients", 1, degrees.gradients, padded)
         if reduce.last:
-            owned = self._padded // degrees.optimizer
-            yield from self._reduce("gradients", degrees.gradients, degrees.optimizer, self._padded // degrees.gradients)
+            owned = padded // degrees.optimizer
+            yield from self._reduce("gradients", degrees.gradients, degrees.optimizer, padded // degrees.gradients)
             yield from self._reduce("replicas", degrees.optimizer, degrees.ranks, owned)
-            yield from self._gather("replicas", degrees.optimizer, degrees.ranks, owned, size, None)
+            yield from self._gather("replicas", degrees.optimizer, degrees.ranks, owned, self.element_bytes, None)
 
     def update(self) -> Iterator[Transfer]:
         """Yield the collectives of the update after an optimizer step."""
@@ -83,12 +85,11 @@ class UnitTraffic:
         return self.placement.padded(self.spec.numel)
 
     def _gather(
-        self, purpose: str, inner: int, outer: int, numel: int, element_bytes: int, packing: Packed | None
+        self, purpose: str, inner: int, outer: int, numel: int, element_bytes: int, packing: PackedFormat | None
     ) -> Iterator[Transfer]:
-        levels, kind = self._levels(inner, outer), "gather"
         flat = self._flat(inner, outer)
-        if flat is not None:
-            levels, kind = [flat], "flat"
+        levels = self._levels(inner, outer) if flat is None else [flat]
+        kind: LaneKind = "gather" if flat is None else "flat"
         found = gather_traffic(purpose, levels, numel, element_bytes, packing)
         for level, traffic in zip(reversed(levels), found, strict=True):
             yield Transfer(self.spec.name, Lane(kind, self.placement.axes, level.span), traffic)
