@@ -39,6 +39,8 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["zero.hierarchical=false", "zero.stage=3"], None),
         (["zero.hierarchical=false", "parallel.pipeline=4"], None),
         (["zero.hierarchical=true"], None),
+        (["zero.resident=2GB"], "zero.resident is 2000000000, but every rank holds all weights"),
+        (["zero.resident=2GB", "zero.stage=3"], None),
     ],
 )
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:

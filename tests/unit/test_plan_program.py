@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmtrain.cluster.levels import Degrees
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule, one_forward_one_backward
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -14,7 +17,10 @@ from llmtrain.plan.program.arena import Arena, paired_offsets, paired_size
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.resident_check import least_resident, resident_problem
+from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
+from llmtrain.recipe.schema import Recipe
 
 BLOCK, EMBEDDING, HEAD = 1024, 640, 704
 STAGE3 = Degrees(4, 4, 4, 4)
@@ -210,3 +216,25 @@ def test_an_arena_has_gaps_at_both_ends() -> None:
     assert arena.high == 10
     assert arena.take(3, low=True) == 10, "what has no room lies behind"
     assert arena.high == 13
+
+
+@pytest.mark.parametrize("extra", [[], ["model.tie_embeddings=true"], ["activation_checkpointing={every: 2}"]])
+@pytest.mark.parametrize("schedule", ["zero-bubble", "message-driven", "1f1b"])
+def test_the_least_memory_for_gathered_weights_is_enough(schedule: str, extra: list[str], tmp_path: Path) -> None:
+    keys = ["zero.stage=3", "parallel.pipeline=2", f"pipeline.schedule={schedule}", "train.microbatch=1", *extra]
+    facts = Facts(world=4, device="cpu")
+    plan = make_plan(small(tmp_path, *keys), facts)
+    least = max(least_resident(plan, rank) for rank in range(4))
+    assert resident_problem(make_plan(small(tmp_path, *keys, f"zero.resident={least}"), facts)) is None
+    said = resident_problem(make_plan(small(tmp_path, *keys, f"zero.resident={least - 1}"), facts))
+    assert said is not None
+    assert f"set zero.resident={least}" in said
+
+
+def small(folder: Path, *overrides: str) -> Recipe:
+    path = folder / "small.yaml"
+    path.write_text(
+        "model: {family: llama, layers: 4, hidden: 32, heads: 4, vocab: 100}\n"
+        "data: {path: d, sequence_length: 16}\ntrain: {steps: 200, global_batch: 16}\n"
+    )
+    return load_recipe(str(path), overrides)

@@ -19,6 +19,7 @@ from llmtrain.model.presets import PRESETS
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resident_check import resident_problem
 from llmtrain.plan.states import most_states
 from llmtrain.recipe.schema import Recipe
 
@@ -111,6 +112,8 @@ def check(plan: Plan, facts: Facts) -> None:
         raise BadInputError(
             f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"
         )
+    if problem := resident_problem(plan):
+        raise BadInputError(problem)
 
 
 def memory_problem(plan: Plan, facts: Facts) -> str | None:
@@ -153,6 +156,11 @@ def _without_effect(plan: Plan) -> Iterator[str]:
         yield (
             "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
             "changes no gather; leave it out, or set zero.stage to 3"
+        )
+    if sharding.resident and all(one.degrees.weights == 1 for one in placements):
+        yield (
+            f"zero.resident is {sharding.resident}, but every rank holds all weights (zero.partition.weights is 1), so "
+            "that none are gathered; leave it out, or set zero.stage to 3"
         )
 
 
