@@ -55,7 +55,7 @@ BROKEN_RECIPES = [
     ("malformed blend", GOOD, ["data.path=[prepared,0.5]"], "expected a blend [weight, prefix"),
     ("unknown preset", GOOD, ["model.preset=gpt2-124"], "model.preset is gpt2-124, which is no preset; did you mean gpt2-124m?"),
     ("two models", GOOD, ["model.family=llama"], "model.preset is gpt2-1m and model.family is llama; expected one of them"),
-    ("no model", "model: {}\ndata: {path: prepared}", [], "model is empty; expected model.preset"),
+    ("no model", "model: {}\ndata: {path: prepared}", [], "model has no family; expected model.preset"),
     ("half a model", "model: {family: llama, layers: 2, heads: 2}\ndata: {path: prepared}", [], "model.hidden is missing"),
     ("key of another family", GOOD, ["model.rope_theta=1e6"], "model.rope_theta does not apply to family gpt2"),
     ("alpha without speeds", GOOD, ["pipeline.split=uniform", "pipeline.alpha=1.1"], "pipeline.alpha is 1.1, but pipeline.split is uniform"),

@@ -104,6 +104,7 @@ def test_shipped_recipes_are_short_and_load(name: str) -> None:
         ("optimizer.weightdecay", "optimizer.weight_decay"),
         ("model.lr", "optimizer.lr"),
         ("sequence_length", "data.sequence_length"),
+        ("data.sequence", "data.sequence_length"),
     ],
 )
 def test_nearest_key(key: str, nearest: str) -> None:

@@ -29,7 +29,7 @@ def check_given(recipe: Recipe) -> None:
     model = recipe.model
     ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
     if not ways:
-        raise BadInputError("model is empty; expected model.preset, model.hf, or model.family with its sizes")
+        raise BadInputError("model has no family; expected model.preset, model.hf, or model.family with its sizes")
     if model.preset is not None and len(ways) > 1:
         raise BadInputError(
             f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "

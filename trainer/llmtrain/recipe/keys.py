@@ -49,6 +49,7 @@ def nearest_key(key: str) -> str | None:
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     siblings = [name for name in known if name.rpartition(".")[0] == section]
     for candidates in (
+        [name for name in siblings if name.startswith(f"{key}_")],
         [leaves[leaf]] if leaf in leaves else [],
         get_close_matches(key, siblings, n=1, cutoff=0.8),
         [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)],
