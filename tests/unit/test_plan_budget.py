@@ -21,6 +21,8 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.own_needs import CPU, GPU
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.process_groups import group_sizes
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.refusal import changes
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import role_states
@@ -182,13 +184,16 @@ def test_parts_of_a_budget() -> None:
     assert [row.role for row in budget.rows] == roles(plan)
     for row in budget.rows:
         states = role_states(plan, row.role)
-        groups = group_sizes(plan, row.role.pipeline)
+        groups, program = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank)).step
+        assert program.weights > 0
         assert row.device == {
             "weights": states.weights,
             "gradients": states.gradients,
             "optimizer": states.optimizer,
             "secondary": states.secondary,
             "replicated": states.replicated,
+            "gathered_weights": program.weights * plan.compute_bytes,
+            "gradient_buffers": program.gradients * plan.compute_bytes,
             "temporaries": temporary_bytes(plan, row.role),
             "context": GPU.context,
             "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups),

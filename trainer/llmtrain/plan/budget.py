@@ -11,6 +11,8 @@ from llmtrain.cluster.memory import stated_memory
 from llmtrain.plan.facts import Device
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import temporary_bytes
@@ -56,7 +58,7 @@ def memory_budget(plan: Plan, device: Device) -> Budget:
 
 def _device_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
     needs = own_needs(device)
-    lasting = {name: part(plan, role) for name, part in _LASTING}
+    lasting = {name: part(plan, role) for name, part in _LASTING} | _arenas(plan, role)
     passing = {name: part(plan, role) for name, part in _PASSING}
     return {
         **lasting,
@@ -65,6 +67,13 @@ def _device_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
         "communicators": communicator_bytes(plan, role.pipeline, needs),
         "fragmentation": int(needs.fragmentation * sum(passing.values())),
     }
+
+
+def _arenas(plan: Plan, role: Role) -> dict[str, int]:
+    """Return the bytes of the memory for gathered weights, and of that for whole gradients."""
+    program = Programs(ProgramSpec.of(plan, role.rank)).step
+    sizes = {"gathered_weights": program.weights, "gradient_buffers": program.gradients}
+    return {name: elements * plan.compute_bytes for name, elements in sizes.items()}
 
 
 _Part = tuple[str, Callable[[Plan, Role], int]]
@@ -76,7 +85,7 @@ _LASTING: tuple[_Part, ...] = (
     ("secondary", lambda plan, role: role_states(plan, role).secondary),
     ("replicated", lambda plan, role: role_states(plan, role).replicated),
 )
-"""Tensors that last as long as the run. Gathered units and their buffers belong here."""
+"""Model states, which last as long as the run."""
 
 _PASSING: tuple[_Part, ...] = (("temporaries", temporary_bytes),)
 """Tensors that come and go in every step. Activations belong here."""

@@ -28,6 +28,8 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "optimizer": "optimizer states",
         "secondary": "secondary copy of the weights",
         "replicated": "TP-replicated parameters, unpacked",
+        "gathered_weights": "gathered weights",
+        "gradient_buffers": "gradients before their reduction",
         "temporaries": "temporaries",
         "context": "context of the process",
         "communicators": "communicators",
