@@ -17,6 +17,7 @@ from llmtrain.plan.program.arena import Arena, paired_offsets, paired_size
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.program.text import program_lines
 from llmtrain.plan.resident_check import least_resident, resident_problem
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
@@ -238,3 +239,15 @@ def small(folder: Path, *overrides: str) -> Recipe:
         "data: {path: d, sequence_length: 16}\ntrain: {steps: 200, global_batch: 16}\n"
     )
     return load_recipe(str(path), overrides)
+
+
+def test_a_program_as_text_shares_the_lines_of_passes_that_issue_the_same() -> None:
+    lines = list(program_lines(Programs(spec_of(4, 4)).step))
+    assert lines[:3] == [
+        "order: F0 B0 F1 B1 F2 B2 F3 B3",
+        "start: gather embedding, gather blocks.0, gather blocks.1",
+        "F0 F1 F2 F3:",
+    ]
+    assert lines.count("B0 B1 B2:") == lines.count("B3:") == 1
+    assert "  after blocks.1: drop blocks.1, gather head" in lines
+    assert "  gradients of head: reduce, complete the step's sum" in lines
