@@ -111,7 +111,7 @@ def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]])
         norms.append(float(squares.sqrt()))
         numbers = step_numbers(ADAMW, rate(step), step + 1, torch.tensor(clip_divisor(norms[-1], 1.0, ADAMW.clip)))
         for unit in units:
-            unit.optimizer.step(unit.ranges.optimizer, unit.owned_gradient, numbers)
+            unit.step(numbers)
             engine.weights.update(unit)
     engine.weights.updates.finish()
     return norms, engine

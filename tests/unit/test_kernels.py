@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from llmtrain_kernels.adamw import AdamWStep, adamw
+from llmtrain_kernels.adamw.op import adamw
+from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.attention.op import causal_attention, reference_attention
 from llmtrain_kernels.cross_entropy import op as cross_entropy
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
@@ -43,7 +44,7 @@ def test_linear_cross_entropy_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("divisor", [None, 7.5])
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
 def test_adamw_matches_torch_optimizer(backend: str, divisor: float | None) -> None:
     start = torch.randn(1000)
     theirs = torch.nn.Parameter(start.clone())

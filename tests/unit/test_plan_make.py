@@ -122,7 +122,7 @@ def test_what_auto_becomes() -> None:
     on_cpu, on_gpu = (make_plan(recipe("activation_checkpointing=auto"), facts) for facts in (CPU, GPU))
     assert (on_cpu.compute, on_gpu.compute) == ("fp32", "bf16")
     backends = [{one.backend for one in made.sharding.placements.values()} for made in (on_cpu, on_gpu)]
-    assert backends == [{"torch"}, {"apex"}]
+    assert backends == [{"cpu"}, {"apex"}]
     assert on_cpu.grid.degree(Axis.DATA) == 2
     assert on_cpu.batch.microbatch == 4
     assert on_cpu.recompute == 3  # of 12 layers: 3 and 4 are as near, 3 comes first
@@ -155,7 +155,7 @@ def test_decisions_name_every_key_that_was_open() -> None:
         "train.microbatch: auto -> 4",
         "precision.compute: auto -> fp32",
         "parallel.data: auto -> 2",
-        "optimizer.backend: auto -> torch",
+        "optimizer.backend: auto -> cpu",
         "activation_checkpointing: auto -> {every: 3}",
     }
     assert decisions(parse_recipe(dict(record)), record) == []

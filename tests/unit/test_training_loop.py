@@ -76,8 +76,9 @@ def test_accumulation_and_recomputation_keep_the_curve(train: Train) -> None:
         assert train(f"name=other{number}", key) == pytest.approx(plain, rel=1e-5)
 
 
-def test_backends_keep_the_curve(train: Train) -> None:
-    assert train("name=reference", "optimizer.backend=reference") == pytest.approx(train(), rel=1e-5)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_backends_keep_the_curve(train: Train, backend: str) -> None:
+    assert train(f"name={backend}", f"optimizer.backend={backend}") == pytest.approx(train(), rel=1e-5)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])

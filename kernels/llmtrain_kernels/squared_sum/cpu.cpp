@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "squares.h"
+
 namespace {
 
-constexpr int64_t LANES = 16;
+constexpr int64_t LANES = SQUARE_LANES;
 
 double block_sum(const float* x, int64_t count) {
     double lanes[LANES] = {};
@@ -13,9 +15,7 @@ double block_sum(const float* x, int64_t count) {
     for (int64_t i = 0; i < whole; i += LANES)
         for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += (double)x[i + lane] * (double)x[i + lane];
     for (int64_t i = whole; i < count; i++) lanes[i - whole] += (double)x[i] * (double)x[i];
-    for (int64_t width = LANES / 2; width > 0; width /= 2)
-        for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+    return sum_of_lanes(lanes);
 }
 
 }  // namespace

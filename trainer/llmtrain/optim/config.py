@@ -39,11 +39,11 @@ class OptimizerConfig(AdamW):
     to the square root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: learning rate
     after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
     off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
-    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step (auto: apex on CUDA if
-    it is installed, else torch's fused kernel).
+    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step; cpu is C++ (auto: cpu
+    on CPUs; on CUDA apex if it is installed, else torch's fused kernel).
     """
 
-    backend: Literal["auto", "torch", "apex", "reference"] = "auto"
+    backend: Literal["auto", "cpu", "torch", "apex", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The numbers of an optimizer step."""
 
-from llmtrain_kernels.adamw import AdamWStep
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.optim.config import AdamW

@@ -108,6 +108,8 @@ def check(plan: Plan, facts: Facts) -> None:
     backends = {placement.backend for placement in plan.sharding.placements.values()}
     if "apex" in backends and not (facts.apex and facts.device == "cuda"):
         raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
+    if "cpu" in backends and facts.device != "cpu":
+        raise BadInputError("optimizer.backend is cpu, and the run computes on a GPU; set it to auto")
     if plan.recompute > model.layers:
         raise BadInputError(
             f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"

@@ -208,7 +208,9 @@ def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -
 def _backend(recipe: Recipe, facts: Facts) -> Backend:
     backend = recipe.optimizer.backend
     if backend == "auto":
-        return "apex" if facts.apex and facts.device == "cuda" else "torch"
+        if facts.device == "cpu":
+            return "cpu"
+        return "apex" if facts.apex else "torch"
     return backend
 
 

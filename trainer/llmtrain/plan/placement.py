@@ -11,7 +11,7 @@ from llmtrain.cluster.levels import Degrees, Level
 ALIGNMENT = 32
 
 # Kernels of the AdamW step.
-Backend = Literal["torch", "apex", "reference"]
+Backend = Literal["cpu", "torch", "apex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,8 +110,9 @@ class Engine:
         self.gradients.check()
 
     def update(self) -> None:
-        """Update all weights from the masters. Collective."""
+        """Update all weights from masters that something else than a step wrote. Collective."""
         for unit in self.units.values():
+            unit.publish()
             self.weights.update(unit)
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import torch
-from llmtrain_kernels.adamw import AdamWStep, adamw
+from llmtrain_kernels.adamw.op import adamw
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.model.tensors import UnitSpec
@@ -28,19 +29,20 @@ class OptimizerShard:
         self._backend, self._decay = backend, _decay_ranges(spec, held[1])
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep) -> Tensor:
-        """Step a range with its gradient, fp32 `[n]`; return its new fp32 weights, `[n]`. The gradient may change.
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
+        """Step a range with its gradient, fp32 `[n]`, which may change.
 
-        numbers: its weight decay applies to the tensors that decay.
+        numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
+        the rounded masters; None if the masters are the weights.
         """
         for first, last, decays in self._decay:
             start, end = max(first, within[0]), min(last, within[1])
             if start < end:
                 master, m, v = (self._at(name, start, end) for name in STATES)
-                share = gradient[start - within[0] : end - within[0]]
-                own = numbers if decays else replace(numbers, weight_decay=0.0)
-                adamw(self._backend, master, m, v, share, own)
-        return self._at("master", *within)
+                own = slice(start - within[0], end - within[0])
+                decayed = numbers if decays else replace(numbers, weight_decay=0.0)
+                rounded = None if weight is None else weight[own]
+                adamw(self._backend, master, m, v, gradient[own], decayed, rounded)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return one of STATES, fp32 `[end - start]`, read-only and valid until the next step or write."""

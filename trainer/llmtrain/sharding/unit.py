@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
@@ -90,8 +91,13 @@ class ShardedUnit:
         if self._masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 
+    def step(self, numbers: AdamWStep) -> None:
+        """Step the masters with `owned_gradient`, and round them into `owned_weight`."""
+        weight = None if self._masters_are_weights else self.owned_weight
+        self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
+
     def publish(self) -> None:
-        """Round the masters into `owned_weight`."""
+        """Round the masters into `owned_weight`, after something else than a step wrote them."""
         if not self._masters_are_weights:
             self.owned_weight.copy_(self.masters)
 

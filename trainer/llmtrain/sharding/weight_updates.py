@@ -13,7 +13,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 class WeightUpdates:
-    """Gathers each unit's stepped masters, unpacked or packed, into every rank's weight shard.
+    """Gathers each unit's stepped weights into every rank's weight shard: rounded already, or packed from the masters.
 
     replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed.
     """
@@ -25,16 +25,14 @@ class WeightUpdates:
         self._tickets: dict[str, Ticket] = {}
 
     def start(self, unit: ShardedUnit) -> None:
-        """Start the update of a unit whose masters were stepped. Collective."""
+        """Start the update of a unit whose masters were stepped and published. Collective."""
         packing, replicated = self._packing, self._replicated.get(unit.spec.name)
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
-        if not hops:
-            unit.publish()
-            if replicated is None:
-                return
+        if not hops and replicated is None:
+            return
 
         def steps(workspace: Workspace) -> list[HopStep]:
-            found = _gather_masters(unit, hops, packing, workspace) if hops else []
+            found = _gathers(unit, hops, packing, workspace) if hops else []
             return found if replicated is None else [*found, *replicated.steps(all_hops)]
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
@@ -58,10 +56,7 @@ class WeightUpdates:
             self.wait(name)
 
 
-def _gather_masters(
-    unit: ShardedUnit, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace
-) -> list[HopStep]:
+def _gathers(unit: ShardedUnit, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace) -> list[HopStep]:
     if packing is not None:
         return all_gather_packed(unit.weight, unit.masters, hops, packing, workspace)
-    first, *rest = all_gather(unit.weight, hops)
-    return [first.first(unit.publish), *rest]
+    return all_gather(unit.weight, hops)

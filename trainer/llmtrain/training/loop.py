@@ -184,7 +184,7 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
     divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
     numbers = step_numbers(optimizer, lr, run.progress.applied, divisor)
     for unit in run.engine.units.values():
-        unit.optimizer.step(unit.ranges.optimizer, unit.owned_gradient, numbers)
+        unit.step(numbers)
         run.engine.weights.update(unit)
 
 

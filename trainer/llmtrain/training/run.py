@@ -30,7 +30,7 @@ from llmtrain.training.run_data import open_data
 from llmtrain.training.run_folder import lock_folder
 
 # The C++ kernels that a run calls; the first run on a machine builds them.
-KERNELS = ("activation", "attention", "cross_entropy", "norm", "squared_sum")
+KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared_sum")
 
 
 @dataclass(kw_only=True)

@@ -4,49 +4,42 @@ Tests compare every backend to `reference`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-
-@dataclass(frozen=True)
-class AdamWStep:
-    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
-    the step divides gradients by it first (loss scale and clipping in one). None: no division."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    gradient_divisor: Tensor | None = None
-
+from llmtrain_kernels.adamw import cpu, reference
+from llmtrain_kernels.adamw.step import AdamWStep
 
 # (master, m, v, gradient, numbers). A backend updates the first three in place and may overwrite the gradient.
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
 
 
-def adamw(backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
-    """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`)."""
+def adamw(
+    backend: str,
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    numbers: AdamWStep,
+    weight: Tensor | None = None,
+) -> None:
+    """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`).
+
+    weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does.
+    """
+    if backend == "cpu":
+        # One pass over memory, instead of a second one for the weights.
+        cpu.step(master, m, v, gradient, numbers, weight)
+        return
     _backends()[backend](master, m, v, gradient, numbers)
+    if weight is not None:
+        weight.copy_(master)
 
 
 def _backends() -> dict[str, Backend]:
-    return {"reference": _reference, "torch": _torch, "apex": _apex}
-
-
-def _reference(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
-    if numbers.gradient_divisor is not None:
-        gradient = gradient / numbers.gradient_divisor
-    m.lerp_(gradient, 1 - numbers.beta1)
-    v.mul_(numbers.beta2).addcmul_(gradient, gradient, value=1 - numbers.beta2)
-    m_hat = m / (1 - numbers.beta1**numbers.step)
-    v_hat = v / (1 - numbers.beta2**numbers.step)
-    master.mul_(1 - numbers.lr * numbers.weight_decay)
-    master.sub_(numbers.lr * m_hat / (v_hat.sqrt() + numbers.eps))
+    return {"reference": reference.step, "torch": _torch, "apex": _apex}
 
 
 def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:

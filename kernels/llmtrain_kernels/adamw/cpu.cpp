@@ -1,0 +1,194 @@
+// One step of AdamW over a flat range, in one pass over memory. The results equal those of reference.py bit for bit,
+// with any instruction set and wherever a range is cut. All numbers are rounded to nearest, ties to even.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// No contraction to fused multiply-add: products and sums round separately, as in the reference.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "numbers.h"
+#include "squares.h"
+
+namespace {
+
+constexpr int64_t GROUP = SQUARE_LANES, MIN_ELEMENTS_FOR_THREADS = 1 << 15;
+
+// The numbers of a step, as in reference.py.
+struct Numbers {
+    float divisor, m_share, v_share, v_kept, eps, rate, kept;
+};
+
+// Instruction sets. Each has a vector of LANES fp32 numbers.
+struct Plain {
+    static constexpr int64_t LANES = 1;
+    static float from(const float* x) { return *x; }
+    static float from(const bf16* x) { return load(*x); }
+    static void to(float* to, float x) { store(*to, x); }
+    static void to(bf16* to, float x) { store(*to, x); }
+    static float root(float x) { return std::sqrt(x); }
+    static void add_squares(double* sums, float x) { *sums += (double)x * (double)x; }
+};
+
+#if defined(__AVX2__)
+struct Avx2 {
+    static constexpr int64_t LANES = 8;
+    static __m256 from(const float* x) { return _mm256_loadu_ps(x); }
+    static __m256 from(const bf16* x) {
+        __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    }
+    static void to(float* to, __m256 x) { _mm256_storeu_ps(to, x); }
+    static void to(bf16* to, __m256 x) {
+        __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        __m256i all = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
+        _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+    }
+    static __m256 root(__m256 x) { return _mm256_sqrt_ps(x); }
+    static void add_squares(double* sums, __m256 x) {
+        for (int half = 0; half < 2; half++) {
+            __m256d wide = _mm256_cvtps_pd(half ? _mm256_extractf128_ps(x, 1) : _mm256_castps256_ps128(x));
+            _mm256_storeu_pd(sums + 4 * half, _mm256_loadu_pd(sums + 4 * half) + wide * wide);
+        }
+    }
+};
+#else
+using Avx2 = Plain;
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own headers
+struct Avx512 {
+    static constexpr int64_t LANES = 16;
+    static __m512 from(const float* x) { return _mm512_loadu_ps(x); }
+    static __m512 from(const bf16* x) {
+        __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    }
+    static void to(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+    static void to(bf16* to, __m512 x) {
+        __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        __m512i all = _mm512_mask_set1_epi32(_mm512_srli_epi32(sum, 16), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), 0x7fc0);
+        _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(all));
+    }
+    static __m512 root(__m512 x) { return _mm512_sqrt_ps(x); }
+    static void add_squares(double* sums, __m512 x) {
+        for (int half = 0; half < 2; half++) {
+            __m512d wide = _mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x));
+            _mm512_storeu_pd(sums + 8 * half, _mm512_loadu_pd(sums + 8 * half) + wide * wide);
+        }
+    }
+};
+#else
+using Avx512 = Avx2;
+#endif
+
+// The flat ranges that a step reads and writes. weight: null if no weights are written.
+template <typename G, typename W>
+struct Ranges {
+    float *master, *m, *v;
+    const G* gradient;
+    W* weight;
+
+    Ranges at(int64_t i) const { return {master + i, m + i, v + i, gradient + i, weight ? weight + i : nullptr}; }
+};
+
+// Step GROUP elements. squares: sums to add the gradient's squares to, or null.
+template <typename Set, typename G, typename W>
+inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* squares) {
+    for (int64_t i = 0; i < GROUP; i += Set::LANES) {
+        auto g = Set::from(at.gradient + i), m = Set::from(at.m + i), v = Set::from(at.v + i);
+        if (squares) Set::add_squares(squares + i, g);
+        g = g / numbers.divisor;
+        m = m + (g - m) * numbers.m_share;
+        v = v * numbers.v_kept + g * numbers.v_share * g;
+        auto master = Set::from(at.master + i) * numbers.kept - m / (Set::root(v) + numbers.eps) * numbers.rate;
+        Set::to(at.m + i, m);
+        Set::to(at.v + i, v);
+        Set::to(at.master + i, master);
+        if (at.weight) Set::to(at.weight + i, master);
+    }
+}
+
+// Step the last `count` < GROUP elements of a range, in a padded copy.
+template <typename Set, typename G, typename W>
+void step_tail(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, double* squares) {
+    float master[GROUP] = {}, m[GROUP] = {}, v[GROUP] = {};
+    G gradient[GROUP] = {};
+    W weight[GROUP];
+    std::memcpy(master, at.master, count * sizeof *master);
+    std::memcpy(m, at.m, count * sizeof *m);
+    std::memcpy(v, at.v, count * sizeof *v);
+    std::memcpy(gradient, at.gradient, count * sizeof *gradient);
+    step_group<Set>(Ranges<G, W>{master, m, v, gradient, weight}, numbers, squares);
+    std::memcpy(at.master, master, count * sizeof *master);
+    std::memcpy(at.m, m, count * sizeof *m);
+    std::memcpy(at.v, v, count * sizeof *v);
+    if (at.weight) std::memcpy(at.weight, weight, count * sizeof *weight);
+}
+
+// Step `count` elements of a block. sum: where the sum of the gradient's squares goes, or null.
+template <typename Set, typename G, typename W>
+void step_block(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, double* sum) {
+    double lanes[SQUARE_LANES] = {}, *squares = sum ? lanes : nullptr;
+    int64_t whole = count / GROUP * GROUP;
+    for (int64_t i = 0; i < whole; i += GROUP) step_group<Set>(at.at(i), numbers, squares);
+    if (whole < count) step_tail<Set>(at.at(whole), count - whole, numbers, squares);
+    if (sum) *sum = sum_of_lanes(lanes);
+}
+
+// Where a range lies in the blocks of its flat buffer, and how to step it.
+struct Cut {
+    int64_t count, first, block, lanes, threads;
+
+    int64_t blocks() const { return (first + count + block - 1) / block; }
+};
+
+template <typename G, typename W>
+void step_range(const Ranges<G, W>& range, const Cut& cut, const Numbers& numbers, double* sums) {
+    auto* step = cut.lanes >= 16 ? step_block<Avx512, G, W> : cut.lanes >= 8 ? step_block<Avx2, G, W> : step_block<Plain, G, W>;
+    int64_t blocks = cut.blocks();
+#pragma omp parallel for num_threads(cut.threads) schedule(static) if (cut.count > MIN_ELEMENTS_FOR_THREADS)
+    for (int64_t one = 0; one < blocks; one++) {
+        int64_t start = std::max<int64_t>(one * cut.block - cut.first, 0);
+        int64_t end = std::min(cut.count, (one + 1) * cut.block - cut.first);
+        step(range.at(start), end - start, numbers, sums ? sums + one : nullptr);
+    }
+}
+
+}  // namespace
+
+// master, m, v: fp32 [count]. gradient: [count], bf16 if `short_gradient`, else fp32. weight: [count], bf16 if
+// `short_weight`, else fp32; or null. sums: fp64, one for each block that the range touches, and total: fp64;
+// they receive sums of the gradient's squares; or both are null. first: position of the range in its first block. lanes: 16, 8 or 1, the most
+// numbers that an instruction may process.
+extern "C" void adamw(float* master, float* m, float* v, const void* gradient, int64_t short_gradient, void* weight,
+                      int64_t short_weight, double* sums, double* total, float divisor, float m_share, float v_share, float v_kept,
+                      float eps, float rate, float kept, int64_t count, int64_t first, int64_t block, int64_t lanes,
+                      int64_t threads) {
+    Numbers numbers{divisor, m_share, v_share, v_kept, eps, rate, kept};
+    Cut cut{count, first, block, lanes, threads};
+    auto with = [&](auto* g, auto* w) {
+        using G = std::remove_pointer_t<decltype(g)>;
+        using W = std::remove_pointer_t<decltype(w)>;
+        step_range(Ranges<G, W>{master, m, v, g, w}, cut, numbers, sums);
+    };
+    auto with_gradient = [&](auto* g) {
+        if (short_weight) with(g, static_cast<bf16*>(weight));
+        else with(g, static_cast<float*>(weight));
+    };
+    // The gradient is only read.
+    if (short_gradient) with_gradient(static_cast<bf16*>(const_cast<void*>(gradient)));
+    else with_gradient(static_cast<float*>(const_cast<void*>(gradient)));
+    if (sums) *total = std::accumulate(sums, sums + cut.blocks(), 0.0);
+}

@@ -1,0 +1,49 @@
+"""The numbers of an AdamW step."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
+    the step divides gradients by it first (loss scale and clipping in one). None: no division."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    gradient_divisor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The numbers of a step that are equal for all elements, in fp64. Backends round them to fp32.
+
+    m_share, v_share: of the gradient and of its square in the new moments. v_kept: of the old second moment. eps, rate:
+    with the bias corrections of both moments, so that an element needs no further division. kept: of the weight, by
+    weight decay.
+    """
+
+    m_share: float
+    v_share: float
+    v_kept: float
+    eps: float
+    rate: float
+    kept: float
+
+
+def factors(numbers: AdamWStep) -> Factors:
+    """Return the factors of a step."""
+    correction = (1 - numbers.beta2**numbers.step) ** 0.5
+    return Factors(
+        m_share=1 - numbers.beta1,
+        v_share=1 - numbers.beta2,
+        v_kept=numbers.beta2,
+        eps=numbers.eps * correction,
+        rate=numbers.lr * correction / (1 - numbers.beta1**numbers.step),
+        kept=1 - numbers.lr * numbers.weight_decay,
+    )
