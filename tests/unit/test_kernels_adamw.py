@@ -84,6 +84,24 @@ def test_cuts_and_threads_do_not_change_a_bit(lanes: int) -> None:
     assert_same_bits(results[0], [*start, start[0].bfloat16()])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lanes", cpu.LANES)
+def test_large_ranges(lanes: int, dtype: torch.dtype) -> None:
+    """Their weights are written past the caches, except before the first aligned block and after the last whole one."""
+    *start, gradient = states((1 << 20) + 3 * BLOCK + 37)
+    first = 32 * 7
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        ours, weight = [each.clone() for each in start], torch.zeros(len(gradient), dtype=dtype)
+        ranges = [each[first:] for each in (*ours, gradient)]
+        cpu.step(*ranges, CLIPPED, weight[first:], offset=first, lanes=lanes)
+        theirs = [each.clone() for each in start]
+        reference.step(*(each[first:] for each in (*theirs, gradient)), CLIPPED)
+        assert_same_bits(ours, theirs)
+        assert torch.equal(weight[first:], theirs[0][first:].to(dtype))
+        assert not weight[:first].any()
+
+
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_squares_do_not_depend_on_threads(lanes: int) -> None:
     *ours, gradient = states(200_003)

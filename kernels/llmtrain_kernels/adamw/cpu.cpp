@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <type_traits>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -20,21 +21,44 @@
 namespace {
 
 constexpr int64_t GROUP = SQUARE_LANES, MIN_ELEMENTS_FOR_THREADS = 1 << 15;
+// Weights of such large ranges leave the caches before they are used. Writing them past the caches is faster.
+constexpr int64_t MIN_ELEMENTS_TO_STREAM = 1 << 20;
+// How many elements ahead the processor is told to load.
+constexpr int64_t AHEAD = 4 * GROUP;
 
 // The numbers of a step, as in reference.py.
 struct Numbers {
     float divisor, m_share, v_share, v_kept, eps, rate, kept;
 };
 
-// Instruction sets. Each has a vector of LANES fp32 numbers.
+// Instruction sets. Each has a vector of LANES fp32 numbers. `stream` writes past the caches, to an aligned address.
 struct Plain {
-    static constexpr int64_t LANES = 1;
-    static float from(const float* x) { return *x; }
-    static float from(const bf16* x) { return load(*x); }
-    static void to(float* to, float x) { store(*to, x); }
-    static void to(bf16* to, float x) { store(*to, x); }
-    static float root(float x) { return std::sqrt(x); }
-    static void add_squares(double* sums, float x) { *sums += (double)x * (double)x; }
+    static constexpr int64_t LANES = 4;
+    typedef float Floats __attribute__((vector_size(LANES * 4)));
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+    template <typename Vector>
+    static Vector copied(const void* x) {
+        Vector lanes;
+        std::memcpy(&lanes, x, sizeof lanes);
+        return lanes;
+    }
+    static Floats from(const float* x) { return copied<Floats>(x); }
+    static Floats from(const bf16* x) { return (Floats)(__builtin_convertvector(copied<Halves>(x), Words) << 16); }
+    static void to(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+    static void to(bf16* to, Floats x) {
+        Words bits = (Words)x, sum = bits + 0x7fff + (bits >> 16 & 1);
+        Halves all = __builtin_convertvector(x == x ? sum >> 16 : bits * 0 + 0x7fc0, Halves);
+        std::memcpy(to, &all, sizeof all);
+    }
+    template <typename W>
+    static void stream(W* to, Floats x) { Plain::to(to, x); }
+    static void fence() {}
+    static Floats root(Floats x) { return Floats{std::sqrt(x[0]), std::sqrt(x[1]), std::sqrt(x[2]), std::sqrt(x[3])}; }
+    static void add_squares(double* sums, Floats x) {
+        for (int64_t i = 0; i < LANES; i++) sums[i] += (double)x[i] * (double)x[i];
+    }
 };
 
 #if defined(__AVX2__)
@@ -46,12 +70,17 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
     }
     static void to(float* to, __m256 x) { _mm256_storeu_ps(to, x); }
-    static void to(bf16* to, __m256 x) {
-        __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    static void stream(float* to, __m256 x) { _mm256_stream_ps(to, x); }
+    static void to(bf16* to, __m256 x) { _mm_storeu_si128((__m128i*)to, rounded(x)); }
+    static void stream(bf16* to, __m256 x) { _mm_stream_si128((__m128i*)to, rounded(x)); }
+    static void fence() { _mm_sfence(); }
+    static __m128i rounded(__m256 x) {
+        __m256i bits = _mm256_castps_si256(x);
+        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
         __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
         __m256i all = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
-        _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+        return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
     }
     static __m256 root(__m256 x) { return _mm256_sqrt_ps(x); }
     static void add_squares(double* sums, __m256 x) {
@@ -75,11 +104,17 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
     }
     static void to(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
-    static void to(bf16* to, __m512 x) {
-        __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    static void stream(float* to, __m512 x) { _mm512_stream_ps(to, x); }
+    static void to(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, rounded(x)); }
+    static void stream(bf16* to, __m512 x) { _mm256_stream_si256((__m256i*)to, rounded(x)); }
+    static void fence() { _mm_sfence(); }
+    static __m256i rounded(__m512 x) {
+        __m512i bits = _mm512_castps_si512(x);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        __m512i all = _mm512_mask_set1_epi32(_mm512_srli_epi32(sum, 16), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), 0x7fc0);
-        _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(all));
+        __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        __m512i all = _mm512_mask_set1_epi32(_mm512_srli_epi32(sum, 16), nan, 0x7fc0);
+        return _mm512_cvtepi32_epi16(all);
     }
     static __m512 root(__m512 x) { return _mm512_sqrt_ps(x); }
     static void add_squares(double* sums, __m512 x) {
@@ -104,7 +139,7 @@ struct Ranges {
 };
 
 // Step GROUP elements. squares: sums to add the gradient's squares to, or null.
-template <typename Set, typename G, typename W>
+template <typename Set, bool STREAM, typename G, typename W>
 inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* squares) {
     for (int64_t i = 0; i < GROUP; i += Set::LANES) {
         auto g = Set::from(at.gradient + i), m = Set::from(at.m + i), v = Set::from(at.v + i);
@@ -116,7 +151,8 @@ inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* s
         Set::to(at.m + i, m);
         Set::to(at.v + i, v);
         Set::to(at.master + i, master);
-        if (at.weight) Set::to(at.weight + i, master);
+        if constexpr (STREAM) Set::stream(at.weight + i, master);
+        else if (at.weight) Set::to(at.weight + i, master);
     }
 }
 
@@ -130,21 +166,22 @@ void step_tail(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, do
     std::memcpy(m, at.m, count * sizeof *m);
     std::memcpy(v, at.v, count * sizeof *v);
     std::memcpy(gradient, at.gradient, count * sizeof *gradient);
-    step_group<Set>(Ranges<G, W>{master, m, v, gradient, weight}, numbers, squares);
+    step_group<Set, false>(Ranges<G, W>{master, m, v, gradient, weight}, numbers, squares);
     std::memcpy(at.master, master, count * sizeof *master);
     std::memcpy(at.m, m, count * sizeof *m);
     std::memcpy(at.v, v, count * sizeof *v);
     if (at.weight) std::memcpy(at.weight, weight, count * sizeof *weight);
 }
 
-// Step `count` elements of a block. sum: where the sum of the gradient's squares goes, or null.
-template <typename Set, typename G, typename W>
-void step_block(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, double* sum) {
-    double lanes[SQUARE_LANES] = {}, *squares = sum ? lanes : nullptr;
-    int64_t whole = count / GROUP * GROUP;
-    for (int64_t i = 0; i < whole; i += GROUP) step_group<Set>(at.at(i), numbers, squares);
-    if (whole < count) step_tail<Set>(at.at(whole), count - whole, numbers, squares);
-    if (sum) *sum = sum_of_lanes(lanes);
+// Step the GROUPs of `count` elements.
+template <typename Set, bool STREAM, typename G, typename W>
+void step_groups(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, double* squares) {
+    for (int64_t i = 0; i < count; i += GROUP) {
+        // Addresses beyond the range do no harm.
+        __builtin_prefetch(at.gradient + i + AHEAD);
+        for (float* state : {at.master, at.m, at.v}) __builtin_prefetch(state + i + AHEAD, 1);
+        step_group<Set, STREAM>(at.at(i), numbers, squares);
+    }
 }
 
 // Where a range lies in the blocks of its flat buffer, and how to step it.
@@ -154,41 +191,51 @@ struct Cut {
     int64_t blocks() const { return (first + count + block - 1) / block; }
 };
 
-template <typename G, typename W>
+template <typename Set, typename G, typename W>
 void step_range(const Ranges<G, W>& range, const Cut& cut, const Numbers& numbers, double* sums) {
-    auto* step = cut.lanes >= 16 ? step_block<Avx512, G, W> : cut.lanes >= 8 ? step_block<Avx2, G, W> : step_block<Plain, G, W>;
-    int64_t blocks = cut.blocks();
-#pragma omp parallel for num_threads(cut.threads) schedule(static) if (cut.count > MIN_ELEMENTS_FOR_THREADS)
-    for (int64_t one = 0; one < blocks; one++) {
-        int64_t start = std::max<int64_t>(one * cut.block - cut.first, 0);
-        int64_t end = std::min(cut.count, (one + 1) * cut.block - cut.first);
-        step(range.at(start), end - start, numbers, sums ? sums + one : nullptr);
+    bool large = range.weight && cut.count >= MIN_ELEMENTS_TO_STREAM;
+#pragma omp parallel num_threads(cut.threads) if (cut.count > MIN_ELEMENTS_FOR_THREADS)
+    {
+#pragma omp for schedule(static)
+        for (int64_t one = 0; one < cut.blocks(); one++) {
+            int64_t start = std::max<int64_t>(one * cut.block - cut.first, 0);
+            int64_t count = std::min(cut.count, (one + 1) * cut.block - cut.first) - start, rest = count % GROUP;
+            Ranges<G, W> at = range.at(start);
+            double lanes[SQUARE_LANES] = {}, *squares = sums ? lanes : nullptr;
+            if (large && reinterpret_cast<uintptr_t>(at.weight) % 64 == 0)
+                step_groups<Set, true>(at, count - rest, numbers, squares);
+            else step_groups<Set, false>(at, count - rest, numbers, squares);
+            if (rest) step_tail<Set>(at.at(count - rest), rest, numbers, squares);
+            if (sums) sums[one] = sum_of_lanes(lanes);
+        }
+        Set::fence();
     }
 }
 
 }  // namespace
 
-// master, m, v: fp32 [count]. gradient: [count], bf16 if `short_gradient`, else fp32. weight: [count], bf16 if
-// `short_weight`, else fp32; or null. sums: fp64, one for each block that the range touches, and total: fp64;
-// they receive sums of the gradient's squares; or both are null. first: position of the range in its first block. lanes: 16, 8 or 1, the most
-// numbers that an instruction may process.
-extern "C" void adamw(float* master, float* m, float* v, const void* gradient, int64_t short_gradient, void* weight,
-                      int64_t short_weight, double* sums, double* total, float divisor, float m_share, float v_share, float v_kept,
-                      float eps, float rate, float kept, int64_t count, int64_t first, int64_t block, int64_t lanes,
-                      int64_t threads) {
+// master, m, v: fp32 [count]. gradient: [count], bf16 if `short_gradient`, else fp32; only read. weight: [count], bf16
+// if `short_weight`, else fp32; or null. sums: fp64, one for each block that the range touches, and total: fp64; they
+// receive sums of the gradient's squares; or both are null. first: position of the range in its first block. lanes: 16,
+// 8 or 4, the most numbers that an instruction may process.
+extern "C" void adamw(float* master, float* m, float* v, void* gradient, int64_t short_gradient, void* weight,
+                      int64_t short_weight, double* sums, double* total, float divisor, float m_share, float v_share,
+                      float v_kept, float eps, float rate, float kept, int64_t count, int64_t first, int64_t block,
+                      int64_t lanes, int64_t threads) {
     Numbers numbers{divisor, m_share, v_share, v_kept, eps, rate, kept};
     Cut cut{count, first, block, lanes, threads};
     auto with = [&](auto* g, auto* w) {
         using G = std::remove_pointer_t<decltype(g)>;
         using W = std::remove_pointer_t<decltype(w)>;
-        step_range(Ranges<G, W>{master, m, v, g, w}, cut, numbers, sums);
+        auto* step = lanes >= 16 ? step_range<Avx512, G, W> : step_range<Avx2, G, W>;
+        if (lanes < 8) step = step_range<Plain, G, W>;
+        step(Ranges<G, W>{master, m, v, g, w}, cut, numbers, sums);
     };
     auto with_gradient = [&](auto* g) {
         if (short_weight) with(g, static_cast<bf16*>(weight));
         else with(g, static_cast<float*>(weight));
     };
-    // The gradient is only read.
-    if (short_gradient) with_gradient(static_cast<bf16*>(const_cast<void*>(gradient)));
-    else with_gradient(static_cast<float*>(const_cast<void*>(gradient)));
+    if (short_gradient) with_gradient(static_cast<bf16*>(gradient));
+    else with_gradient(static_cast<float*>(gradient));
     if (sums) *total = std::accumulate(sums, sums + cut.blocks(), 0.0);
 }
