@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from llmtrain.errors import BadInputError
-from llmtrain.plan.check import advice, found_elsewhere
+from llmtrain.plan.check import advice, check, found_elsewhere
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.prepare import check_and_plan, folders_above
@@ -48,6 +48,13 @@ def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | Non
     found = advice(make_plan(recipe("parallel.pipeline=2", "train.microbatch=1", *overrides), facts))
     assert [sentence for sentence in found if said and sentence.startswith(said)] == found
     assert len(found) == (said is not None)
+
+
+def test_the_cpu_kernel_is_refused_on_a_gpu() -> None:
+    given, gpu = recipe("optimizer.backend=cpu"), Facts(world=2, device="cuda")
+    check(make_plan(given, CPU), CPU)
+    with pytest.raises(BadInputError, match=r"optimizer\.backend is cpu, and the run computes on a GPU"):
+        check(make_plan(given, gpu), gpu)
 
 
 def test_planning_looks_the_tokenizer_up() -> None:

@@ -5,8 +5,9 @@
 All contenders step the same fp32 masters and moments with the same fp32 gradient, and write bf16 weights. With
 clipping, ours sums the squares of the gradient and then divides by the clipping divisor in the step; torch's side is
 what a training script does: `clip_grad_norm_`, `AdamW(fused=True).step()`, and a copy to bf16. The bound is a C++ loop
-that reads and writes the same streams, almost without arithmetic. A step's rate is the bytes that it reads and writes,
-each counted once, divided by its time. Each round runs every contender once, in changing order.
+that reads and writes the same streams, almost without arithmetic, and past the caches where the kernel does. A step's
+rate is the bytes that it reads and writes, each counted once, divided by its time. Each round runs every contender
+once, in changing order.
 """
 
 import argparse
@@ -51,6 +52,8 @@ def main() -> None:
     if reason := native_reason(("adamw", "squared_sum")):
         raise SystemExit(reason)
     torch.set_num_threads(arguments.threads)
+    if (arguments.millions << 20) % (64 * arguments.threads):
+        raise SystemExit("expected a number of threads that divides the parameters into equal shares")
     load = os.getloadavg()[0]
     measured = measure(contenders(arguments.millions << 20, arguments.threads), arguments.rounds)
     text = report(measured, arguments.millions, arguments.threads, load)
