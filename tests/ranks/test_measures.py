@@ -1,6 +1,8 @@
 """Reported memory and traffic against formulas, in the cases of the parity tests."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from harness import BATCH, Case, Result
@@ -10,6 +12,9 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.placement import ALIGNMENT
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.instructions import Gather, Program
+from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.states import most_states
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
@@ -100,29 +105,32 @@ def test_no_buffer_comes_into_being_after_the_second_step(case: Case, trained: T
 def test_traffic(case: Case, trained: Trained) -> None:
     """Gathers and reductions of each microbatch and of each step.
 
-    The units are the embedding (whose backward pass needs no weights), three blocks and the head. When a backward pass
-    begins, the last two units are still gathered; when the next microbatch begins, the first block still is. With a
-    quantized secondary copy, every pass gathers all its units.
+    The program says how often each unit is gathered. That is at most as often as with the last two units of a pass
+    still gathered when its backward pass begins, and the first block when the next microbatch begins.
     """
     result = trained(case)
     recipe, degrees, units = facts(result)
     weights, second, gradients = widths(recipe)
+    programs = Programs(ProgramSpec.of(make_plan(recipe, replace(FACTS, world=case.world)), 0))
+    gathered = Counter((one.unit, one.secondary) for one in gathers(programs.step))
+    names = list(programs.spec.padded)
     forward, backward = [case.accumulation] * UNITS, [0, *[case.accumulation] * (UNITS - 1)]
     if second == 32 or not degrees.secondary:
         forward[1], backward[3:] = 1, [0, 0]
     expected = 0
-    for padded, ahead, back in zip(units, forward, backward, strict=True):
+    for name, padded, ahead, back in zip(names, units, forward, backward, strict=True):
         # Each further hop packs the numbers again, with a scale more for each partial block.
         expected += case.accumulation * received(padded, 1, degrees.gradients, gradients)
         expected += received(padded, degrees.gradients, degrees.optimizer, gradients)
         expected += received(padded, degrees.optimizer, degrees.ranks, gradients)
         expected += received(padded, degrees.optimizer, degrees.ranks, 32)
         expected += received(padded, degrees.weights, degrees.optimizer, weights)
-        once = received(padded, 1, degrees.weights, weights)
-        again = received(padded, 1, degrees.secondary, second) if degrees.secondary else once
-        # Forward passes after the first use the secondary copy if it is at least as near.
-        later = again if degrees.secondary <= degrees.weights else once
-        expected += once + (ahead - 1) * later + back * again
+        expected += gathered[name, False] * received(padded, 1, degrees.weights, weights)
+        expected += gathered[name, True] * received(padded, 1, degrees.secondary or 1, second)
+        assert sum(gathered[name, source] for source in (False, True)) <= ahead + back
+        # Only the first of a step is from the primary copy, unless the secondary one is further away.
+        if degrees.secondary and degrees.weights > 1:
+            assert gathered[name, False] == 1 or degrees.secondary > degrees.weights
     for row in result.rows[2:]:
         total = sum(row["comm_sent_bytes"].values())
         slack = 4 * UNITS * 8 * degrees.ranks * case.accumulation if gradients < 32 else 0
@@ -130,6 +138,12 @@ def test_traffic(case: Case, trained: Trained) -> None:
         if {weights, gradients} == {32} and second == 32:
             assert row["comm_quantized_share"] == 0.0
     assert BATCH % case.world == 0
+
+
+def gathers(program: Program) -> list[Gather]:
+    """Return the gathers of a program."""
+    issues = [*program.start, *(issue for one in program.passes for point in one.points for issue in point.issues)]
+    return [issue for issue in issues if isinstance(issue, Gather)]
 
 
 def received(padded: int, inner: int, outer: int, bits: int) -> int:
