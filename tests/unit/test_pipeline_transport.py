@@ -176,12 +176,14 @@ def test_a_sender_that_goes_is_known_to_who_waits(posted: list[Message]) -> None
 def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     schedule: ScheduleName, chunks: int, limit: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[int] = []
+    given: list[tuple[int, int]] = []
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
-    monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, ahead: given.append(ahead))
+    monkeypatch.setattr(
+        build_pipeline, "messages_of", lambda peers, device, node, ahead, nbytes: given.append((ahead, nbytes))
+    )
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
-    build_pipeline._messages(plan, ranks)
-    assert given == [ahead]
+    build_pipeline._links(plan, ranks, lambda traffic: None)
+    assert given == [(ahead, 1 * 16 * 32 * 4)]

@@ -25,13 +25,20 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
     if own is not None:
         own[:_TOKEN] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
     where = (socket.gethostname(), os.getpid(), descriptor, token)
-    everyone = _gather_objects(group, where)
+    everyone = gather_objects(group, where)
     memory = [own if one == where else _opened(nbytes, where[0], *one) for one in everyone]
     found = [part for part in memory if part is not None]
-    everywhere = all(_gather_objects(group, len(found) == len(memory)))
+    everywhere = all(gather_objects(group, len(found) == len(memory)))
     if descriptor is not None:
         os.close(descriptor)
     return found if everywhere else []
+
+
+def gather_objects(group: dist.ProcessGroup, own: object) -> list[Any]:
+    """Return every rank's object, by rank. Collective."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
 def _file_in_memory(nbytes: int) -> int | None:
@@ -66,9 +73,3 @@ def _mapped(process: int, descriptor: int | None, nbytes: int) -> Tensor | None:
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
     except (OSError, RuntimeError):
         return None
-
-
-def _gather_objects(group: dist.ProcessGroup, own: object) -> list[Any]:
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, own, group=group)
-    return gathered

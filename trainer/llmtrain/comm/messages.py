@@ -1,4 +1,5 @@
-"""Point-to-point messages between pipeline stages: the interface that gloo, NCCL and MPI implement."""
+"""Point-to-point messages between pipeline stages: the interface that shared memory, gloo, NCCL and
+MPI implement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Messages between pipeline stages over gloo, on CPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -13,8 +13,13 @@ class GlooMessages(TorchMessages):
     """See TorchMessages. ahead: receives to post ahead, at least as many as there are messages in flight: gloo sends a
     message only once it knows of its receive, which costs a round trip."""
 
-    def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], ahead: int) -> None:
-        super().__init__(peers, Posting(at_start=ahead, ahead=ahead))
+    def __init__(
+        self,
+        peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
+        ahead: int,
+        tell: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(peers, Posting(at_start=ahead, ahead=ahead), tell)
 
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""

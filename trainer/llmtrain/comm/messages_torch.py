@@ -14,11 +14,16 @@ from llmtrain.comm.messages import Channel, Posting, Request
 class TorchMessages(ABC):
     """Each channel has a process group of its own, so that no message waits for one of another channel.
 
-    peers: each channel's group, and the rank at its other end.
+    peers: each channel's group, and the rank at its other end. tell: called by a thread after each arrival.
     """
 
-    def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], posting: Posting) -> None:
-        self.peers, self.posting, self._arrivals = peers, posting, Arrivals()
+    def __init__(
+        self,
+        peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
+        posting: Posting,
+        tell: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.peers, self.posting, self._arrivals = peers, posting, Arrivals(tell)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
         """Post a receive of a channel's next message into contiguous `values`."""

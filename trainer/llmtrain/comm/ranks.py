@@ -87,6 +87,11 @@ class Ranks:
         """See Watch."""
         return self.watch.watchdog
 
+    @property
+    def node(self) -> int:
+        """Number of ranks of a node; 1 if the tiers do not say it."""
+        return next((tier.ranks for tier in self.tiers if "node" in (tier.name, *tier.aliases)), 1)
+
     def on_grid(self, layout: Layout, tiers: tuple[Tier, ...]) -> "Ranks":
         """Return the same ranks with another layout and other tiers."""
         return replace(self, layout=layout, links=replace(self.links, tiers=tiers))
@@ -99,8 +104,7 @@ class Ranks:
         self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
     ) -> Collectives:
         """Return the collectives of a process group. order, workspace: see Collectives. Collective over the group."""
-        node = next((tier.ranks for tier in self.tiers if "node" in (tier.name, *tier.aliases)), 1)
-        return collectives_of(group, self.device, node, order, workspace)
+        return collectives_of(group, self.device, self.node, order, workspace)
 
     def sum_all(self, values: list[float]) -> list[float]:
         """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""

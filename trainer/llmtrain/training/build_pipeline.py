@@ -4,7 +4,7 @@ from math import ceil
 
 import torch
 
-from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.backend import messages_of
 from llmtrain.comm.messages import Channel, Messages
@@ -22,7 +22,7 @@ from llmtrain.parallel.pipeline.action_order import (
 )
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
-from llmtrain.parallel.pipeline.stage_links import StageLinks, channels
+from llmtrain.parallel.pipeline.stage_links import ShapeOf, StageLinks, channels
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import peak_live
@@ -42,12 +42,7 @@ def build_executor(
 
 def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
     """Connect this rank to the stages before and after its own. Collective."""
-    schedule, hidden = plan.pipeline.schedule, plan.model.hidden
-    parts = ranks.layout.degree(Axis.TENSOR) if plan.sequence_parallel else 1
-    line = ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
-
-    def shape_of(sequences: int, tokens: int) -> torch.Size:
-        return torch.Size((sequences, tokens // parts, hidden))
+    schedule, line = plan.pipeline.schedule, ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
 
     def count_sent(channel: Channel, nbytes: int) -> None:
         target = line[schedule.place(channel.target)[0]]
@@ -55,8 +50,16 @@ def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
         count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
 
     place = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
-    transport = Transport(_messages(plan, ranks), DTYPES[plan.compute], ranks.device)
+    shape_of, dtype = _shape_of(plan, ranks.layout), DTYPES[plan.compute]
+    nbytes = shape_of(plan.batch.microbatch, plan.batch.sequence_length).numel() * dtype.itemsize
+    transport = Transport(_messages(plan, ranks, nbytes), dtype, ranks.device)
     return StageLinks(schedule, place, transport, shape_of, count_sent, ranks.activity)
+
+
+def _shape_of(plan: Plan, layout: Layout) -> ShapeOf:
+    """Return the shape of the activations between stages, by a microbatch's numbers of sequences and tokens."""
+    parts = layout.degree(Axis.TENSOR) if plan.sequence_parallel else 1
+    return lambda sequences, tokens: torch.Size((sequences, tokens // parts, plan.model.hidden))
 
 
 def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
@@ -71,8 +74,9 @@ def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
     return MessageDrivenOrder(stage_layout, schedule.microbatches, plan.pipeline.limit, links, decide)
 
 
-def _messages(plan: Plan, ranks: Ranks) -> Messages:
-    """Connect this rank to the ranks of the stages before and after its own. Collective."""
+def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
+    """Connect this rank to the ranks of the stages before and after its own. nbytes: of a message in training.
+    Collective."""
     schedule, lines = plan.pipeline.schedule, ranks.layout.groups(Axis.PIPELINE)
     own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
     peers, groups = {}, {}
@@ -83,10 +87,10 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # As many receives as a channel has messages in flight; at least two, so that one can arrive during a computation.
+    # The messages that a channel has in flight; at least two, so that one can arrive during a computation.
     in_flight = plan.pipeline.limit if schedule.message_driven else ceil(max(peak_live(schedule)) / schedule.chunks)
     ahead = max(2, in_flight)
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return messages_of(joined, ranks.device, ahead)
+    return messages_of(joined, ranks.device, ranks.node, ahead, nbytes)
