@@ -170,6 +170,7 @@ def test_what_is_alike_is_found_alike(overrides: tuple[str, ...], patient: Patie
             r"rank 1 on {host} has not answered for .* s, last seen after step \d",
             marks=SOAK,
         ),
+        ("kill", 1, ("parallel.pipeline=2",), r"rank 1 on {host} has not answered for .* s, last seen after step \d"),
         ("kill", 0, (), r"rank 0 on {host}.* has not answered .*last seen after step \d"),
     ],
 )

@@ -17,7 +17,7 @@ from llmtrain.comm.mapped_memory import shared_memory
 from llmtrain.comm.messages import Channel, Messages, Posting, Request
 from llmtrain.comm.pipes import NUMBERS, Pipes, connect_pipes
 
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 1 << 20
 """Most bytes of a slot. A longer message takes several slots, and the receiver reads one while the next is written."""
 
 Slots = NDArray[np.uint8]
