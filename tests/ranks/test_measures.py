@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from harness import BATCH, Case, Result
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
@@ -15,6 +16,7 @@ from llmtrain.plan.placement import ALIGNMENT
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Program
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.states import most_states
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
@@ -80,6 +82,24 @@ def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
 def test_buffers_stay_after_the_second_step(case: Case, trained: Trained) -> None:
     for rank in trained(case).notes("buffer_bytes"):
         assert len(set(rank[1:])) == 1
+
+
+GROUPED = [
+    Case(4, ("zero.stage=3", "zero.hierarchical=false"), node=2),
+    Case(4, ("zero.stage=1", "parallel.sequence=true", "quantize.gradients=int4"), node=4, tensor=2),
+    Case(4, ("pipeline.schedule=zero-bubble-v", "model.layers=8"), tensor=1, pipeline=4),
+    Case(4, ("model.tie_embeddings=true", "pipeline.schedule=message-driven"), tensor=2, pipeline=2),
+]
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_the_groups_that_are_planned_for(case: Case, trained: Trained) -> None:
+    """Each rank joins the groups whose memory the plan counts."""
+    result = trained(case)
+    recipe = load_recipe(str(result.folder / "recipe.resolved.yaml"))
+    plan = make_plan(recipe, Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world))
+    for rank, joined in enumerate(result.notes("groups")):
+        assert sorted(joined) == sorted(group_sizes(plan, plan.grid.coordinate(rank, Axis.PIPELINE)))
 
 
 FEW = ("train.steps=6", "train.eval_every=3")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from allocations import Allocations
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm import subgroups
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream, Ticket
@@ -41,7 +42,8 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step. Collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
-    notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": []}
+    notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": [], "groups": [ranks.layout.world]}
+    subgroups.group_over = noting_groups(notes["groups"])
     loop.train_step = noting(notes)  # type: ignore[assignment]
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
@@ -58,6 +60,18 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
         for name in ("state_bytes", "buffer_bytes"):
             notes[name].append(getattr(run.engine, name))
         return stopping
+
+    return noted
+
+
+def noting_groups(sizes: list[int], make: Callable[..., Any] = subgroups.group_over) -> Callable[..., Any]:
+    """Return `group_over` that records the number of ranks of each group of the run's backend that this rank joins."""
+
+    def noted(cluster: Any, card: Any, groups: Any, backend: str | None = None, timeout: Any = None) -> Any:
+        group = make(cluster, card, groups, backend, timeout)
+        if group is not None and backend is None:
+            sizes.append(group.size())
+        return group
 
     return noted
 

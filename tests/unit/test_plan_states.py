@@ -18,6 +18,8 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement, alignment
 from llmtrain.plan.plan import Plan, Quantization
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import StateBytes, most_states, role_states, unit_states
 from llmtrain.recipe.load import load_recipe
@@ -157,7 +159,7 @@ def engine(made: Plan, rank: int) -> Engine:
         Packing(bits, quantization.block) if bits else None for bits in (quantization.weights, quantization.secondary)
     ]
     policy = WeightPolicy(*packings, tensor_parallel=mesh.degree > 1)
-    return Engine(model, units, ShardingSpec(policy), {}, lambda calls: None)
+    return Engine(model, units, ShardingSpec(policy), Programs(ProgramSpec.of(made, rank)), lambda calls: None)
 
 
 def layouts() -> Iterator[tuple[str, ...]]:
