@@ -13,10 +13,10 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.placement import ALIGNMENT
+from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Program
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.states import most_states
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe

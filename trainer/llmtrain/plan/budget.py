@@ -50,18 +50,28 @@ class Budget:
         return 0 if self.limit is None else max(0, self.fullest.total - self.limit)
 
 
+def surely_exceeds(plan: Plan, device: Device) -> bool:
+    """Return whether a plan exceeds the stated memory even without its programs' memory, which takes long to plan for
+    many microbatches."""
+    limit = stated_memory(plan.cluster)
+    return limit is not None and any(
+        sum(_device_memory(plan, role, device, {}).values()) > limit for role in roles(plan)
+    )
+
+
 def memory_budget(plan: Plan, device: Device) -> Budget:
     """Return the memory of a plan's ranks. device: what they compute on."""
-    rows = (RoleMemory(role, _device_memory(plan, role, device)) for role in roles(plan))
+    rows = (RoleMemory(role, _device_memory(plan, role, device, _arenas(plan, role))) for role in roles(plan))
     return Budget(tuple(rows), stated_memory(plan.cluster))
 
 
-def _device_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+def _device_memory(plan: Plan, role: Role, device: Device, arenas: Mapping[str, int]) -> dict[str, int]:
     needs = own_needs(device)
-    lasting = {name: part(plan, role) for name, part in _LASTING} | _arenas(plan, role)
+    lasting = {name: part(plan, role) for name, part in _LASTING}
     passing = {name: part(plan, role) for name, part in _PASSING}
     return {
         **lasting,
+        **arenas,
         **passing,
         "context": needs.context,
         "communicators": communicator_bytes(plan, role.pipeline, needs),
@@ -71,9 +81,13 @@ def _device_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
 
 def _arenas(plan: Plan, role: Role) -> dict[str, int]:
     """Return the bytes of the memory for gathered weights, and of that for whole gradients."""
-    program = Programs(ProgramSpec.of(plan, role.rank)).step
-    sizes = {"gathered_weights": program.weights, "gradient_buffers": program.gradients}
-    return {name: elements * plan.compute_bytes for name, elements in sizes.items()}
+    spec = ProgramSpec.of(plan, role.rank)
+    weights = gradients = 0
+    # A program of many microbatches takes long to make.
+    if any(degrees.weights > 1 or degrees.gradients > 1 for degrees in spec.degrees.values()):
+        program = Programs(spec).step
+        weights, gradients = program.weights, program.gradients
+    return {"gathered_weights": weights * plan.compute_bytes, "gradient_buffers": gradients * plan.compute_bytes}
 
 
 _Part = tuple[str, Callable[[Plan, Role], int]]

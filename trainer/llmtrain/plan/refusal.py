@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from llmtrain_data import units
 
 from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.memory import stated_memory
 from llmtrain.errors import BadInputError
-from llmtrain.plan.budget import Budget, memory_budget
+from llmtrain.plan.budget import Budget, memory_budget, surely_exceeds
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
@@ -24,12 +25,15 @@ class Change:
     recipe: Recipe
 
 
-def refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
+def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = None) -> str | None:
     """Return a sentence on why a recipe's plan does not fit the stated memory, and on what to change; None if it fits.
 
-    The sentence names the first single change that makes it fit, in the order of `changes`.
+    The sentence names the first single change that makes it fit, in the order of `changes`. budget: the plan's, if it
+    is known.
     """
-    found = memory_budget(plan, facts.device)
+    if stated_memory(plan.cluster) is None:
+        return None
+    found = memory_budget(plan, facts.device) if budget is None else budget
     if not found.excess:
         return None
     assert plan.cluster is not None
@@ -58,6 +62,8 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan) -> tuple[Change, Budget] | 
             check(changed, facts)
         except BadInputError:
             # The change is impossible with the other keys.
+            continue
+        if surely_exceeds(changed, facts.device):
             continue
         after = memory_budget(changed, facts.device)
         if not after.excess:

@@ -84,12 +84,13 @@ def view_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) 
     recipe, facts = described_run(name_or_path, overrides, ranks)
     plan = make_plan(recipe, facts)
     check(plan, facts)
+    budget = memory_budget(plan, facts.device)
     return PlanView(
         plan=plan,
         device=facts.device,
-        budget=memory_budget(plan, facts.device),
+        budget=budget,
         least=least_time(plan),
-        problem=refusal(recipe, facts, plan),
+        problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
         advice=advice(plan),
     )
@@ -102,7 +103,7 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {plan.grid.world:,} ranks, {grid}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
-    yield "Activations and buffers for gathered weights are not counted yet."
+    yield "Activations are not counted yet."
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
