@@ -35,7 +35,8 @@ logging: {{every: 1, dir: {folder}/runs}}
 @dataclass(frozen=True)
 class Case:
     """A run. keys: how states are spread and travel. base: all other keys, which its reference shares. counted: whether
-    tensors that come into being are counted, which takes time. tensor, pipeline: degrees of those axes."""
+    tensors that come into being are counted, which takes time. handed: whether collectives are counted. tensor,
+    pipeline: degrees of those axes."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -43,6 +44,7 @@ class Case:
     node: int = 0
     accumulation: int = 1
     counted: bool = False
+    handed: bool = False
     tensor: int = 1
     pipeline: int = 1
 
@@ -72,6 +74,7 @@ class Case:
             "overrides": overrides,
             "ranks_per_node": self.node or self.world,
             "counted": self.counted,
+            "handed": self.handed,
         }
 
 

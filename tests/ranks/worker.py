@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from allocations import Allocations
+from handed import Handed, handed
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import subgroups
 from llmtrain.comm.messages import Channel
@@ -48,8 +49,12 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
+    calls: list[Handed] = []
+    if case["handed"]:
+        loop.train_step = handing(calls, loop.train_step)  # type: ignore[assignment]
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
-    (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(notes))
+    noted = notes | {"handed": calls}
+    (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
 def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
@@ -74,6 +79,19 @@ def noting_groups(sizes: list[int], make: Callable[..., Any] = subgroups.group_o
         return group
 
     return noted
+
+
+def handing(calls: list[Handed], step: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a train step that records what it hands to collectives and messages, its updates of weights included."""
+
+    def handed_over(run: Run, number: int) -> bool:
+        with handed() as found:
+            stopping = step(run, number)
+            run.engine.weights.updates.finish()
+        calls.append(found)
+        return stopping
+
+    return handed_over
 
 
 def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable[..., bool]:

@@ -5,7 +5,7 @@ import torch
 from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.attention.op import causal_attention, reference_attention
-from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy import chunks
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
 
 
@@ -19,8 +19,8 @@ def test_attention_matches_reference(kv_heads: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_cross_entropy_matches_reference(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": rows * 31})
-    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": rows * 31})
+    monkeypatch.setattr(chunks, "MIN_ROWS", 1)
     x, weight = torch.randn(13, 16), torch.randn(31, 16)
     targets = torch.randint(0, 31, (13,))
     losses, gradients = [], []

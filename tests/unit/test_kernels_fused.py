@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from llmtrain_kernels.activation import op as activation
 from llmtrain_kernels.activation.op import activate, reference_activate
+from llmtrain_kernels.cross_entropy import chunks
 from llmtrain_kernels.cross_entropy import op as cross_entropy
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
 from llmtrain_kernels.native import native_available
@@ -73,8 +74,8 @@ def test_activations_far_out(kind: activation.Activation) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of uneven size, with logits that are close together to far apart."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 5 * 301})
-    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": 5 * 301})
+    monkeypatch.setattr(chunks, "MIN_ROWS", 1)
     if not native:
         monkeypatch.setattr(cross_entropy, "_kernel", lambda: None)
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from llmtrain.cluster.layout import even_share
 from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.cross_entropy import parallel_cross_entropy
-from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy import chunks
 from llmtrain_kernels.cross_entropy.op import reference_linear_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,8 +81,8 @@ def own_loss(mesh: TensorMesh, x: Tensor, weight: Tensor, targets: Tensor) -> tu
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 256), (2, 10), (4, 8), (4, 15), (4, 1)])
 def test_matches_the_whole(ranks: int, rows: int, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """61 tokens over 2 and 4 ranks, in chunks that do not divide the 48 rows, against the plain form."""
-    monkeypatch.setattr(cross_entropy, "MIN_ROWS", rows)
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 0})
+    monkeypatch.setattr(chunks, "MIN_ROWS", rows)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": 0})
     x, weight, targets = given(61)
     whole_x, whole_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     expected = reference_linear_cross_entropy(whole_x.flatten(0, 1), whole_weight, targets.flatten())
@@ -137,8 +137,8 @@ class Largest(TorchDispatchMode):
 def test_no_logits_of_all_tokens(ranks: int, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor has all tokens' logits, not even of a rank's own vocabulary: a chunk's are the largest."""
     rows, vocab = 4, 2003
-    monkeypatch.setattr(cross_entropy, "MIN_ROWS", rows)
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 0})
+    monkeypatch.setattr(chunks, "MIN_ROWS", rows)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": 0})
     x, weight, targets = given(vocab)
 
     def largest(mesh: TensorMesh) -> int:

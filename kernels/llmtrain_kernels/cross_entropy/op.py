@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain_kernels.cross_entropy.chunks import chunk_rows
 from llmtrain_kernels.matmul import matmul
 from llmtrain_kernels.native import native_functions, takes_native
-
-# With fewer rows, reading the weight takes longer than the arithmetic.
-MIN_ROWS = 256
-# Elements of one chunk's logits, for each device type.
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -25,13 +21,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x: `[tokens, hidden]`; weight: `[vocab, hidden]`, same dtype; targets: int64 `[tokens]`.
     """
-    rows = chunk_rows(x.device, weight.shape[0])
+    rows = chunk_rows(x.device.type, weight.shape[0])
     return _LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
-
-
-def chunk_rows(device: torch.device, vocab: int) -> int:
-    """Return how many rows of logits one chunk has on a device type."""
-    return max(MIN_ROWS, CHUNK_ELEMENTS.get(device.type, 1 << 24) // vocab)
 
 
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

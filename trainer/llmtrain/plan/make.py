@@ -156,10 +156,10 @@ def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, 
 def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees: Degrees) -> Pipeline:
     """Decide whether stages hand the gradient of their inputs back before they compute that of their weights."""
     # Recomputed activations and gathered weights would have to stay until the weights' gradients are computed, and
-    # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more, in
-    # most passes of GPipe.
+    # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more: in
+    # most passes of GPipe, and with message-driven in passes that arriving messages choose.
     held = recipe.train.compile or recompute or degrees.weights > 1
-    gathers_again = recipe.parallel.sequence and pipeline.name == "gpipe"
+    gathers_again = recipe.parallel.sequence and pipeline.name in ("gpipe", "message-driven")
     hands_back = pipeline.schedule.ranks > 1 and not held and not gathers_again
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
 

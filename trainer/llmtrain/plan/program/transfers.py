@@ -80,6 +80,14 @@ class UnitTraffic:
         degrees, numel = self.placement.degrees, self._padded // self.placement.degrees.weights
         yield from self._gather("update", degrees.weights, degrees.optimizer, numel, self.element_bytes, self.weights)
 
+    def lanes(self, inner: int, outer: int) -> list[tuple[Lane, Level]]:
+        """Return the lanes that gather a state from degree `outer` to degree `inner`, and their levels, fastest
+        first."""
+        flat = self._flat(inner, outer)
+        levels = self._levels(inner, outer) if flat is None else [flat]
+        kind: LaneKind = "gather" if flat is None else "flat"
+        return [(Lane(kind, self.placement.axes, level.span), level) for level in levels]
+
     @property
     def _padded(self) -> int:
         return self.placement.padded(self.spec.numel)
@@ -87,12 +95,10 @@ class UnitTraffic:
     def _gather(
         self, purpose: str, inner: int, outer: int, numel: int, element_bytes: int, packing: PackedFormat | None
     ) -> Iterator[Transfer]:
-        flat = self._flat(inner, outer)
-        levels = self._levels(inner, outer) if flat is None else [flat]
-        kind: LaneKind = "gather" if flat is None else "flat"
-        found = gather_traffic(purpose, levels, numel, element_bytes, packing)
-        for level, traffic in zip(reversed(levels), found, strict=True):
-            yield Transfer(self.spec.name, Lane(kind, self.placement.axes, level.span), traffic)
+        lanes = self.lanes(inner, outer)
+        found = gather_traffic(purpose, [level for _, level in lanes], numel, element_bytes, packing)
+        for (lane, _), traffic in zip(reversed(lanes), found, strict=True):
+            yield Transfer(self.spec.name, lane, traffic)
 
     def _reduce(self, purpose: str, inner: int, outer: int, numel: int) -> Iterator[Transfer]:
         levels = self._levels(inner, outer)

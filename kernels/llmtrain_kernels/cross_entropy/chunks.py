@@ -1,0 +1,11 @@
+"""How many rows of logits a chunk has. No torch in here: the planner counts chunks too."""
+
+# With fewer rows, reading the weight takes longer than the arithmetic.
+MIN_ROWS = 256
+# Elements of one chunk's logits, for each device type.
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+
+
+def chunk_rows(device: str, vocab: int) -> int:
+    """Return how many rows of logits over `vocab` ids one chunk has on a device type."""
+    return max(MIN_ROWS, CHUNK_ELEMENTS.get(device, 1 << 24) // vocab)

@@ -1,0 +1,78 @@
+"""What a step hands to collectives and messages, against its plan: every call, by operation, group and bytes."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from handed import Handed, text
+from harness import Case, Result
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.program.step_calls import StepCalls
+from llmtrain.recipe.load import load_recipe
+from strategies import COVERING as SHARDED
+from test_grid import COVERING as GRIDS
+from test_grid import QUANTIZED, every, every_zero
+
+Trained = Callable[[Case], Result]
+FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=0", "checkpoint.every=3")
+REDUCTIONS = ("all_to_all", "reduce_scatter")
+
+
+def counted(case: Case) -> Case:
+    """Return a short run of a case whose calls are counted."""
+    return replace(case, keys=(*case.keys, *FEW), handed=True)
+
+
+def cases(found: list[object]) -> list[Case]:
+    """Return the cases among parameters."""
+    return [one if isinstance(one, Case) else one.values[0] for one in found]  # type: ignore[attr-defined]
+
+
+def planned(case: Case, result: Result, rank: int) -> Handed:
+    """Return the calls that a rank's plan has."""
+    facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
+    plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+    found: Counter[str] = Counter()
+    for call in StepCalls(plan, rank, "cpu").all():
+        op, size = call.traffic.op, call.traffic.size
+        name = "reduce" if op in REDUCTIONS else op
+        found[f"send {size}" if op == "send" else text(name, call.ranks, size)] += 1
+    return found
+
+
+def check(case: Case, trained: Trained) -> None:
+    """Compare every rank's calls with its plan, in every step but the first, whose count also has the update of the
+    initial weights."""
+    result = trained(case)
+    for rank, steps in enumerate(result.notes("handed")):
+        expected = planned(case, result, rank)
+        assert expected
+        assert len(steps) == 3
+        for found in steps[1:]:
+            assert dict(found) == dict(expected)
+
+
+FEW_CASES = [
+    counted(case)
+    for case in [
+        *[case for case, _ in SHARDED if case.world in (4, 6) and case.accumulation == 4][::3],
+        *cases(GRIDS)[3:8],
+        *cases(QUANTIZED)[:3],
+    ]
+]
+MANY = [*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]
+MANY += [case for case, _ in every_zero()][::4]
+MANY = [case for case in dict.fromkeys(map(counted, MANY)) if case not in FEW_CASES]
+
+
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_calls(case: Case, trained: Trained) -> None:
+    check(case, trained)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_calls_of_many(case: Case, trained: Trained) -> None:
+    check(case, trained)
