@@ -21,8 +21,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x: `[tokens, hidden]`; weight: `[vocab, hidden]`, same dtype; targets: int64 `[tokens]`.
     """
-    rows = chunk_rows(x.device.type, weight.shape[0])
+    rows = rows_on(x.device, weight.shape[0])
     return _LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+def rows_on(device: torch.device, vocab: int) -> int:
+    """Return how many rows of logits over `vocab` ids one chunk has on a device."""
+    return chunk_rows(device.type, vocab)
 
 
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy.chunks import chunk_rows
-from llmtrain_kernels.cross_entropy.op import add_product
+from llmtrain_kernels.cross_entropy.op import add_product, rows_on
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -48,7 +47,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
     the same dtype; targets: int64 `[batch, sequence]`. Collective.
     """
     # All ranks use the same chunks, though some have one more row of the vocabulary.
-    rows = chunk_rows(x.device.type, -(-vocab // mesh.degree))
+    rows = rows_on(x.device, -(-vocab // mesh.degree))
     start, _ = even_share(vocab, mesh.degree, mesh.place)
     return _ParallelCrossEntropy.apply(x, weight, targets, mesh, start, rows, torch.is_grad_enabled())
 
