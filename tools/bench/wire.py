@@ -21,6 +21,8 @@ from tools.netlab.spec import plain
 
 # Blocks have 99.3% of the weights, so that effects of the other units do not distort the closed forms.
 BLOCKS = 12
+# The memory for gathered weights has room for three blocks. Beside the embedding or the head, two stay.
+KEPT = 2
 RECIPE = """
 model: {{family: llama, layers: {blocks}, hidden: 192, heads: 4, ffn: 768, vocab: 128, tie_embeddings: false}}
 data: {{path: {folder}/set, sequence_length: 16}}
@@ -29,7 +31,7 @@ precision: {{compute: bf16}}
 optimizer: {{warmup: 0}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# The first step records the prefetch order; the second step uses it, as all later steps do.
+# The first step has the update of the initial weights beside its own calls; later steps are alike.
 STEPS = 2
 HEAD = """## Bytes between nodes
 
@@ -63,9 +65,9 @@ class Setting:
 
     @property
     def gathers(self) -> float:
-        """Gathers of all weights in a step of ZeRO-3: two per microbatch, minus one block at each change between
-        forward and backward passes, where that block is still gathered."""
-        return 2 * self.microbatches - (2 * self.microbatches - 1) / BLOCKS
+        """Gathers of all weights in a step of ZeRO-3: two per microbatch, minus the blocks that are still gathered at
+        each change between forward and backward passes."""
+        return 2 * self.microbatches - (2 * self.microbatches - 1) * KEPT / BLOCKS
 
     @property
     def ring(self) -> float:
