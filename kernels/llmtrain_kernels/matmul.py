@@ -92,7 +92,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-        rows, grads, straight = x.flatten(0, -2), grad.flatten(0, -2), weight.is_contiguous()
+        # Detached: a deferred product would else keep the graph before x, and with it the stage's input and gradient.
+        rows, grads, straight = x.detach().flatten(0, -2), grad.flatten(0, -2), weight.is_contiguous()
         grad_x = matmul(grad, weight) if for_x else None
 
         def product() -> Tensor:

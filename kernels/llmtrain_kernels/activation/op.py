@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llmtrain_kernels.native import native_functions, takes_native
+from llmtrain_kernels.recomputed import recomputed
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
@@ -18,15 +19,18 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`."""
     if takes_native(x) and _kernel() is not None:
         return _Activate.apply(x, kind)
-    return reference_activate(x, kind)
+    # torch's SwiGLU would keep the SiLU of the gate too.
+    return recomputed(_swiglu, x) if kind == "swiglu" else reference_activate(x, kind)
 
 
 def reference_activate(x: Tensor, kind: Activation) -> Tensor:
     """Compute `activate` with torch operations; the reference in tests."""
-    if kind == "swiglu":
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return _swiglu(x) if kind == "swiglu" else F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @functools.cache

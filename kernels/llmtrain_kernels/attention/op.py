@@ -28,7 +28,8 @@ def joint_attention(qkv: Tensor, heads: int, rotary: Rotary | None, dropout: flo
         return _joint_attention(qkv, cos, sin, heads)[0]
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
-        qk = rotate(qk, cos, sin)
+        # Autograd keeps what attention reads. A copy of the values frees the product that they are a view of.
+        qk, v = rotate(qk, cos, sin), v.contiguous()
     q, k = qk.split([heads, kv_heads], dim=2)
     return causal_attention(q, k, v, dropout)
 

@@ -10,13 +10,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llmtrain_kernels.native import native_functions, takes_native
+from llmtrain_kernels.recomputed import recomputed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide each row of x (`[..., width]`) by its root mean square, and multiply it by `weight` (`[width]`)."""
     if takes_native(x) and weight.dtype == x.dtype and _kernel() is not None:
         return _RMSNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # On CPUs torch has no kernel of its own for this, and its operations keep copies in fp32.
+    return recomputed(lambda x, weight: F.rms_norm(x, weight.shape, weight, eps), x, weight)
 
 
 @functools.cache

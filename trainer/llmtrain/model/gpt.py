@@ -29,10 +29,13 @@ class GPT(nn.Module):
 
     def run(self, x: Tensor, first: int, end: int) -> Tensor:
         """Pass `[batch, sequence, hidden]` through the blocks from `first` up to `end`."""
-        group = self.recompute if self.training and torch.is_grad_enabled() else 0
-        for start in range(first, end, group or max(end - first, 1)):
-            stop = min(start + group, end) if group else end
-            x = checkpoint(self._run, x, start, stop, use_reentrant=False) if group else self._run(x, start, stop)
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return self._run(x, first, end)
+        # Without dropout a block draws no random numbers, so there is no generator's state to keep.
+        draws = self.config.dropout > 0
+        for start in range(first, end, self.recompute):
+            stop = min(start + self.recompute, end)
+            x = checkpoint(self._run, x, start, stop, use_reentrant=False, preserve_rng_state=draws)
         return x
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:

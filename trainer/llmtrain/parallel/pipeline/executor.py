@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import ActionOrder
@@ -19,10 +20,11 @@ from llmtrain.sharding.gradient_sums import Received
 
 @dataclass(frozen=True)
 class _Forwarded:
-    """What a forward pass keeps for its backward pass: the input and the output of the stage."""
+    """What a forward pass keeps for its backward pass. result: the loss; of other stages than the last, the place in
+    autograd's graph where the gradient of the output enters, so that the output itself can be freed."""
 
     input: Tensor
-    output: Tensor
+    result: Tensor | GradientEdge
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Executor:
                 self._expect([rows[index] for index in group], backward=False)
                 for chunk in range(len(self._stages)):
                     for index in group:
-                        output = self._forward(Action(index, chunk, Kind.F), rows[index]).output
-                        losses += [output] if output.ndim == 0 else []
+                        _, output = self._forward(Action(index, chunk, Kind.F), rows[index])
+                        losses += [output] if self._stages[chunk].layout.closes else []
                 self._links.flush()
                 yield len(group), losses
 
@@ -115,9 +117,11 @@ class Executor:
         key = (action.chunk, action.microbatch)
         match action.kind:
             case Kind.F:
-                forwarded = step.forwarded[key] = self._forward(action, step.rows[action.microbatch])
-                if forwarded.output.ndim == 0:
-                    step.losses.append(forwarded.output.detach())
+                given, output = self._forward(action, step.rows[action.microbatch])
+                closes = self._stages[action.chunk].layout.closes
+                step.forwarded[key] = _Forwarded(given, output if closes else get_gradient_edge(output))
+                if closes:
+                    step.losses.append(output.detach())
                 step.forwards_left -= 1
             case Kind.B if self._schedule.splits_backward:
                 step.deferred[key] = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
@@ -139,7 +143,8 @@ class Executor:
             return False
         return hands_back_first(step.forwards_left, len(step.forwarded), self._order.most_live)
 
-    def _forward(self, action: Action, rows: Tensor) -> _Forwarded:
+    def _forward(self, action: Action, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a forward pass; return the input and the output of the stage."""
         stage, layout = self._stages[action.chunk], self._stages[action.chunk].layout
         self._links.activity.moving()
         if layout.opens:
@@ -151,14 +156,15 @@ class Executor:
         output = self._engine.forward(action, partial(stage.forward, given, targets))
         if not layout.closes:
             self._links.send(Channel(layout.stage, layout.stage + 1), output.detach())
-        return _Forwarded(given, output)
+        return given, output
 
     def _backward(self, chunk: int, forwarded: _Forwarded, factor: float) -> None:
         layout = self._stages[chunk].layout
-        if layout.closes:
-            (forwarded.output * factor).backward()
+        if isinstance(forwarded.result, Tensor):
+            (forwarded.result * factor).backward()
         else:
-            forwarded.output.backward(self._links.receive(Channel(layout.stage + 1, layout.stage)))
+            gradient = self._links.receive(Channel(layout.stage + 1, layout.stage))
+            torch.autograd.backward(forwarded.result, gradient)
 
     def _backward_inputs(self, action: Action, forwarded: _Forwarded, factor: float) -> _Deferred:
         """Run the backward pass of the inputs alone, and send their gradient."""

@@ -138,7 +138,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, ctx.saved_tensors
+        layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, _without_graph(ctx)
         grad = layer._by_rank(grad)
 
         def begin() -> Product:
@@ -169,7 +169,7 @@ class _RowBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, ctx.saved_tensors
+        layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, _without_graph(ctx)
         gathered = mesh.gather(grad)
         grad_bias = None if layer.bias is None else _rows(grad).sum(0)
         whole = gathered.wait()
@@ -228,6 +228,13 @@ def _held_places(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor
     """Return where this rank holds each token, and which tokens it does not hold."""
     places = tokens - start
     return places, (places < 0) | (places >= count)
+
+
+def _without_graph(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Return the saved input and weight. The input is detached: a deferred product would else keep the graph before it,
+    and with it the stage's input and its gradient."""
+    x, weight = ctx.saved_tensors
+    return x.detach(), weight
 
 
 def _rows(x: Tensor) -> Tensor:
