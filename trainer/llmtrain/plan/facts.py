@@ -15,15 +15,17 @@ class Facts:
     """The ranks of a run, and what the names in its recipe refer to.
 
     world: number of ranks. ranks_per_node: ranks that were started on each machine, None for all of them. device: what
-    the ranks compute on. apex: whether NVIDIA's apex is installed. cluster: the description that the key `cluster`
-    names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf: shape of the model in `model.hf`, None
-    without one. speeds: measured speeds of the pipeline's ranks, None where they were not measured.
+    the ranks compute on. apex: whether NVIDIA's apex is installed. native: whether the C++ kernels for CPUs run here.
+    cluster: the description that the key `cluster` names. tokenizer: vocabulary size of `data.tokenizer`, None without
+    one. hf: shape of the model in `model.hf`, None without one. speeds: measured speeds of the pipeline's ranks, None
+    where they were not measured.
     """
 
     world: int
     device: Device
     ranks_per_node: int | None = None
     apex: bool = False
+    native: bool = True
     cluster: Cluster | None = None
     tokenizer: int | None = None
     hf: GPTConfig | None = None

@@ -15,6 +15,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
@@ -63,6 +64,7 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
         cluster=facts.cluster,
         batch=batch,
         compute=compute,
+        kernels=kernels_of(facts, model, compute),
         sequence_parallel=recipe.parallel.sequence,
         recompute=recompute,
         sharding=sharding(zero),

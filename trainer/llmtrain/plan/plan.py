@@ -79,6 +79,32 @@ class Pipeline:
     transport: Literal["torch", "mpi"]
 
 
+Attention = Literal["flash", "efficient", "math"]
+"""Kernels of attention. flash: keeps a normalizer of each query; flash-attn's, torch's or our own. efficient: torch's
+memory-efficient kernel, which pads the normalizers. math: separate operations, which keep the attention weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What the kernels of a run keep for the backward pass.
+
+    attention: kernel of attention. head_multiple, query_multiple: it pads the channels of a head and the normalizers of
+    the queries to multiples of these. seeds: bytes of random seeds that it keeps. statistic: bytes of a statistic that
+    a norm keeps, 0 if it computes them again. mask: bytes of an element of a dropout mask. weights_mask: the same for
+    attention weights. generator: bytes of the random generator's state that a recomputed group with dropout keeps in
+    the device's memory.
+    """
+
+    attention: Attention
+    head_multiple: int
+    query_multiple: int
+    seeds: int
+    statistic: int
+    mask: int
+    weights_mask: int
+    generator: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Settings of the training loop. See the recipe's `train` section."""
@@ -97,10 +123,10 @@ class Plan:
     """A run on given ranks.
 
     grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first. cluster: the recipe's description,
-    None without one. compute: dtype of matrix products. sequence_parallel: whether tensor-parallel ranks split the
-    sequence between layers. recompute: blocks of one group of activation checkpointing, 0 for none. import_from: folder
-    of the Hugging Face model with the initial weights, None for random weights. record: the recipe, as plain data, that
-    makes this plan again; files of the run store it.
+    None without one. compute: dtype of matrix products. kernels: what kernels keep for the backward pass.
+    sequence_parallel: whether tensor-parallel ranks split the sequence between layers. recompute: blocks of one group
+    of activation checkpointing, 0 for none. import_from: folder of the Hugging Face model with the initial weights,
+    None for random weights. record: the recipe, as plain data, that makes this plan again; files of the run store it.
     """
 
     name: str
@@ -112,6 +138,7 @@ class Plan:
     cluster: Cluster | None
     batch: Batch
     compute: Compute
+    kernels: Kernels
     sequence_parallel: bool
     recompute: int
     sharding: Sharding

@@ -72,6 +72,13 @@ def _gpus(place: Launched | None) -> int:
     return gpu_count()
 
 
+def _native() -> bool:
+    """Return whether the C++ kernels for CPUs run here. Builds them if needed."""
+    from llmtrain_kernels.native import native_available
+
+    return native_available()
+
+
 def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
     world = place.world if place else nproc or max(1, gpus)
     return Facts(
@@ -80,6 +87,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
         device="cuda" if gpus else "cpu",
         # NVIDIA's apex, not the package of the same name on PyPI.
         apex=find_spec("amp_C") is not None,
+        native=gpus > 0 or _native(),
     )
 
 

@@ -1,0 +1,159 @@
+"""Planned activations equal those that the model keeps, to the byte."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from kept import Setup, counted
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.plan.activations import (
+    deferred_bytes,
+    recomputed_peak,
+    stage_activations,
+    unit_activations,
+)
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.pipeline.stage_layout import StageLayout
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.saved_tensors import Sizes, block_tensors
+from llmtrain.recipe.load import parse_recipe
+from llmtrain_kernels.native import native_available
+
+FAMILIES = {
+    "gpt2": {},
+    "neox": {"rotary_fraction": 0.34},
+    "llama": {"kv_heads": 2, "ffn": 46},
+}
+SEQUENCES, TOKENS, LAYERS = 3, 10, 3
+
+
+def recipe_of(family: str, **model: Any) -> dict[str, Any]:
+    """Return a recipe of a small model with odd sizes. Of each stage's three blocks, two make a group."""
+    sizes = {"family": family, "layers": 2 * LAYERS, "hidden": 36, "heads": 6, "vocab": 61, "ffn": 46}
+    return {
+        "name": "small",
+        "model": {**sizes, **FAMILIES[family], **model},
+        "data": {"path": "corpus", "sequence_length": TOKENS},
+        "train": {"global_batch": 4 * SEQUENCES, "microbatch": SEQUENCES},
+    }
+
+
+def plan_of(recipe: dict[str, Any], ranks: int, **sections: Any) -> Plan:
+    """Return the plan of a recipe with further sections."""
+    return make_plan(parse_recipe({**recipe, **sections}), Facts(world=ranks, device="cpu", native=native_available()))
+
+
+RECOMPUTE = {"none": "none", "full": "full", "every 2": {"every": 2}}
+TENSOR = {"alone": (1, False), "tensor": (2, False), "sequence": (2, True)}
+VARIANTS = list(product((False, True), (0.0, 0.1), TENSOR, ("1f1b", "zero-bubble")))
+
+
+def plans(family: str, compute: str, recompute: str) -> Iterator[Plan]:
+    """Yield plans of a pipeline of two stages."""
+    for tied, dropout, tensor, schedule in VARIANTS:
+        degree, sequence = TENSOR[tensor]
+        yield plan_of(
+            recipe_of(family, tie_embeddings=tied, dropout=dropout),
+            2 * degree,
+            precision={"compute": compute},
+            activation_checkpointing=RECOMPUTE[recompute],
+            parallel={"pipeline": 2, "tensor": degree, "sequence": sequence},
+            pipeline={"schedule": schedule},
+        )
+
+
+def setup_of(plan: Plan, deferred: bool) -> Setup:
+    """Return how the plan's model computes."""
+    degree = plan.grid.world // plan.pipeline.schedule.ranks
+    return Setup(plan.model, DTYPES[plan.compute], plan.recompute, degree, plan.sequence_parallel, deferred)
+
+
+def check(plan: Plan, layout: StageLayout) -> None:
+    """Compare a stage's planned bytes with the counted ones."""
+    rows = torch.arange(plan.batch.microbatch * (plan.batch.sequence_length + 1)) % plan.model.vocab
+    planned = deferred_bytes(plan, layout)
+    found = counted(setup_of(plan, planned > 0), layout, rows.view(plan.batch.microbatch, -1))
+    case = (plan.model, plan.grid, plan.sequence_parallel, plan.recompute, plan.pipeline.name, layout)
+    assert stage_activations(plan, layout) == found.forward, case
+    assert recomputed_peak(plan, layout) == found.recomputed, case
+    assert planned == found.deferred, case
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages(family: str, compute: str, recompute: str) -> None:
+    for plan in plans(family, compute, recompute):
+        for layouts in plan.pipeline.stages:
+            check(plan, layouts[0])
+
+
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_units(family: str, tensor: str) -> None:
+    """Each unit as a stage of its own, and the whole model as one stage."""
+    degree, sequence = TENSOR[tensor]
+    parallel = {"tensor": degree, "sequence": sequence}
+    for tied, dropout in product((False, True), (0.0, 0.1)):
+        plan = plan_of(recipe_of(family, tie_embeddings=tied, dropout=dropout), degree, parallel=parallel)
+        (whole,) = plan.pipeline.stages[0]
+        embedding = StageLayout(0, 0, 0, opens=True, closes=False, tied=tied)
+        block = StageLayout(1, 1, 2, opens=False, closes=False, tied=tied)
+        head = StageLayout(2, 6, 6, opens=False, closes=True, tied=tied)
+        for layout, unit in ((embedding, "embedding"), (block, "blocks.1"), (head, "head")):
+            check(plan, layout)
+            assert unit_activations(plan, layout, unit) == unit_activations(plan, whole, unit)
+            assert stage_activations(plan, layout) == unit_activations(plan, layout, unit)
+        check(plan, whole)
+        assert stage_activations(plan, whole) == sum(unit_activations(plan, whole, unit) for unit in whole.units)
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_sequence_or_one_head(family: str, compute: str) -> None:
+    """torch's attention with dropout copies less where there is one sequence or one head."""
+    for sequences, heads, dropout in product((1, 3), (1, 6), (0.0, 0.1)):
+        recipe = recipe_of(family, heads=heads, kv_heads=heads, dropout=dropout)
+        recipe["train"] = {"global_batch": sequences, "microbatch": sequences}
+        plan = plan_of(recipe, 1, precision={"compute": compute})
+        check(plan, plan.pipeline.stages[0][0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large(family: str) -> None:
+    """More than 64 MB, with odd sizes and the matrix products of another library."""
+    recipe = recipe_of(family, hidden=396, ffn=1100, vocab=5003)
+    recipe["data"]["sequence_length"] = 301
+    plan = plan_of(recipe, 1)
+    assert stage_activations(plan, plan.pipeline.stages[0][0]) > 64e6
+    check(plan, plan.pipeline.stages[0][0])
+
+
+def test_a_stage_knows_its_units() -> None:
+    plan = plan_of(recipe_of("gpt2"), 2, parallel={"pipeline": 2})
+    with pytest.raises(ValueError, match=r"stage 1 has no unit blocks.0; it has embedding, blocks.3"):
+        unit_activations(plan, plan.pipeline.stages[1][0], "blocks.0")
+
+
+def test_cuda() -> None:
+    """By the sources of torch's kernels: 70 channels of a head are padded to 72, and 10 queries to 32."""
+    found = {}
+    for compute, kv_heads in product(("fp32", "bf16"), (6, 2)):
+        recipe = recipe_of("llama", hidden=420, kv_heads=kv_heads)
+        plan = make_plan(parse_recipe({**recipe, "precision": {"compute": compute}}), Facts(world=1, device="cuda"))
+        tensors = block_tensors(plan, Sizes.of(plan))
+        found[compute, kv_heads] = {one.name: one.shape for one in tensors if "norm" not in one.name}
+        assert plan.kernels.mask == 1
+        assert {one.width for one in tensors if one.name.startswith("norm1's root")} == {4}
+    assert found["bf16", 2]["queries, keys and values"] == (30, 10, 72)
+    assert found["bf16", 2]["padded output"] == (30, 6, 72)
+    # 70 is no multiple of 4, and the memory-efficient kernel shares no keys.
+    assert found["fp32", 6]["attention weights"] == found["fp32", 2]["attention weights"] == (3, 6, 10, 10)
+    plan = make_plan(parse_recipe(recipe_of("gpt2", hidden=48)), Facts(world=1, device="cuda"))
+    assert plan.kernels.attention == "flash"
+    plan = make_plan(parse_recipe({**recipe_of("gpt2", hidden=48), "precision": {"compute": "fp32"}}), Facts(1, "cuda"))
+    normalizers = [one for one in block_tensors(plan, Sizes.of(plan)) if one.name == "normalizers"]
+    assert [one.shape for one in normalizers] == [(3, 6, 32)]

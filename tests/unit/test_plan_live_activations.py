@@ -1,0 +1,168 @@
+"""The planned peak of a rank's activations over a step, against the executor with real stages, to the byte."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from kept import Kept, Setup, autograd_gradients, built
+from llmtrain.cluster.layout import Axis
+from llmtrain.comm.activity import Activity
+from llmtrain.comm.messages import Channel
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.model.gpt import GPT
+from llmtrain.parallel.pipeline.action_order import FixedOrder
+from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.parallel.pipeline.stage import Stage
+from llmtrain.parallel.pipeline.stage_links import StageLinks
+from llmtrain.plan.activations import live_activations, stage_activations
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.load import parse_recipe
+from llmtrain.sharding.gradient_sums import Received
+from llmtrain_kernels.native import native_available
+
+MICROBATCHES = 5
+
+
+class Transport:
+    """Messages of random numbers; what is sent is gone at once."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._shape, self._dtype = shape, dtype
+
+    def expect(self, channel: Channel, shapes: object) -> None:
+        pass
+
+    def receive(self, channel: Channel) -> torch.Tensor:
+        return torch.randn(self._shape).to(self._dtype)
+
+    def send(self, channel: Channel, values: torch.Tensor) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class Gradients:
+    """Takes gradients as the engine of model states does, and adds them to nothing."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+
+    @contextmanager
+    def training_pass(self) -> Iterator[None]:
+        yield
+
+    def forward(self, action: Action, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return run()
+
+    def backward(self, action: Action, run: Callable[[], None]) -> None:
+        with autograd_gradients(self._model):
+            run()
+
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: object) -> list[Any]:
+        with autograd_gradients(self._model) as received:
+            run()
+        return received
+
+    def backward_weights(self, action: Action, received: list[Any], products: Iterable[Received]) -> None:
+        deque(products, maxlen=0)
+
+
+class Measured:
+    """A schedule's actions; after each of them it notes what is kept."""
+
+    def __init__(self, plan: Plan, place: int, kept: Kept) -> None:
+        self._order, self._kept, self.most = FixedOrder(plan.pipeline.schedule, place), kept, 0
+        self.most_live = self._order.most_live
+
+    def actions(self) -> Iterator[Action]:
+        for action in self._order.actions():
+            yield action
+            self.most = max(self.most, self._kept.nbytes())
+
+    def close(self) -> None:
+        pass
+
+
+def plan_of(family: str, schedule: str, stages: int, **more: Any) -> Plan:
+    chunks = {"interleaved": 2, "zero-bubble-v": 2}.get(schedule, 1)
+    split = [2 + (stage == 1) for stage in range(stages * chunks)]
+    model: dict[str, Any] = {"family": family, "layers": sum(split), "hidden": 36, "heads": 6, "vocab": 61, "ffn": 46}
+    model |= {"rotary_fraction": 0.34} if family == "neox" else {}
+    degree = more.get("tensor", 1)
+    recipe = {
+        "name": "small",
+        "model": {**model, "dropout": more.get("dropout", 0.0), "tie_embeddings": more.get("tied", False)},
+        "data": {"path": "corpus", "sequence_length": 10},
+        "train": {"global_batch": 3 * MICROBATCHES, "microbatch": 3},
+        "precision": {"compute": more.get("compute", "fp32")},
+        "parallel": {"pipeline": stages, "tensor": degree, "sequence": more.get("sequence", False)},
+        "pipeline": {"schedule": schedule, "chunks": chunks, "split": split},
+        "activation_checkpointing": more.get("recompute", "none"),
+    }
+    facts = Facts(world=stages * degree, device="cpu", native=native_available())
+    return make_plan(parse_recipe(recipe), facts)
+
+
+def counted_peak(plan: Plan, rank: int) -> int:
+    """Run one step of a rank, and return the most bytes that it keeps between two actions."""
+    schedule, layouts, degree = plan.pipeline.schedule, plan.stages_of(rank), plan.grid.degree(Axis.TENSOR)
+    place, dtype = plan.grid.coordinate(rank, Axis.PIPELINE), DTYPES[plan.compute]
+    defers = schedule.splits_backward or (schedule.hands_back and not layouts[0].opens)
+    setup = Setup(plan.model, dtype, plan.recompute, degree, plan.sequence_parallel, defers)
+    model = built(setup, layouts)
+    shape = (3, 10 // (degree if plan.sequence_parallel else 1), 36)
+    links = StageLinks(
+        schedule, place, Transport(shape, dtype), lambda *_: torch.Size(shape), lambda *_: None, Activity()
+    )  # type: ignore[arg-type]
+    rows = [torch.randint(0, 61, (3, 11)) for _ in range(MICROBATCHES)]
+    with Kept() as kept:
+        order = Measured(plan, place, kept)
+        stages = [Stage(model, layout) for layout in layouts]
+        Executor(stages, schedule, order, links, Gradients(model), setup.queue).train(rows, 1.0)  # type: ignore[arg-type]
+    return order.most
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied, dropout": {"tied": True, "dropout": 0.1, "compute": "bf16"},
+    "recomputed": {"recompute": {"every": 2}},
+    "sequence": {"tensor": 2, "sequence": True, "compute": "bf16"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_peak(schedule: str, settings: str) -> None:
+    for family, stages in product(("gpt2", "neox", "llama"), (2, 3)):
+        plan = plan_of(family, schedule, stages, **SETTINGS[settings])
+        for place in range(stages):
+            # The last tensor-parallel rank, as `last_of`.
+            rank = plan.grid.group_of(0, Axis.PIPELINE)[place] + plan.grid.group_of(0, Axis.TENSOR)[-1]
+            assert live_activations(plan, rank) == counted_peak(plan, rank), (family, stages, place)
+
+
+def test_message_driven() -> None:
+    """As many microbatches as the limit allows."""
+    plan = plan_of("gpt2", "message-driven", 3)
+    for rank, (layout,) in enumerate(plan.pipeline.stages):
+        losses = 4 * (MICROBATCHES - 3) if layout.closes else 0
+        assert live_activations(plan, rank) == 3 * stage_activations(plan, layout) + losses
+
+
+def test_ranks_of_a_group_differ() -> None:
+    """61 rows of the output matrix are 30 on the first rank and 31 on the second; their gradient is fp32."""
+    plan = plan_of("llama", "1f1b", 2, tensor=2)
+    first, second = plan.grid.group_of(plan.grid.group_of(0, Axis.PIPELINE)[1], Axis.TENSOR)
+    assert live_activations(plan, second) - live_activations(plan, first) == 4 * 36

@@ -1,0 +1,54 @@
+"""From the facts of a run to what its kernels keep for the backward pass. No torch in here."""
+
+from llmtrain.model.config import GPTConfig
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.plan import COMPUTE_BYTES, Attention, Compute, Kernels
+
+# Channels of the largest head that flash attention takes on CUDA.
+FLASH_CHANNELS = 256
+# Bytes of the state of torch's random generator for CPUs.
+CPU_GENERATOR = 5056
+
+
+def kernels_of(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
+    """Return what the kernels keep that a run on these facts takes."""
+    return _on_cuda(model, COMPUTE_BYTES[compute]) if facts.device == "cuda" else _on_cpu(facts, model, compute)
+
+
+def _on_cuda(model: GPTConfig, compute_bytes: int) -> Kernels:
+    """Return what flash-attn and torch's kernels keep from compute capability 8.0 on, by their sources."""
+    attention: Attention = "math"
+    if compute_bytes == 2 and model.head_dim <= FLASH_CHANNELS:
+        attention = "flash"
+    elif model.kv_heads == model.heads and model.head_dim % (16 // compute_bytes) == 0:
+        attention = "efficient"
+    return Kernels(
+        attention=attention,
+        head_multiple=8 if attention == "flash" else 1,
+        query_multiple=32 if attention == "efficient" else 1,
+        # flash: three numbers of 64 bits; efficient: seed and offset.
+        seeds={"flash": 24, "efficient": 16, "math": 0}[attention],
+        statistic=4,
+        mask=1,
+        weights_mask=1,
+        # torch keeps the states of all generators in host memory.
+        generator=0,
+    )
+
+
+def _on_cpu(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
+    # Our RMSNorm keeps fp32 statistics, and torch's operations are computed again. torch's LayerNorm keeps them in the
+    # compute dtype.
+    ours = 4 if facts.native and compute != "fp16" else 0
+    return Kernels(
+        # torch has no fused kernel with dropout.
+        attention="math" if model.dropout else "flash",
+        head_multiple=1,
+        query_multiple=1,
+        seeds=0,
+        statistic=ours if model.family == "llama" else COMPUTE_BYTES[compute],
+        # The factor of each element: 0, or 1 / (1 - p). Attention weights are fp32.
+        mask=COMPUTE_BYTES[compute],
+        weights_mask=4,
+        generator=CPU_GENERATOR,
+    )
