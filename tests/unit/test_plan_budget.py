@@ -14,6 +14,7 @@ from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.submit import plan as plan_job
+from llmtrain.plan.activations import live_activations
 from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.described import described_run
 from llmtrain.plan.facts import Facts
@@ -194,10 +195,11 @@ def test_parts_of_a_budget() -> None:
             "replicated": states.replicated,
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
+            "activations": live_activations(plan, row.role.rank),
             "temporaries": temporary_bytes(plan, row.role),
             "context": GPU.context,
             "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups),
-            "fragmentation": int(0.15 * temporary_bytes(plan, row.role)),
+            "fragmentation": int(0.15 * (live_activations(plan, row.role.rank) + temporary_bytes(plan, row.role))),
         }
     assert budget.limit is None
     assert budget.excess == 0

@@ -25,7 +25,7 @@ MICROBATCHES, SECONDS = 512, 2.0
 CASES = [
     ("plan", 1024, ()),
     ("plan", 16384, ()),
-    ("plan", 16384, ("pipeline.schedule=zero-bubble-v", "zero.stage=0")),
+    ("plan", 16384, ("pipeline.schedule=zero-bubble-v", "zero.stage=0", "cluster.accelerator.memory=141GB")),
     # Nothing fits, so that all changes are planned.
     ("plan", 16384, ("zero.stage=0", "cluster.accelerator.memory=5GB", "--force")),
     ("cluster show", 16384, ()),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.memory import stated_memory
+from llmtrain.plan.activations import live_activations, recomputed_peak
 from llmtrain.plan.facts import Device
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
@@ -90,6 +91,13 @@ def _arenas(plan: Plan, role: Role) -> dict[str, int]:
     return {"gathered_weights": weights * plan.compute_bytes, "gradient_buffers": gradients * plan.compute_bytes}
 
 
+def _activations(plan: Plan, role: Role) -> int:
+    """Return the bytes of the activations of all microbatches that are alive at once, and of a group's recomputation
+    in a backward pass."""
+    recomputed = max(recomputed_peak(plan, layout) for layout in plan.stages_of(role.rank))
+    return live_activations(plan, role.rank) + recomputed
+
+
 _Part = tuple[str, Callable[[Plan, Role], int]]
 
 _LASTING: tuple[_Part, ...] = (
@@ -101,5 +109,5 @@ _LASTING: tuple[_Part, ...] = (
 )
 """Model states, which last as long as the run."""
 
-_PASSING: tuple[_Part, ...] = (("temporaries", temporary_bytes),)
-"""Tensors that come and go in every step. Activations belong here."""
+_PASSING: tuple[_Part, ...] = (("activations", _activations), ("temporaries", temporary_bytes))
+"""Tensors that come and go in every step."""

@@ -30,6 +30,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "replicated": "TP-replicated parameters, unpacked",
         "gathered_weights": "gathered weights",
         "gradient_buffers": "gradients before their reduction",
+        "activations": "activations",
         "temporaries": "temporaries",
         "context": "context of the process",
         "communicators": "communicators",
@@ -103,7 +104,6 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {plan.grid.world:,} ranks, {grid}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
-    yield "Activations are not counted yet."
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
