@@ -88,9 +88,14 @@ def live_activations(plan: Plan, rank: int) -> int:
         most = min(plan.pipeline.limit, schedule.microbatches)
         losses = LOSS_BYTES * (schedule.microbatches - most) if layouts[0].closes else 0
         return most * kept[0] + losses
+    changes = {
+        (chunk, kind): _change(plan, layouts, chunk, kind, kept[chunk], place)
+        for chunk in range(len(layouts))
+        for kind in Kind
+    }
     live = peak = 0
     for action in schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]:
-        live += _change(plan, layouts, action.chunk, action.kind, kept[action.chunk], place)
+        live += changes[action.chunk, action.kind]
         peak = max(peak, live)
     return peak
 
