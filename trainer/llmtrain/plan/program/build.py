@@ -76,13 +76,14 @@ def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: Progra
     for action, own in zip(actions, spots, strict=True):
         for at, unit in own:
             if at is not At.GRADIENTS and spec.is_cut(unit):
-                yield Event(at, unit, unit in used and _serves(spec.degrees[unit], action.kind is not Kind.F))
+                yield Event(at, unit, unit in used and serves_secondary(spec.degrees[unit], action.kind is not Kind.F))
                 if at is At.DONE:
                     used.add(unit)
 
 
-def _serves(degrees: Degrees, backward: bool) -> bool:
-    """Whether a gather uses the secondary copy: in a forward pass only if it has no more shards than the weights."""
+def serves_secondary(degrees: Degrees, backward: bool) -> bool:
+    """Whether a use of a unit whose secondary copy is filled takes it: in a forward pass only if the copy has no more
+    shards than the weights. backward: whether the use is in a backward pass."""
     return degrees.secondary > 0 and (backward or degrees.secondary <= degrees.weights)
 
 

@@ -5,20 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.levels import Level
 from llmtrain.cluster.tiers import axis_tiers, tier_between
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.facts import Device
-from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.plan.pipeline.actions import Action, Kind, hands_back_first, peak_live
-from llmtrain.plan.pipeline.stage_layout import units_of
-from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.tensor_calls import TensorCalls
-from llmtrain.plan.program.transfers import Lane, UnitTraffic, transfers
+from llmtrain.plan.program.transfers import UnitTraffic, lane_members, transfers, unit_traffic
 from llmtrain.plan.traffic import Traffic
 
 
@@ -48,11 +44,13 @@ class StepCalls:
 
     def sharding(self) -> Iterator[Call]:
         """Yield the gathers and reductions of model states, and the updates after the step."""
-        units = self._unit_traffic()
+        units = self._units
         every = [*transfers(self._programs.step, units), *(one for unit in units for one in unit.update())]
         placements = {unit.spec.name: unit.placement for unit in units}
         for transfer in every:
-            yield Call(self._members(placements[transfer.unit], transfer.lane), transfer.traffic)
+            yield Call(
+                lane_members(self.plan.grid, self.rank, placements[transfer.unit], transfer.lane), transfer.traffic
+            )
         for unit in units:
             yield from self._replicated_updates(unit)
 
@@ -84,7 +82,7 @@ class StepCalls:
 
     def replicas(self) -> Iterator[Call]:
         """Yield the sums over ranks that hold the same parameters as others of their stage or of another one."""
-        plan, units = self.plan, self._unit_traffic()
+        plan, units = self.plan, self._units
         tensor = plan.grid.group_of(self.rank, Axis.TENSOR)
         if plan.sequence_parallel and len(tensor) > 1:
             for size in self._partial_sums(units):
@@ -99,32 +97,9 @@ class StepCalls:
     def _programs(self) -> Programs:
         return Programs(ProgramSpec.of(self.plan, self.rank))
 
-    def _unit_traffic(self) -> list[UnitTraffic]:
-        plan, quantization = self.plan, self.plan.sharding.quantization
-        place, parts = plan.grid.coordinate(self.rank, Axis.TENSOR), plan.grid.degree(Axis.TENSOR)
-
-        def packed(bits: int) -> PackedFormat | None:
-            return PackedFormat(bits, quantization.block) if bits else None
-
-        return [
-            UnitTraffic(
-                spec=spec,
-                placement=plan.sharding.placements[spec.name],
-                element_bytes=plan.compute_bytes,
-                weights=packed(quantization.weights),
-                secondary=packed(quantization.secondary),
-                gradients=packed(quantization.gradients),
-            )
-            for spec in units_of(plan.model, plan.stages_of(self.rank), place, parts)
-        ]
-
-    def _members(self, placement: Placement, lane: Lane) -> tuple[int, ...]:
-        """Return the ranks of a lane's group, which differ in one digit of their place."""
-        line = self.plan.grid.group_of(self.rank, *placement.axes)
-        place = self.plan.grid.coordinate(self.rank, *placement.axes)
-        level = _level(placement, lane)
-        first = place - level.digit(place) * level.stride
-        return tuple(line[first + digit * level.stride] for digit in range(level.radix))
+    @cached_property
+    def _units(self) -> list[UnitTraffic]:
+        return unit_traffic(self.plan, self.rank)
 
     def _replicated_updates(self, unit: UnitTraffic) -> Iterator[Call]:
         """Yield the sums that update TP-replicated parameters, which are not packed."""
@@ -134,7 +109,10 @@ class StepCalls:
         if tensor == 1 or not packed or not size:
             return
         for lane, level in unit.lanes(1, degrees.optimizer):
-            yield Call(self._members(unit.placement, lane), self._sum("update", level.tier, size, level.radix))
+            yield Call(
+                lane_members(self.plan.grid, self.rank, unit.placement, lane),
+                self._sum("update", level.tier, size, level.radix),
+            )
 
     def _partial_sums(self, units: Sequence[UnitTraffic]) -> Iterator[int]:
         """Yield the bytes of the sums of TP-replicated gradients, of which each tensor-parallel rank has a part."""
@@ -186,12 +164,6 @@ class StepCalls:
 
     def _sum(self, purpose: str, tier: str, size: int, ranks: int) -> Traffic:
         return Traffic(purpose, "all_reduce", tier, size, 2 * size * (ranks - 1) // ranks, packed=False)
-
-
-def _level(placement: Placement, lane: Lane) -> Level:
-    if lane.kind == "flat":
-        return Level(1, lane.span, "")
-    return next(level for level in placement.levels if level.span == lane.span)
 
 
 def _sized(spec: UnitSpec, element_bytes: int) -> Iterator[int]:

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Level
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.packed_format import PackedFormat
+from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
+from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
@@ -122,3 +124,39 @@ def transfers(program: Program, units: Sequence[UnitTraffic]) -> Iterator[Transf
     issues = [*program.start, *(issue for one in program.passes for point in one.points for issue in point.issues)]
     for issue in issues:
         yield from by_name[issue.unit].of(issue)
+
+
+def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
+    """Return how the units of a rank of the run travel, in the order of the model."""
+    quantization, grid = plan.sharding.quantization, plan.grid
+
+    def packed(bits: int) -> PackedFormat | None:
+        return PackedFormat(bits, quantization.block) if bits else None
+
+    return [
+        UnitTraffic(
+            spec=spec,
+            placement=plan.sharding.placements[spec.name],
+            element_bytes=plan.compute_bytes,
+            weights=packed(quantization.weights),
+            secondary=packed(quantization.secondary),
+            gradients=packed(quantization.gradients),
+        )
+        for spec in units_of(
+            plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)
+        )
+    ]
+
+
+def lane_members(grid: Layout, rank: int, placement: Placement, lane: Lane) -> tuple[int, ...]:
+    """Return the ranks of a lane's group that `rank` is in, which differ in one digit of their place."""
+    line, place = grid.group_of(rank, *placement.axes), grid.coordinate(rank, *placement.axes)
+    level = _level(placement, lane)
+    first = place - level.digit(place) * level.stride
+    return tuple(line[first + digit * level.stride] for digit in range(level.radix))
+
+
+def _level(placement: Placement, lane: Lane) -> Level:
+    if lane.kind == "flat":
+        return Level(1, lane.span, "")
+    return next(level for level in placement.levels if level.span == lane.span)

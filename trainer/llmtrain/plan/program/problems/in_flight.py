@@ -1,0 +1,111 @@
+"""The collectives that one rank has started. No torch in here."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce
+from llmtrain.plan.program.problems.lanes import Job
+from llmtrain.plan.program.problems.places import Place, overlap
+from llmtrain.plan.program.problems.world import Wait, World
+from llmtrain.plan.program.transfers import Lane, Transfer
+
+
+class InFlight:
+    """Starts the collectives of a rank's instructions, and says what the rank waits for.
+
+    As at run time, gathers and updates have a fixed number of workspaces, and reductions too: a collective begins once
+    its workspace is free.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank, self._part = world, rank, world.ranks.part(rank)
+        count = max(len(unit.placement.levels) for unit in self._part.units.values()) + 1
+        self._gathers, self._reductions = (deque[Job | None]([None] * count) for _ in range(2))
+        self._gathered: dict[str, Job] = {}
+        self._updated: dict[str, Job] = {}
+        self._buffers: deque[tuple[Job, tuple[int, int]]] = deque()
+        self._pending: list[Job] = []
+
+    def issue(self, place: Place, issue: Issue) -> Iterator[Wait]:
+        """Issue an instruction, and yield what the rank waits for."""
+        if isinstance(issue, Drop):
+            # A gather that nobody waited for may still write there.
+            job = self._gathered.pop(issue.unit, None)
+            yield from [] if job is None else self._wait(place, job)
+        elif isinstance(issue, Gather):
+            self._gather(issue)
+        else:
+            yield from self._reduce(place, issue)
+
+    def use(self, place: Place, unit: str) -> Iterator[Wait]:
+        """Yield what a use of a unit waits for. A unit that is not gathered is another problem."""
+        if unit in self._gathered:
+            yield from self._wait(place, self._gathered[unit])
+
+    def update(self) -> None:
+        """Start the updates of all units after a step."""
+        for unit, transfers in zip(self._part.units, self._part.updates, strict=True):
+            if transfers:
+                self._updated[unit] = self._start(self._gathers, transfers, ())[-1]
+
+    def all(self, place: str) -> Iterator[Wait]:
+        """Yield what the rank waits for until everything has ended."""
+        for job in self._pending:
+            yield from self._wait(place, job)
+        self._pending.clear()
+        self._buffers.clear()
+
+    def _gather(self, gather: Gather) -> None:
+        update = self._updated.pop(gather.unit, None)
+        after = () if update is None else (update,)
+        transfers = self._part.transfers(gather)
+        if transfers:
+            self._gathered[gather.unit] = self._start(self._gathers, transfers, after)[-1]
+        elif gather.unit in self._part.units:
+            # Every rank has the whole secondary copy. It is copied on a lane.
+            placement = self._part.units[gather.unit].placement
+            lane = Lane("gather", placement.axes, placement.levels[0].span)
+            job = Job(self._rank, lane, (self._rank,), gather.unit, None, self._waiting(self._gathers, after))
+            self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
+
+    def _reduce(self, place: Place, reduce: Reduce) -> Iterator[Wait]:
+        held = (0, 0)
+        if reduce.offset is not None:
+            held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
+            while any(overlap(held, other) for _, other in self._buffers):
+                yield from self._wait(place, self._buffers.popleft()[0])
+        transfers = self._part.transfers(reduce)
+        if transfers:
+            jobs = self._start(self._reductions, transfers, ())
+            if reduce.offset is not None:
+                self._buffers.append((jobs[0], held))
+
+    def _start(self, slots: deque[Job | None], transfers: Iterable[Transfer], after: tuple[Job, ...]) -> list[Job]:
+        jobs: list[Job] = []
+        for transfer in transfers:
+            before = (jobs[-1],) if jobs else self._waiting(slots, after)
+            members = self._members(transfer)
+            jobs.append(Job(self._rank, transfer.lane, members, transfer.unit, transfer, before))
+        return self._begin(slots, jobs)
+
+    def _begin(self, slots: deque[Job | None], jobs: list[Job]) -> list[Job]:
+        slots[0] = jobs[-1]
+        slots.rotate(-1)
+        self._pending += jobs
+        for job in jobs:
+            self._world.lanes.start(job)
+        return jobs
+
+    def _waiting(self, slots: deque[Job | None], after: tuple[Job, ...]) -> tuple[Job, ...]:
+        slot = slots[0]
+        return after if slot is None else (*after, slot)
+
+    def _members(self, transfer: Transfer) -> tuple[int, ...]:
+        if Axis.DATA in self._world.alike:
+            return (self._rank,)
+        return self._world.ranks.members(self._rank, transfer.lane, transfer.unit)
+
+    def _wait(self, place: Place | str, job: Job) -> Iterator[Wait]:
+        if not job.done:
+            yield Wait(place, lambda: job.done, lambda: self._world.lanes.awaits(job))

@@ -1,0 +1,39 @@
+"""Where in a program something happens. No torch in here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.program.instructions import Issue, Pass, Point, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a program. action: of the pass; None for the start. point: None for the pass as a whole."""
+
+    action: Action | None = None
+    point: Point | None = None
+
+    def __str__(self) -> str:
+        if self.action is None:
+            return "start"
+        return f"pass {self.action}" + (f", {self.point}" if self.point else "")
+
+
+def pass_issues(one: Pass) -> Iterator[tuple[Place, Issue]]:
+    """Yield what a pass issues, and where."""
+    for point in one.points:
+        place = Place(one.action, point)
+        yield from ((place, issue) for issue in point.issues)
+
+
+def program_issues(program: Program) -> Iterator[tuple[Place, Issue]]:
+    """Yield what a program issues, and where."""
+    yield from ((Place(), issue) for issue in program.start)
+    for one in program.passes:
+        yield from pass_issues(one)
+
+
+def overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether two ranges `[start, end)` share an element."""
+    return first[0] < second[1] and second[0] < first[1]

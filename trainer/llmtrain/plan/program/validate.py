@@ -1,0 +1,54 @@
+"""Checks the programs of all ranks of a run: within each rank, and between the ranks. No torch in here.
+
+It finds instructions that a rank cannot run, collectives that differ between the ranks of a group, and deadlocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.instructions import Program
+from llmtrain.plan.program.problems.buffers import gradient_problems, weight_problems
+from llmtrain.plan.program.problems.deadlock import deadlock_problems
+from llmtrain.plan.program.problems.grid import Part, RankPrograms, step_programs
+from llmtrain.plan.program.problems.groups import group_problems
+from llmtrain.plan.program.problems.message_driven import message_driven_problems
+from llmtrain.plan.program.problems.passes import pass_problems
+
+
+def step_problems(plan: Plan) -> list[str]:
+    """Return every problem of a plan's programs of a step, each as a sentence; empty if there is none."""
+    return program_problems(plan, step_programs(plan))
+
+
+def program_problems(plan: Plan, programs: Mapping[int, Program]) -> list[str]:
+    """Return every problem of given programs of a step, each as a sentence; empty if there is none.
+
+    A sentence names the rank, the pass, the point and the unit, as far as it has them. programs: of all ranks of the
+    run, by rank. Ranks with the same object are checked once.
+    """
+    ranks = RankPrograms(plan, programs)
+    return [*_rank_problems(ranks), *group_problems(ranks), *deadlock_problems(ranks)]
+
+
+def _rank_problems(ranks: RankPrograms) -> Iterator[str]:
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, program in ranks.programs.items():
+        key = (id(program), ranks.place(rank)[0], *ranks.part(rank).spec.padded.items())
+        alike.setdefault(key, []).append(rank)
+    for same in alike.values():
+        yield from (f"{_named(same)}, {text}" for text in _problems(ranks.part(same[0]), ranks.programs[same[0]]))
+
+
+def _problems(part: Part, program: Program) -> Iterator[str]:
+    yield from pass_problems(part.spec, program)
+    yield from weight_problems(part.spec, program)
+    yield from gradient_problems(part.spec, program)
+    if not part.spec.ordered:
+        yield from message_driven_problems(program)
+
+
+def _named(same: Sequence[int]) -> str:
+    if len(same) == 1:
+        return f"rank {same[0]}"
+    more = f" and {len(same) - 4} more" if len(same) > 4 else ""
+    return f"ranks {', '.join(map(str, same[:4]))}{more}"
