@@ -1,7 +1,9 @@
 """Random plans of small models on up to 32 ranks, through the real loader and planner."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
@@ -20,7 +22,6 @@ class RandomPlans:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._path, self._random = folder / "random.yaml", Random(seed)
-        self._path.write_text("model: {hidden: 32, heads: 4}\ndata: {path: corpus, sequence_length: 16}\n")
         self.refused = 0
 
     def next(self) -> tuple[list[str], Plan]:
@@ -28,14 +29,19 @@ class RandomPlans:
         while True:
             keys, facts = self._keys()
             try:
-                plan = make_plan(load_recipe(str(self._path), keys), facts)
+                plan = self._plan(keys, facts)
                 if self._random.random() < 0.4:
                     keys.append(f"zero.resident={self._resident(plan)}")
-                    plan = make_plan(load_recipe(str(self._path), keys), facts)
+                    plan = self._plan(keys, facts)
             except BadInputError:
                 self.refused += 1
                 continue
             return [*keys, str(facts)], plan
+
+    def _plan(self, keys: list[str], facts: Facts) -> Plan:
+        # Overrides take longer to load than a file.
+        self._path.write_text(recipe_text(keys))
+        return make_plan(load_recipe(str(self._path), []), facts)
 
     def _keys(self) -> tuple[list[str], Facts]:
         choose = self._random.choice
@@ -45,6 +51,10 @@ class RandomPlans:
         chunks = {"interleaved": choose((2, 3)), "zero-bubble-v": 2}.get(schedule, 1)
         stages = pipeline * chunks if pipeline > 1 else 1
         keys = [
+            "model.hidden=32",
+            "model.heads=4",
+            "data.path=corpus",
+            "data.sequence_length=16",
             f"model.family={choose(('gpt2', 'llama', 'neox'))}",
             f"model.layers={stages + self._random.randrange(6)}",
             f"model.vocab={self._random.randrange(90, 140)}",
@@ -93,3 +103,22 @@ class RandomPlans:
         least = max(least_resident(plan, role.rank) for role in roles(plan))
         whole = max(role.parameters for role in roles(plan)) * plan.compute_bytes
         return least + int(self._random.uniform(0, 1.2) * max(0, whole - least))
+
+
+def recipe_text(keys: Iterable[str]) -> str:
+    """Return keys such as `zero.stage=3` as the text of a recipe."""
+    root: dict[str, Any] = {}
+    for key in keys:
+        name, value = key.split("=")
+        *sections, last = name.split(".")
+        section = root
+        for one in sections:
+            section = section.setdefault(one, {})
+        section[last] = value
+    return "".join(f"{name}: {_flow(value)}\n" for name, value in root.items())
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(one)}" for name, one in value.items()) + "}"
+    return str(value)

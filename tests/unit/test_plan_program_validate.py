@@ -47,6 +47,16 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "pipeline": (4, ["zero.stage=3", "parallel.pipeline=2"]),
     "split": (4, ["zero.stage=3", "parallel.pipeline=2", "pipeline.schedule=zero-bubble", "model.tie_embeddings=true"]),
     "driven": (4, ["zero.stage=3", "parallel.pipeline=2", "pipeline.schedule=message-driven"]),
+    "driven rounded": (
+        8,
+        [
+            "parallel.pipeline=2",
+            "pipeline.schedule=message-driven",
+            "zero.partition.weights=2",
+            "zero.secondary=4",
+            "quantize.secondary=int8",
+        ],
+    ),
     "tensor": (4, ["zero.stage=3", "parallel.tensor=2"]),
 }
 

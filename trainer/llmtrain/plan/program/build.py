@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.arena import paired_offsets, paired_size
 from llmtrain.plan.program.instructions import At, BackwardPass, Issue, Pass, Point, Program, Reduce
@@ -76,14 +75,17 @@ def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: Progra
     for action, own in zip(actions, spots, strict=True):
         for at, unit in own:
             if at is not At.GRADIENTS and spec.is_cut(unit):
-                yield Event(at, unit, unit in used and serves_secondary(spec.degrees[unit], action.kind is not Kind.F))
+                yield Event(at, unit, unit in used and serves_secondary(spec, unit, action.kind))
                 if at is At.DONE:
                     used.add(unit)
 
 
-def serves_secondary(degrees: Degrees, backward: bool) -> bool:
+def serves_secondary(spec: ProgramSpec, unit: str, kind: Kind) -> bool:
     """Whether a use of a unit whose secondary copy is filled takes it: in a forward pass only if the copy has no more
-    shards than the weights. backward: whether the use is in a backward pass."""
+    shards than the weights. kind: of the pass."""
+    degrees = spec.degrees[unit]
+    # Without an order of passes, backward passes run between forward passes. Both use what stays gathered.
+    backward = kind is not Kind.F and spec.ordered
     return degrees.secondary > 0 and (backward or degrees.secondary <= degrees.weights)
 
 

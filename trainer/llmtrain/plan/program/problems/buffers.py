@@ -6,7 +6,7 @@ No torch in here.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.program.build import serves_secondary
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.problems.places import Place, overlap, program_issues
@@ -88,8 +88,7 @@ class _Weights:
         if unit not in self.held:
             yield f"{place}: {unit} is used, but it is not gathered"
         elif self.spec.rounded and unit in self.spec.degrees:
-            backward = action.kind is not Kind.F
-            expected = unit in self.used and serves_secondary(self.spec.degrees[unit], backward)
+            expected = unit in self.used and serves_secondary(self.spec, unit, action.kind)
             gather, origin = self.held[unit]
             if gather.secondary != expected:
                 yield (

@@ -1,7 +1,8 @@
 """One rank's step, as a sequence of waits. No torch in here."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Action, Kind
@@ -119,9 +120,8 @@ class RankRun:
                     )
                 chosen.append(self._possible(passes, done)[0])
             elif len(chosen) <= number:
-                yield Wait(
-                    f"after {number} passes", lambda at=number: len(chosen) > at, lambda: "the choice of the next pass"
-                )
+                there = partial(_longer, chosen, number)
+                yield Wait(f"after {number} passes", there, lambda: "the choice of the next pass")
             kind = chosen[number]
             if done[kind] < len(passes[kind]):
                 yield passes[kind][done[kind]]
@@ -138,3 +138,7 @@ class RankRun:
             if done[kind] < len(passes[kind]) and arrived and allowed:
                 found.append(kind)
         return found
+
+
+def _longer(chosen: Sequence[Kind], number: int) -> bool:
+    return len(chosen) > number
