@@ -1,6 +1,6 @@
 """Faults of programs: each breaks one thing in the valid programs of all ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from llmtrain.plan.program.instructions import Gather, Issue, Pass, Point, Program, Reduce
@@ -147,3 +147,17 @@ def both(*faults: Fault) -> Fault:
 def from_secondary(program: Program) -> Program:
     """Take the weights of blocks.2 from the secondary copy from the start."""
     return altered(Gather, "blocks.2", secondary=True, fills=False)(program)
+
+
+def removals(program: Program) -> Iterator[Program]:
+    """Yield each way to remove one instruction."""
+    yield from (
+        replace(program, start=(*program.start[:place], *program.start[place + 1 :]))
+        for place in range(len(program.start))
+    )
+    for number, one in enumerate(program.passes):
+        for spot, point in enumerate(one.points):
+            for place in range(len(point.issues)):
+                less = replace(point, issues=(*point.issues[:place], *point.issues[place + 1 :]))
+                changed = replace(one, points=(*one.points[:spot], less, *one.points[spot + 1 :]))
+                yield replace(program, passes=(*program.passes[:number], changed, *program.passes[number + 1 :]))

@@ -29,6 +29,7 @@ from tests.unit.program_faults import (
     on,
     on_alike,
     ordered,
+    removals,
     swap_passes,
     swap_points,
     swap_reductions,
@@ -290,6 +291,17 @@ def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     found = program_problems(plan, breaks(step_programs(plan)))
     for words in expected:
         assert any(re.search(words, sentence) for sentence in found), "\n".join((words, *found))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_instruction_is_needed(name: str, tmp_path: Path) -> None:
+    """Whichever instruction the last rank lacks, that is found."""
+    plan = small_plan(tmp_path, name)
+    programs = step_programs(plan)
+    rank = plan.grid.world - 1
+    broken = list(removals(programs[rank]))
+    assert len(broken) > 5
+    assert all(program_problems(plan, {**programs, rank: program}) for program in broken)
 
 
 def test_a_schedule_that_never_ends_is_found(tmp_path: Path) -> None:
