@@ -6,13 +6,7 @@
 #include <immintrin.h>
 #endif
 
-// No contraction to fused multiply-add: products and sums round separately, as in the reference.
-#if defined(__clang__)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
+#include "no_contraction.h"
 #include "numbers.h"
 
 namespace {

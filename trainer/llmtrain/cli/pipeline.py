@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import Terminal, say_json
 
+from llmtrain.cli.arguments import RankCount, RecipeName
+
 app = typer.Typer(no_args_is_help=True, help="Show the pipeline schedule of a recipe.")
 
 
@@ -16,16 +18,11 @@ def pipeline() -> None:
 
 @app.command()
 def show(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as parallel.pipeline=4.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"
-        ),
-    ] = None,
+    ranks: RankCount = None,
     flops: Annotated[
         str | None,
         typer.Option(

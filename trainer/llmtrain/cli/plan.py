@@ -6,18 +6,15 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import Terminal, say_json
 
+from llmtrain.cli.arguments import RankCount, RecipeName
+
 
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as zero.stage=3.")
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"
-        ),
-    ] = None,
+    ranks: RankCount = None,
     png: Annotated[Path | None, typer.Option(help="Draw the memory to this file.", metavar="FILE")] = None,
     force: Annotated[bool, typer.Option("--force", help="Succeed even if the run does not fit its memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,

@@ -4,9 +4,11 @@ from typing import Annotated
 
 import typer
 
+from llmtrain.cli.arguments import RecipeName
+
 
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
     ] = None,

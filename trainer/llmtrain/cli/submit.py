@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import say, say_json
 
+from llmtrain.cli.arguments import RecipeName
+
 
 def submit(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.steps=100.")
     ] = None,

@@ -171,8 +171,8 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
     batch = view.plan.batch
     yield (
         "step",
-        f"{batch.sequences} sequences of {batch.sequence_length} tokens, in {batch.microbatches} microbatches of "
-        f"{batch.microbatch} on each replica",
+        f"{batch.sequences} sequences of {batch.sequence_length} tokens, in {batch.microbatches} "
+        f"microbatch{'' if batch.microbatches == 1 else 'es'} of {batch.microbatch} on each replica",
     )
     known: Sequence[tuple[str, float | None, Callable[[float], str], str]] = (
         ("compute", view.least.compute, units.seconds, "at the accelerator's peak"),

@@ -64,11 +64,6 @@ class GatheredWeights:
         """Bytes of the TP-replicated parameters that are kept apart from the weights."""
         return sum(values.nbytes for values in self._replicated.values())
 
-    @property
-    def gathered(self) -> tuple[str, ...]:
-        """Names of the units in the arena."""
-        return tuple(self._gathered)
-
     def wait(self, name: str) -> Tensor:
         """Wait for a unit's weights and return them, flat; its parameters become views into them."""
         unit = self._units[name]
