@@ -27,7 +27,7 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.refusal import changes
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import role_states
-from llmtrain.plan.temporaries import temporary_bytes
+from llmtrain.plan.temporaries import gradient_bytes, loss_bytes, temporary_bytes
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data.indexed import IndexedWriter
 
@@ -185,6 +185,7 @@ def test_parts_of_a_budget() -> None:
     assert [row.role for row in budget.rows] == roles(plan)
     for row in budget.rows:
         states = role_states(plan, row.role)
+        passing = live_activations(plan, row.role.rank), temporary_bytes(plan, row.role, "cuda")
         groups, program = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank)).step
         assert program.weights > 0
         assert row.device == {
@@ -195,27 +196,42 @@ def test_parts_of_a_budget() -> None:
             "replicated": states.replicated,
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
-            "activations": live_activations(plan, row.role.rank),
-            "temporaries": temporary_bytes(plan, row.role),
+            "activations": passing[0],
+            "temporaries": passing[1],
             "context": GPU.context,
             "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups),
-            "fragmentation": int(0.15 * (live_activations(plan, row.role.rank) + temporary_bytes(plan, row.role))),
+            "fragmentation": int(
+                0.15 * (live_activations(plan, row.role.rank) + temporary_bytes(plan, row.role, "cuda"))
+            ),
         }
     assert budget.limit is None
     assert budget.excess == 0
 
 
-def test_temporaries_are_the_largest_gradient() -> None:
+def test_the_largest_gradient() -> None:
     """The two matrices of the MLP's first product are one parameter."""
     plan, budget = made("parallel.tensor=2", ranks=2)
     ffn = plan.model.ffn
-    assert [temporary_bytes(plan, row.role) for row in budget.rows] == [4 * ffn * 512] * 2
+    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * ffn * 512] * 2
     plan, budget = made("model.vocab=8001", "parallel.tensor=2", ranks=2)
-    assert [temporary_bytes(plan, row.role) for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
+    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
     # Of many narrow layers, all norms in fp32 are larger than one matrix.
     narrow = ("model.hidden=8", "model.heads=2", "model.ffn=8", "model.vocab=8", "model.layers=64")
     plan, budget = made(*narrow, "quantize.gradients=int4", "parallel.tensor=2", ranks=4)
-    assert temporary_bytes(plan, budget.rows[0].role) == 4 * (2 * 64 + 1) * 8
+    assert gradient_bytes(plan, budget.rows[0].role) == 4 * (2 * 64 + 1) * 8
+
+
+def test_a_chunk_of_logits() -> None:
+    """Beside the logits, the loss makes fp32 probabilities of them, and a product of the size of the output matrix."""
+    half = "precision.compute=bf16"
+    plan, budget = made("model.vocab=8000", half, cluster(10**12))
+    tokens, role = plan.batch.microbatch * 32, budget.rows[0].role
+    assert loss_bytes(plan, role, "cuda") == 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
+    # A chunk of a large vocabulary has fewer tokens than the microbatch.
+    plan, budget = made("model.vocab=1000000", "train.global_batch=512", "train.microbatch=64", half, cluster(10**12))
+    assert loss_bytes(plan, budget.rows[0].role, "cuda") == 1_000_000 * 256 * (2 + 4)
+    plan, budget = made("model.vocab=8000", "parallel.pipeline=2", half, cluster(10**12))
+    assert [loss_bytes(plan, row.role, "cuda") > 0 for row in budget.rows] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The memory that a run will take on each rank's device, against what the cluster file states. No torch in here.
 
-`_LASTING` and `_PASSING` list what a rank holds, in the order of the report. Each part is a function of the plan and of
-a role.
+`_LASTING` lists the model states that a rank holds, in the order of the report.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +68,8 @@ def memory_budget(plan: Plan, device: Device) -> Budget:
 def _device_memory(plan: Plan, role: Role, device: Device, arenas: Mapping[str, int]) -> dict[str, int]:
     needs = own_needs(device)
     lasting = {name: part(plan, role) for name, part in _LASTING}
-    passing = {name: part(plan, role) for name, part in _PASSING}
+    # Tensors that come and go in every step; the allocator cannot use all of the memory between them.
+    passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
     return {
         **lasting,
         **arenas,
@@ -108,6 +108,3 @@ _LASTING: tuple[_Part, ...] = (
     ("replicated", lambda plan, role: role_states(plan, role).replicated),
 )
 """Model states, which last as long as the run."""
-
-_PASSING: tuple[_Part, ...] = (("activations", _activations), ("temporaries", temporary_bytes))
-"""Tensors that come and go in every step."""

@@ -33,6 +33,8 @@ def _on_cuda(model: GPTConfig, compute_bytes: int) -> Kernels:
         weights_mask=1,
         # torch keeps the states of all generators in host memory.
         generator=0,
+        # Probabilities in fp32.
+        logit=4,
     )
 
 
@@ -51,4 +53,6 @@ def _on_cpu(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
         mask=COMPUTE_BYTES[compute],
         weights_mask=4,
         generator=CPU_GENERATOR,
+        # Our kernel works in place; torch converts the logits to fp32 before the softmax.
+        logit=0 if ours else 8,
     )

@@ -92,7 +92,7 @@ class Kernels:
     the queries to multiples of these. seeds: bytes of random seeds that it keeps. statistic: bytes of a statistic that
     a norm keeps, 0 if it computes them again. mask: bytes of an element of a dropout mask. weights_mask: the same for
     attention weights. generator: bytes of the random generator's state that a recomputed group with dropout keeps in
-    the device's memory.
+    the device's memory. logit: bytes that the loss takes for each logit of a chunk, beside the logits.
     """
 
     attention: Attention
@@ -103,6 +103,7 @@ class Kernels:
     mask: int
     weights_mask: int
     generator: int
+    logit: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,24 +2,48 @@
 
 from itertools import groupby
 
+from llmtrain_kernels.cross_entropy.chunks import chunk_rows
+
 from llmtrain.cluster.layout import Axis
 from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
 
-def temporary_bytes(plan: Plan, role: Role) -> int:
-    """Return the most bytes of temporary tensors at once on each rank of a role.
+def temporary_bytes(plan: Plan, role: Role, device: Device) -> int:
+    """Return the most bytes of temporary tensors at once on each rank of a role. device: what it computes on.
 
-    Autograd holds one parameter's gradient in the compute dtype until it is added to the sum. After the last backward
-    pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32. Optimizer kernels
-    work in place.
+    Optimizer kernels work in place.
+    """
+    return max(gradient_bytes(plan, role), loss_bytes(plan, role, device))
+
+
+def gradient_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes of gradients at once that wait to be added to their sums, or are averaged.
+
+    Autograd holds one parameter's gradient in the compute dtype until it is added. After the last backward pass,
+    quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
     """
     gradient = max(largest_parameter(unit) for unit in role.units) * plan.compute_bytes
     averaged = 0
     if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
     return max(gradient, averaged)
+
+
+def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
+    """Return the most bytes at once beside what the loss keeps: a chunk's logits with the numbers that it makes of
+    them, or with the product that it adds to the fp32 gradient of the output matrix. 0 without the last stage."""
+    if not any(layout.closes for layout in plan.stages_of(role.rank)):
+        return 0
+    parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
+    vocab = -(-plan.model.vocab // parts)
+    rows = min(chunk_rows(device, vocab), plan.batch.microbatch * plan.batch.sequence_length)
+    # Over a sharded vocabulary, torch's operations compute the loss.
+    made = rows * vocab * (plan.kernels.logit if parts == 1 else 4)
+    product = vocab * plan.model.hidden * element if element < 4 else 0
+    return rows * vocab * element + max(made, product)
 
 
 def largest_parameter(unit: UnitSpec) -> int:
