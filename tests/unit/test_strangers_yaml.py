@@ -45,3 +45,21 @@ def test_a_file_of_another_kind_is_not_quoted(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="a line of it is no key of a cluster") as raised:
         load_cluster(tmp_path / "shadow")
     assert "secret" not in str(raised.value)
+
+
+def test_a_recipe_that_extends_a_link_to_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "shadow").write_text("root:$6$secret:20228:0:99999:7: \n")
+    (tmp_path / "base.yaml").symlink_to(tmp_path / "shadow")
+    (tmp_path / "evil.yaml").write_text("extends: base.yaml\n")
+    with pytest.raises(BadInputError, match="a line of it is not a recipe key") as raised:
+        load_recipe(str(tmp_path / "evil.yaml"))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_number_of_thousands_of_digits(tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text(f"train: {{steps: {'9' * 5000}}}\n")
+    for read in (load_recipe, load_cluster):
+        with pytest.raises(BadInputError, match="it has a number of thousands of digits"):
+            read(str(tmp_path / "evil.yaml"))
+    with pytest.raises(BadInputError, match="it has a number of thousands of digits"):
+        load_recipe("quickstart", [f"train.steps={'9' * 5000}"])

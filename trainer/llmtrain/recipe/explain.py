@@ -1,10 +1,12 @@
 """An error of pydantic about a recipe, as one sentence."""
 
+from collections.abc import Callable
+
 from pydantic import ValidationError
 
 from llmtrain.recipe.keys import INDEX, nearest_key, recipe_keys
 from llmtrain.yaml.expected import expected
-from llmtrain.yaml.shown import shown
+from llmtrain.yaml.shown import shown, shown_key
 
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
 
@@ -21,7 +23,7 @@ def explain(error: ValidationError) -> str:
     ]
     key, details = min(about_first, key=lambda item: _rank(item[1]["type"], item[0]))
     if details["type"] == _UNKNOWN:
-        return unknown_key(".".join(filter(None, (key, str(details["loc"][-1])))))
+        return unknown_key(".".join(filter(None, (key, str(details["loc"][-1])))), shown_key)
     if details["type"] == _VALUE:
         return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
     if details["type"].startswith(_MISSING) and isinstance(details["loc"][-1], str):
@@ -31,11 +33,12 @@ def explain(error: ValidationError) -> str:
     return f"{key} is {shown(details['input'])}; expected {expected(recipe_keys()[INDEX.sub('[]', key)])}"
 
 
-def unknown_key(key: str) -> str:
-    """Return a sentence that `key` is not a recipe key, with the nearest key that is."""
+def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:
+    """Return a sentence that `key` is not a recipe key, with the nearest key that is. quoted: returns what of the key
+    is quoted."""
     near = nearest_key(key)
     advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
-    return f"{shown(key)} is not a recipe key; {advice}"
+    return f"{quoted(key)} is not a recipe key; {advice}"
 
 
 def _rank(kind: str, key: str) -> tuple[bool, int, int]:

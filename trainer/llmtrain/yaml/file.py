@@ -70,6 +70,8 @@ def yaml_problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark, problem = error.problem_mark, error.problem
         return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem or 'this is no YAML')}"
+    if "set_int_max_str_digits" in str(error):
+        return "it has a number of thousands of digits"
     return "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
 
 

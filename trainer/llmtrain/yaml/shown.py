@@ -1,7 +1,10 @@
 """Values of a file as error messages quote them."""
 
 import json
+import re
 from typing import Any
+
+_KEY = re.compile(r"[\w.\[\]-]{1,60}")
 
 
 def shown(value: Any) -> str:
@@ -15,3 +18,9 @@ def shown(value: Any) -> str:
         return "a list or section that is too deep, or has a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def shown_key(key: str) -> str:
+    """Return an unknown key of a file. A file of another kind may be private: its text is quoted only if it looks like
+    a key."""
+    return shown(key) if _KEY.fullmatch(key) else "a line of it"

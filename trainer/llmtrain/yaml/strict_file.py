@@ -13,15 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
 from llmtrain.yaml.file import YAML_ERRORS, read_yaml, yaml_problem
-from llmtrain.yaml.shown import shown
+from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import as_meant
 
 T = TypeVar("T")
 
 # YAML 1.1 reads the time 24:00:00 as a base-60 number.
 _BASE_60 = re.compile(r"(?m)^([ \t]*\w+:\s+)(\d+(?::\d+)+)(?=\s*(?:#.*)?$)")
-
-_KEY = re.compile(r"[\w.\[\]-]{1,60}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ class StrictFile(Generic[T]):
         if details["type"] == unknown:
             near = self._nearest([str(part) for part in details["loc"] if isinstance(part, str)])
             known = ", ".join(entry.name for entry in fields(self.section))  # type: ignore[arg-type]
-            # A file of another kind may be private: quote it only if the text looks like a key.
-            quoted = shown(key) if _KEY.fullmatch(key) else "a line of it"
-            return f"{quoted} is no key of {self.noun}; " + (f"did you mean {near}?" if near else f"expected {known}")
+            return f"{shown_key(key)} is no key of {self.noun}; " + (
+                f"did you mean {near}?" if near else f"expected {known}"
+            )
         if details["type"] == "value_error":
             return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
         if details["type"].startswith("missing"):
