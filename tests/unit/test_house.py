@@ -26,6 +26,7 @@ ROOMS = (
     "plan",
     "comm",
     "sharding",
+    "offload",
     "parallel",
     "checkpoint",
     "telemetry",
@@ -140,7 +141,7 @@ def test_imports_point_down(module: str) -> None:
 
 
 # Rooms that take the plan and never the recipe that it was made from, and the modules of training that make the plan.
-WITHOUT_RECIPE = ("comm", "sharding", "parallel", "checkpoint", "telemetry", "training")
+WITHOUT_RECIPE = ("comm", "sharding", "offload", "parallel", "checkpoint", "telemetry", "training")
 PLANNING = ("llmtrain.training.start", "llmtrain.training.rank", "llmtrain.training.stage_speeds")
 
 
@@ -150,7 +151,7 @@ def test_what_runs_takes_the_plan(module: str) -> None:
 
 
 # Rooms that query the kind of device; other rooms use `llmtrain.comm.device`.
-ASK_FOR_DEVICES = ("llmtrain.comm.", "llmtrain_kernels.")
+ASK_FOR_DEVICES = ("llmtrain.comm.", "llmtrain.offload.", "llmtrain_kernels.")
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(ASK_FOR_DEVICES)])

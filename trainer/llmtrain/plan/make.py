@@ -17,6 +17,7 @@ from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.model_shape import model_shape
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
@@ -40,10 +41,14 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
+    offload = Offload.of(recipe.offload, backend if facts.device == "cpu" else "cpu")
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
-        return _sharding(zero, _placement(zero, grid, links, compute, backend), model)
+        placement = _placement(zero, grid, links, compute, backend)
+        # The CPU cannot step masters that are weights on a GPU.
+        apart = offload.share > 0 and facts.device != "cpu"
+        return _sharding(zero, replace(placement, masters="separate") if apart else placement, model, offload)
 
     zero = zero_settings(
         recipe,
@@ -166,11 +171,12 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees:
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
 
 
-def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig) -> Sharding:
+def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig, offload: Offload) -> Sharding:
     return Sharding(
         placements={unit.name: placement for unit in model_units(model)},
         resident=zero.resident,
         quantization=zero.quantization,
+        offload=offload,
     )
 
 

@@ -5,7 +5,7 @@ in it is `auto`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import Tier
 from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.placement import Placement
@@ -58,11 +59,13 @@ class Quantization:
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
     """Where model states are held and how they are communicated. placements: placement of each unit, by name. resident:
-    bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead."""
+    bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead. offload: which
+    optimizer states rest elsewhere."""
 
     placements: Mapping[str, Placement]
     resident: int
     quantization: Quantization
+    offload: Offload = field(default_factory=Offload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan, Quantization, Sharding
 from llmtrain.plan.roles import Role, roles
@@ -64,16 +65,19 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
     total = StateBytes()
     for unit in units:
         placement, quantization = sharding.placements[unit.name], sharding.quantization
-        total += unit_states(unit.numel, placement, quantization, compute_bytes)
+        total += unit_states(unit.numel, placement, quantization, compute_bytes, sharding.offload)
         if tensor > 1 and _keeps_replicated(unit, placement, quantization):
             total += StateBytes(replicated=(unit.numel - unit.replicated) * compute_bytes)
     return total
 
 
-def unit_states(numel: int, placement: Placement, quantization: Quantization, compute_bytes: int) -> StateBytes:
-    """Return the model states of one rank for a unit of `numel` elements."""
+def unit_states(
+    numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
+) -> StateBytes:
+    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded."""
     padded, degrees = placement.padded(numel), placement.degrees
     stepped = padded // degrees.optimizer
+    stepped = stepped if offload is None else offload.resident(stepped)
     secondary = 0
     if degrees.secondary:
         copied = padded // degrees.secondary

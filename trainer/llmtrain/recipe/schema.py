@@ -12,6 +12,7 @@ from llmtrain.model.config import ModelConfig
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.recipe.checkpoint import CheckpointConfig
 from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.offload import OffloadConfig
 from llmtrain.recipe.pipeline import PipelineConfig
 from llmtrain.recipe.zero import QuantizeConfig, ZeroConfig
 
@@ -76,6 +77,7 @@ class Recipe:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     on_spike: SpikeConfig = field(default_factory=SpikeConfig)
     activation_checkpointing: Literal["none", "full", "auto"] | EveryK = "none"

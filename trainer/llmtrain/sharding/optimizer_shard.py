@@ -1,6 +1,8 @@
 """The optimizer states of one unit on this rank, and all access to them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from llmtrain_kernels.adamw.op import adamw
@@ -15,6 +17,33 @@ Range = tuple[int, int]
 STATES = ("master", "m", "v")
 
 
+class StepRule:
+    """How ranges of one unit are stepped, wherever their states are. end: of the unit, with padding. backend: the
+    kernel."""
+
+    def __init__(self, spec: UnitSpec, end: int, backend: str) -> None:
+        self._backend, self._decay = backend, _decay_ranges(spec, end)
+
+    def step(
+        self,
+        states: Mapping[str, Tensor],
+        within: Range,
+        gradient: Tensor,
+        numbers: AdamWStep,
+        weight: Tensor | None = None,
+    ) -> None:
+        """Step the range `within` of the unit. states: of its elements, by name, fp32 `[n]`. See `OptimizerShard.step`
+        for the rest."""
+        for first, last, decays in self._decay:
+            start, end = max(first, within[0]), min(last, within[1])
+            if start < end:
+                own = slice(start - within[0], end - within[0])
+                decayed = numbers if decays else replace(numbers, weight_decay=0.0)
+                rounded = None if weight is None else weight[own]
+                master, m, v = (states[name][own] for name in STATES)
+                adamw(self._backend, master, m, v, gradient[own], decayed, rounded)
+
+
 class OptimizerShard:
     """fp32 masters and AdamW's two moments of the elements `[start, end)` of a unit, on the device that computes.
 
@@ -22,11 +51,13 @@ class OptimizerShard:
     another class can keep them elsewhere.
     """
 
+    in_files = False
+
     def __init__(self, spec: UnitSpec, held: Range, masters: Tensor, backend: str) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
         their own. backend: the kernel that steps them."""
         self.held = held
-        self._backend, self._decay = backend, _decay_ranges(spec, held[1])
+        self._rule = StepRule(spec, held[1], backend)
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
@@ -35,14 +66,8 @@ class OptimizerShard:
         numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
         the rounded masters; None if the masters are the weights.
         """
-        for first, last, decays in self._decay:
-            start, end = max(first, within[0]), min(last, within[1])
-            if start < end:
-                master, m, v = (self._at(name, start, end) for name in STATES)
-                own = slice(start - within[0], end - within[0])
-                decayed = numbers if decays else replace(numbers, weight_decay=0.0)
-                rounded = None if weight is None else weight[own]
-                adamw(self._backend, master, m, v, gradient[own], decayed, rounded)
+        states = {name: self._at(name, *within) for name in STATES}
+        self._rule.step(states, within, gradient, numbers, weight)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return one of STATES, fp32 `[end - start]`, read-only and valid until the next step or write."""
@@ -65,12 +90,38 @@ class OptimizerShard:
         return self._states[name][start - self.held[0] : end - self.held[0]]
 
 
+class OptimizerStates(Protocol):
+    """The optimizer states of one unit on this rank, wherever they rest. `OptimizerShard` describes the methods."""
+
+    held: Range
+
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
+        """Step a range with its gradient."""
+
+    def read(self, name: str, start: int, end: int) -> Tensor:
+        """Return one of STATES."""
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Set one of STATES."""
+
+    def use_masters(self, masters: Tensor) -> None:
+        """Use `masters` as the masters."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the weights."""
+
+    @property
+    def in_files(self) -> bool:
+        """Whether `read` copies states from files."""
+
+
 class OptimizerStateRange:
     """The states of the elements `[start, end)` of an optimizer shard, as a checkpoint reads and writes them."""
 
     names = STATES
 
-    def __init__(self, unit: UnitSpec, shard: OptimizerShard, start: int, end: int) -> None:
+    def __init__(self, unit: UnitSpec, shard: OptimizerStates, start: int, end: int) -> None:
         self.unit, self.start, self.end, self._shard = unit, start, end, shard
 
     def read(self, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.optimizer_shard import OptimizerShard, Range
+from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range
 from llmtrain.sharding.parameters import UnitParameters
 
 
@@ -50,11 +50,11 @@ class ShardedUnit:
         start, end = ranges.optimizer
         self.weight = torch.zeros(ranges.weights[1] - ranges.weights[0], dtype=dtype, device=device)
         self.gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
-        masters = self.owned_weight if self._masters_are_weights else torch.zeros(end - start, device=device)
+        masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
         if drawn > start:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
-        self.optimizer = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
+        self.optimizer: OptimizerStates = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
         self.parameters = UnitParameters(spec, module, self.weight, ranges.weights == (0, ranges.padded))
         self.publish()
 
@@ -88,27 +88,28 @@ class ShardedUnit:
     def move_weight(self, to: Tensor) -> None:
         """Move the weight shard to `to`, of the same size; the masters too, if they are the weights."""
         self.weight = to.copy_(self.weight)
-        if self._masters_are_weights:
+        if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 
     def step(self, numbers: AdamWStep) -> None:
         """Step the masters with `owned_gradient`, and round them into `owned_weight`."""
-        weight = None if self._masters_are_weights else self.owned_weight
+        weight = None if self.masters_are_weights else self.owned_weight
         self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them."""
-        if not self._masters_are_weights:
+        if not self.masters_are_weights:
             self.owned_weight.copy_(self.masters)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states together."""
-        shared = self.owned_weight.nbytes if self._masters_are_weights else 0
+        shared = self.owned_weight.nbytes if self.masters_are_weights else 0
         return self.weight.nbytes + self.gradient.nbytes + self.optimizer.nbytes - shared
 
     @property
-    def _masters_are_weights(self) -> bool:
+    def masters_are_weights(self) -> bool:
+        """Whether the fp32 masters are the weights themselves."""
         return self.hops.placement.masters == "weights"
 
 

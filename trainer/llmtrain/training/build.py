@@ -1,5 +1,6 @@
 """From a plan to this rank's model, the engine of its states, and the executor that runs it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
@@ -8,6 +9,8 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
+from llmtrain.offload.place import offload_states, open_tier
+from llmtrain.offload.tiers import StateTier
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
@@ -17,6 +20,7 @@ from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
@@ -29,18 +33,22 @@ from llmtrain.training.build_pipeline import build_executor
 
 @dataclass(frozen=True)
 class Assembly:
-    """This rank's part of a model, the engine of its states, its executor, and its tensor-parallel mesh."""
+    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, and the tier of
+    offloaded states."""
 
     model: GPT
     engine: Engine
     executor: Executor
     mesh: TensorMesh
+    offloaded: StateTier | None
 
     def close(self) -> None:
         """Wait for pending work and leave the process groups."""
         self.executor.close()
         self.engine.close()
         self.mesh.close()
+        if self.offloaded is not None:
+            self.offloaded.close()
 
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
@@ -55,14 +63,21 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     keep(model, stage_layouts)
     mesh = _mesh(plan, ranks, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
-    units = _units(model, plan, ranks)
+    buckets = rank_buckets(plan, ranks.rank)
+    tier = open_tier(plan.sharding.offload, buckets, ranks.device)
+    units = []
+    for unit in _units(model, plan, ranks):
+        # One unit after the other: together, the states of all units may not fit the memory.
+        if tier is not None:
+            offload_states(unit, plan.sharding.offload, buckets, tier)
+        units.append(unit)
     sharding = _sharding(plan, ranks)
     engine = Engine(model, units, sharding, Programs(ProgramSpec.of(plan, ranks.rank)), count)
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
     executor = build_executor(model, plan, ranks, engine, weight_gradients, count)
-    return Assembly(model, engine, executor, mesh)
+    return Assembly(model, engine, executor, mesh, tier)
 
 
 def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
@@ -78,18 +93,16 @@ def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
     return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
-def _units(model: GPT, plan: Plan, ranks: Ranks) -> list[ShardedUnit]:
-    """Connect the ranks that share model states, and create this rank's states. Collective."""
+def _units(model: GPT, plan: Plan, ranks: Ranks) -> Iterator[ShardedUnit]:
+    """Connect the ranks that share model states, and yield each unit with this rank's states. Collective."""
     layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
     # Every rank makes the groups of every placement, even if none of its units has that placement.
     hops = {placement: make_hops(ranks, placement) for placement in dict.fromkeys(placements.values())}
     specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
-    return [
-        ShardedUnit(
+    for spec in specs:
+        yield ShardedUnit(
             spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )
-        for spec in specs
-    ]
 
 
 def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:

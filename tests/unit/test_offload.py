@@ -1,0 +1,168 @@
+"""Offloaded optimizer states: the same bits wherever they rest."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from llmtrain.cluster.levels import Degrees
+from llmtrain.errors import RunFailedError
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.offload.place import offload_states, open_tier
+from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.tiers import StateTier
+from llmtrain.plan.offload import GRANULE, Bucket, Offload, rounded, slots
+from llmtrain.plan.placement import Placement
+from llmtrain.sharding.hops import Hops
+from llmtrain.sharding.optimizer_shard import STATES
+from llmtrain.sharding.unit import ShardedUnit
+from llmtrain_kernels.adamw.step import AdamWStep
+from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from torch import Tensor
+
+CONFIG = GPTConfig(
+    family="gpt2", layers=2, hidden=48, heads=2, kv_heads=2, ffn=100, positions=32, vocab=257, tie_embeddings=True,
+    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="gelu_tanh", dropout=0.0,
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def units_of(dtype: torch.dtype) -> list[ShardedUnit]:
+    model, masters = GPT(CONFIG, CPU), "weights" if dtype == torch.float32 else "separate"
+    alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters, backend="cpu"))  # type: ignore[arg-type]
+    return [ShardedUnit(spec, model.unit(spec.name), alone, dtype, 0, CPU) for spec in model_units(CONFIG)]
+
+
+def buckets_of(units: list[ShardedUnit], offload: Offload) -> list[Bucket]:
+    return [
+        Bucket(unit.spec.name, *ends, 2 if unit.masters_are_weights else 3)
+        for unit in units
+        for ends in offload.buckets(unit.spec.numel)
+    ]
+
+
+@contextmanager
+def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[ShardedUnit], StateTier]]:
+    units = units_of(dtype)
+    buckets = buckets_of(units, offload)
+    tier = open_tier(offload, buckets, CPU)
+    assert tier is not None
+    for unit in units:
+        offload_states(unit, offload, buckets, tier)
+    yield units, tier
+    tier.close()
+
+
+def step(units: list[ShardedUnit], number: int) -> None:
+    numbers = AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
+    for place, unit in enumerate(units):
+        unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
+        unit.step(numbers)
+
+
+def states(units: list[ShardedUnit]) -> list[Tensor]:
+    held = [unit.optimizer.read(name, *unit.optimizer.held).clone() for unit in units for name in STATES]
+    return [*held, *(unit.weight for unit in units)]
+
+
+OFFLOADS = {
+    "host": Offload(tier="host", share=1.0),
+    "host, small buckets, a third": Offload(tier="host", share=0.3, bucket=2048),
+    "nvme": Offload(tier="nvme", share=1.0),
+    "nvme, one bucket": Offload(tier="nvme", share=0.05),
+    "nvme, small buckets": Offload(tier="nvme", share=1.0, bucket=1024),
+    "nvme, small buckets, a third": Offload(tier="nvme", share=0.3, bucket=3072),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("volumes", [1, 3])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    paths = [tmp_path / str(volume) for volume in range(volumes)]
+    for path in paths:
+        path.mkdir()
+    given = OFFLOADS[name]
+    offload = replace(given, paths=tuple(map(str, paths)) if given.tier == "nvme" else ())
+    beside = units_of(dtype)
+    with offloaded(dtype, offload) as (units, tier):
+        assert all(map(torch.equal, states(units), states(beside)))
+        for number in (1, 2, 3):
+            step(units, number)
+            step(beside, number)
+            if number == 2:
+                # A checkpoint reads between two steps, and a rewind writes.
+                assert all(map(torch.equal, states(units), states(beside)))
+                for unit, other in zip(units, beside, strict=True):
+                    write_odd_ranges(unit, other)
+        assert all(map(torch.equal, states(units), states(beside)))
+        assert all(unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000)
+        assert tier.in_files == (offload.tier == "nvme")
+        assert sorted(tmp_path.rglob("*")) == paths
+
+
+def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:
+    """Set ranges that begin and end within buckets, granules and pages."""
+    start, end = unit.optimizer.held
+    for name in STATES:
+        for first, last in pairwise((start, start + 1, start + (end - start) // 3, end - 7, end)):
+            values = torch.rand(last - first, generator=torch.Generator().manual_seed(first))
+            unit.optimizer.write(name, first, values)
+            other.optimizer.write(name, first, values)
+    unit.publish()
+    other.publish()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("stepped", [1, 1023, 1024, 10_000, 123_457])
+def test_buckets_cover_the_share(share: float, stepped: int) -> None:
+    offload = Offload(tier="host", share=share, bucket=4096)
+    buckets = offload.buckets(stepped)
+    assert [start for start, _ in buckets] == [offload.resident(stepped), *(end for _, end in buckets[:-1])]
+    assert buckets[-1][1] == stepped
+    assert all(start % GRANULE == 0 and 0 < end - start <= 4096 for start, end in buckets)
+    assert 0 <= sum(end - start for start, end in buckets) - share * stepped < GRANULE
+    assert slots(len(buckets)) == min(6, len(buckets))
+
+
+def test_regions_are_striped_evenly(tmp_path: Path) -> None:
+    """Volumes get the same bytes, but for a page; each region is spread over all of them."""
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.mkdir()
+    regions = [ALIGNMENT * pages for pages in (1, 2, 100, 7, 1, 1, 31)]
+    file, queue = StripedFile(list(map(str, paths)), regions), DirectQueue()
+    assert sum(file.nbytes) == sum(regions)
+    assert max(file.nbytes) - min(file.nbytes) <= ALIGNMENT
+    kept = []
+    for region, nbytes in enumerate(regions):
+        values = aligned_bytes(nbytes).random_(0, 256, generator=torch.Generator().manual_seed(region))
+        file.finish(queue, file.start_write(queue, region, values))
+        kept.append(values)
+    for region, values in enumerate(kept):
+        into = aligned_bytes(values.nbytes)
+        file.finish(queue, file.start_read(queue, region, into))
+        assert torch.equal(into, values)
+        part = aligned_bytes(ALIGNMENT)
+        file.read(region, values.nbytes - ALIGNMENT, part)
+        assert torch.equal(part, values[-ALIGNMENT:])
+    assert file.moved(queue) == [(nbytes, nbytes) for nbytes in file.nbytes]
+    queue.close()
+    file.close()
+
+
+def test_a_volume_without_room(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*; the last checkpoint is whole"):
+        StripedFile([str(tmp_path)], [2**55])
+    with pytest.raises(RunFailedError, match="cannot hold offloaded states: No such file or directory"):
+        StripedFile([str(tmp_path / "nowhere")], [ALIGNMENT])
+
+
+def test_a_bucket_in_a_file_is_whole_pages() -> None:
+    assert Bucket("a", 0, 1000, 3).nbytes == 3 * 4096
+    assert rounded(1025) == 2048

@@ -1,0 +1,112 @@
+"""The optimizer states of one unit on this rank, of which a part rests outside of the memory that computes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from llmtrain_kernels.adamw.step import AdamWStep
+from torch import Tensor
+
+from llmtrain.offload.tiers import StateTier
+from llmtrain.plan.offload import Bucket
+from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, StepRule
+
+
+@dataclass(frozen=True)
+class TierBuckets:
+    """The buckets of one unit in a tier. first: number of the first of them."""
+
+    tier: StateTier
+    first: int
+    buckets: Sequence[Bucket]
+
+
+class OffloadedShard:
+    """Optimizer states as `OptimizerShard` has them: those of the first elements beside the weights, the others in
+    buckets of a tier, where the CPU steps them.
+
+    resident: the states that stay. rule: how the buckets are stepped. masters: the masters of all elements, if they are
+    the weights themselves; else None, and the tier has those of its buckets.
+    """
+
+    def __init__(self, resident: OptimizerShard, outside: TierBuckets, rule: StepRule, masters: Tensor | None) -> None:
+        start = resident.held[0]
+        self.held = (start, start + outside.buckets[-1].end)
+        self._resident, self._outside, self._rule, self._masters = resident, outside, rule, masters
+        self._names = STATES if masters is None else STATES[1:]
+
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
+        """See `OptimizerShard.step`. within: all elements."""
+        stays = self._resident.held[1] - self.held[0]
+        self._resident.step(self._resident.held, gradient[:stays], numbers, None if weight is None else weight[:stays])
+        tier = self._outside.tier
+        for number, bucket in enumerate(self._outside.buckets, self._outside.first):
+            own = slice(bucket.start, bucket.end)
+            states = dict(zip(self._names, tier.take(number).unbind(), strict=True))
+            if self._masters is not None:
+                states["master"] = self._masters[own]
+            written = None if weight is None else _on_host(weight[own])
+            part = (self.held[0] + bucket.start, self.held[0] + bucket.end)
+            self._rule.step(states, part, _on_host(gradient[own]), numbers, written)
+            if weight is not None and written is not None:
+                _take_back(weight[own], written)
+            tier.put(number)
+
+    def read(self, name: str, start: int, end: int) -> Tensor:
+        """See `OptimizerShard.read`; the copy is the caller's where states rest in files."""
+        if name == "master" and self._masters is not None:
+            return self._masters[start - self.held[0] : end - self.held[0]]
+        found = [self._resident.read(name, *part) for part in _common(self._resident.held, (start, end))]
+        state = self._names.index(name)
+        found += [self._outside.tier.read(number, state, *part) for number, part, _ in self._parts(start, end)]
+        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *(one.cpu() for one in found)])
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """See `OptimizerShard.write`."""
+        end = start + values.numel()
+        if name == "master" and self._masters is not None:
+            self._masters[start - self.held[0] : end - self.held[0]].copy_(values)
+            return
+        for first, last in _common(self._resident.held, (start, end)):
+            self._resident.write(name, first, values[first - start : last - start])
+        for number, part, own in self._parts(start, end):
+            self._outside.tier.write(number, self._names.index(name), part[0], values[own])
+
+    def use_masters(self, masters: Tensor) -> None:
+        """See `OptimizerShard.use_masters`."""
+        self._masters = masters
+        self._resident.use_masters(masters[: self._resident.held[1] - self.held[0]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states beside the weights, and of masters that are weights."""
+        held = 0 if self._masters is None else self._masters[self._resident.held[1] - self.held[0] :].nbytes
+        return self._resident.nbytes + held
+
+    @property
+    def in_files(self) -> bool:
+        """Whether `read` copies states from files."""
+        return self._outside.tier.in_files
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
+        """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the
+        part from `start`."""
+        for number, bucket in enumerate(self._outside.buckets, self._outside.first):
+            origin = self.held[0] + bucket.start
+            for first, last in _common((origin, self.held[0] + bucket.end), (start, end)):
+                yield number, (first - origin, last - origin), slice(first - start, last - start)
+
+
+def _common(one: Range, other: Range) -> list[Range]:
+    """Return what two ranges have in common: one range, or none."""
+    start, end = max(one[0], other[0]), min(one[1], other[1])
+    return [(start, end)] if start < end else []
+
+
+def _on_host(values: Tensor) -> Tensor:
+    return values if values.device.type == "cpu" else values.cpu()
+
+
+def _take_back(to: Tensor, values: Tensor) -> None:
+    if to.device != values.device:
+        to.copy_(values)

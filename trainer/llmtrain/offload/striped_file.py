@@ -1,0 +1,137 @@
+"""Regions of bytes that are striped over files on several volumes."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue
+from torch import Tensor
+
+from llmtrain.errors import RunFailedError
+
+
+@dataclass(frozen=True)
+class _Stripe:
+    """A range of a file. first: the byte of the region that is stored at `offset`."""
+
+    volume: int
+    offset: int
+    first: int
+    nbytes: int
+
+
+class StripedFile:
+    """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
+
+    paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. The files take their space
+    at once: a later write cannot find the volume full. Raises RunFailedError.
+    """
+
+    def __init__(self, paths: Sequence[str], regions: Sequence[int]) -> None:
+        self._paths, self._stripes = paths, _stripes(regions, len(paths))
+        self._files = [_nameless_file(path) for path in paths]
+        self.nbytes = [0] * len(paths)
+        for stripe in (one for region in self._stripes for one in region):
+            self.nbytes[stripe.volume] += stripe.nbytes
+        for path, file, nbytes in zip(paths, self._files, self.nbytes, strict=True):
+            if nbytes:
+                with _failing(path, f"cannot take {nbytes} bytes"):
+                    os.posix_fallocate(file, 0, nbytes)
+
+    def start_read(self, queue: DirectQueue, region: int, into: Tensor) -> list[tuple[int, int]]:
+        """Start to read a whole region; return its transfers for `finish`. into: uint8, from `aligned_bytes`."""
+        return [
+            (one.volume, queue.read(self._files[one.volume], one.offset, into[one.first : one.first + one.nbytes]))
+            for one in self._stripes[region]
+        ]
+
+    def start_write(self, queue: DirectQueue, region: int, values: Tensor) -> list[tuple[int, int]]:
+        """Start to write a whole region; return its transfers for `finish`."""
+        return [
+            (one.volume, queue.write(self._files[one.volume], one.offset, values[one.first : one.first + one.nbytes]))
+            for one in self._stripes[region]
+        ]
+
+    def finish(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
+        """Wait for transfers. Raises RunFailedError."""
+        for volume, transfer in transfers:
+            with _failing(self._paths[volume], "failed"):
+                queue.finish(transfer)
+
+    def read(self, region: int, start: int, into: Tensor) -> None:
+        """Read bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them. Any thread may call it."""
+        for volume, offset, own in self._parts(region, start, into):
+            with _failing(self._paths[volume], "failed"):
+                _whole(os.preadv, self._files[volume], own, offset)
+
+    def write(self, region: int, start: int, values: Tensor) -> None:
+        """Write bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them."""
+        for volume, offset, own in self._parts(region, start, values):
+            with _failing(self._paths[volume], "failed"):
+                _whole(os.pwritev, self._files[volume], own, offset)
+
+    def moved(self, queue: DirectQueue) -> list[tuple[int, int]]:
+        """Return the bytes that a queue has read from and written to each volume."""
+        return [(queue.moved[file, "read"], queue.moved[file, "write"]) for file in self._files]
+
+    def close(self) -> None:
+        """Close the files, which frees their space."""
+        for file in self._files:
+            with suppress(OSError):
+                os.close(file)
+
+    def _parts(self, region: int, start: int, memory: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (volume, offset in its file, part of `memory`)."""
+        for one in self._stripes[region]:
+            first, last = max(start, one.first), min(start + memory.nbytes, one.first + one.nbytes)
+            if first < last:
+                yield one.volume, one.offset + first - one.first, memory[first - start : last - start]
+
+
+def _stripes(regions: Sequence[int], volumes: int) -> list[list[_Stripe]]:
+    """Cut each region into equal parts, one for each volume; the volumes that get a page more take turns."""
+    found, ends, turn = [], [0] * volumes, 0
+    for nbytes in regions:
+        pages, more = divmod(nbytes // ALIGNMENT, volumes)
+        sizes = [(pages + ((volume - turn) % volumes < more)) * ALIGNMENT for volume in range(volumes)]
+        firsts = accumulate(sizes, initial=0)
+        cut = zip(range(volumes), list(ends), firsts, sizes, strict=False)
+        found.append([_Stripe(*one) for one in cut if one[3]])
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        turn = (turn + more) % volumes
+    return found
+
+
+def _nameless_file(path: str) -> int:
+    with _failing(path, "cannot hold offloaded states"):
+        try:
+            return os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        except (IsADirectoryError, OSError):
+            # Not every file system makes files without a name.
+            named = Path(path, f".llmtrain-{os.getpid()}")
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+            file = os.open(named, flags, 0o600)
+            named.unlink()
+            return file
+
+
+def _whole(move: Callable[[int, list[memoryview], int], int], file: int, memory: Tensor, offset: int) -> None:
+    done, view = 0, memory.numpy().data
+    while done < len(view):
+        moved = move(file, [view[done:]], offset + done)
+        if not moved:
+            raise OSError(5, os.strerror(5))
+        done += moved
+
+
+@contextmanager
+def _failing(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(
+            f"offload.paths has {path}, which {what}: {error.strerror}; the last checkpoint is whole"
+        ) from error

@@ -1,0 +1,87 @@
+"""Where optimizer states rest outside of the memory that computes, and in which buckets they move. No torch in here."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from llmtrain.plan.placement import Backend
+from llmtrain.recipe.offload import OffloadConfig
+
+# Ranges outside are cut at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
+GRANULE = 1024
+# Elements of a bucket, if the recipe leaves them open.
+BUCKET = 2**19
+# Buckets that are in memory at once: one is stepped, READ_AHEAD are read, the others are written.
+SLOTS, READ_AHEAD = 6, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where a part of each unit's optimizer states rests.
+
+    tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
+    paths: folders of files, one for each volume. bucket: most elements that move at once. backend: the kernel that
+    steps the part, on the CPU.
+    """
+
+    tier: Literal["none", "host", "nvme"] = "none"
+    share: float = 0.0
+    paths: tuple[str, ...] = ()
+    bucket: int = BUCKET
+    backend: Backend = "cpu"
+
+    @classmethod
+    def of(cls, recipe: OffloadConfig, backend: Backend) -> "Offload":
+        """Return what a recipe asks for."""
+        if recipe.optimizer == "none":
+            return cls()
+        bucket = BUCKET if recipe.bucket == "auto" else recipe.bucket
+        return cls(
+            tier=recipe.optimizer,
+            share=recipe.share,
+            paths=tuple(recipe.paths),
+            bucket=rounded(bucket),
+            backend=backend,
+        )
+
+    def resident(self, stepped: int) -> int:
+        """Return how many of the elements of a unit that a rank steps stay, from the first one. stepped: their number,
+        with padding."""
+        return int(stepped * (1 - self.share)) // GRANULE * GRANULE if self.share else stepped
+
+    def buckets(self, stepped: int) -> list[tuple[int, int]]:
+        """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps."""
+        cuts = [*range(self.resident(stepped), stepped, self.bucket), stepped]
+        return list(pairwise(cuts)) if self.share else []
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements of a unit whose states move together. In a file, each state takes `part` bytes, one behind the other.
+
+    start, end: from the first element that the rank steps. states: number of states."""
+
+    unit: str
+    start: int
+    end: int
+    states: int
+
+    @property
+    def part(self) -> int:
+        """Bytes of one state."""
+        return 4 * rounded(self.end - self.start)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return self.states * self.part
+
+
+def slots(buckets: int) -> int:
+    """Return how many of a rank's buckets are in memory at once."""
+    return min(SLOTS, buckets)
+
+
+def rounded(elements: int) -> int:
+    """Return `elements` rounded up to whole granules."""
+    return -(-elements // GRANULE) * GRANULE

@@ -1,0 +1,34 @@
+"""The recipe's `offload` section."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+Share = Annotated[float, Field(gt=0, le=1)]
+BucketSize = Annotated[int, Field(ge=1024, le=2**30)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Which model states rest outside of the memory that computes.
+
+    optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host, where
+    the CPU steps them; ZeRO-Offload, section 4) or nvme (files, which pass through the memory of the host in buckets
+    while the CPU steps them; ZeRO-Infinity, section 6). share: part of these states that leaves, above 0 and up to 1.
+    paths: folders for nvme, one for each volume; buckets are striped over them. bucket: elements of a bucket; auto is
+    524288.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    optimizer: Literal["none", "host", "nvme"] = "none"
+    share: Share = 1.0
+    paths: tuple[str, ...] = ()
+    bucket: BucketSize | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "nvme" and not self.paths:
+            raise ValueError("optimizer is nvme, but paths is empty; give a folder of each NVMe volume")
+        if self.optimizer != "nvme" and self.paths:
+            raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
