@@ -101,7 +101,9 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
                 for unit, other in zip(units, beside, strict=True):
                     write_odd_ranges(unit, other)
         assert all(map(torch.equal, states(units), states(beside)))
-        assert all(unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000)
+        assert all(
+            unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000
+        )
         assert tier.in_files == (offload.tier == "nvme")
         assert sorted(tmp_path.rglob("*")) == paths
 

@@ -14,8 +14,8 @@ from pydantic import JsonValue, TypeAdapter
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
-from llmtrain.checkpoint.shard_file import Range, ShardFile, merge_shard_files, write_shard_file
-from llmtrain.checkpoint.state_shard import StateRange
+from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
+from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
 from llmtrain.comm.device import HostCopies, in_host_memory
 from llmtrain.comm.ranks import Ranks
@@ -24,9 +24,8 @@ from llmtrain.errors import RunFailedError
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. host: the shards' states in order, in host memory that does not change until the save has ended.
-
-    copied: waits until they are there.
+    """One save. host: the states of the shards in memory, in order, in host memory that does not change until the save
+    has ended. copied: waits until they are there.
     """
 
     step: int
@@ -70,6 +69,9 @@ class Checkpointer:
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
+        # Set unless a save still has to read states from files.
+        self._taken = threading.Event()
+        self._taken.set()
         if ranks.is_main:
             try:
                 clean(folder)
@@ -109,6 +111,8 @@ class Checkpointer:
             # `wait` returns it again: the end of a run must know whether its last checkpoint was saved.
             return self._failure
         self._idle.clear()
+        if any(shard.in_files for shard in shards):
+            self._taken.clear()
         self._queue.put(save)
         return failure
 
@@ -117,6 +121,10 @@ class Checkpointer:
         self._idle.wait()
         failure, self._failure = self._failure, None
         return failure
+
+    def wait_until_taken(self) -> None:
+        """Wait until the current save needs the states no longer: they may change."""
+        self._taken.wait()
 
     def warning(self) -> str:
         """Return the warning of a save that succeeded, only once; empty on all ranks but the main one."""
@@ -154,6 +162,8 @@ class Checkpointer:
             self._failure = self._run_main(save) if self._ranks.is_main else self._run_other(save)
         except Exception as error:
             self._failure = self._failure_text(save, _reason(error))
+        finally:
+            self._taken.set()
         # Without a store there is nobody to wait for.
         with suppress(RuntimeError):
             self._acknowledge()
@@ -218,9 +228,10 @@ class Checkpointer:
         except Exception as error:
             return _Result(failure=f"rank {self._ranks.rank}: {_reason(error)}")
         finally:
+            self._taken.set()
             self._ranks.activity.writing = False
 
-    def _moving(self, contents: Iterator[memoryview]) -> Iterator[memoryview]:
+    def _moving(self, contents: Iterator[Content]) -> Iterator[Content]:
         """Yield `contents`, and report progress to the watchdog during a long write."""
         for content in contents:
             self._ranks.activity.moving()
@@ -258,7 +269,9 @@ class Checkpointer:
 
 
 def _states(shards: Sequence[StateRange]) -> list[torch.Tensor]:
-    return [shard.read(name).detach() for shard in shards for name in shard.names]
+    """Return the states of the shards in memory."""
+    held = [shard for shard in shards if not shard.in_files]
+    return [shard.read(name, shard.start, shard.end).detach() for shard in held for name in shard.names]
 
 
 def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:
@@ -268,16 +281,20 @@ def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:
                 yield Range(tensor.name, tensor.shape, state, first, last)
 
 
-def _contents(save: _Save) -> Iterator[memoryview]:
-    """Yield the bytes of each of `_ranges`."""
+def _contents(save: _Save) -> Iterator[Content]:
+    """Yield the bytes of each of `_ranges`. States in files are read when their bytes are taken."""
     host = iter(save.host)
     for shard in save.shards:
         ranges = shard.unit.tensor_ranges(shard.start, shard.end)
-        for _ in shard.names:
-            values, offset = next(host), 0
+        for name in shard.names:
+            values, offset = None if shard.in_files else next(host), 0
             for _, first, last in ranges:
-                yield bytes_of(values[offset : offset + last - first])
-                offset += last - first
+                end = offset + last - first
+                if values is None:
+                    yield StoredBytes(shard, name, shard.start + offset, shard.start + end)
+                else:
+                    yield bytes_of(values[offset:end])
+                offset = end
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 from llmtrain.checkpoint.manifest import BLOCK, FileEntry, StoredRange, TensorEntry, digest
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
@@ -38,7 +39,17 @@ class ShardFile:
     stored: list[StoredRange]
 
 
-def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[memoryview]) -> ShardFile:
+class Content(Protocol):
+    """Bytes of which slices can be taken."""
+
+    def __len__(self) -> int:
+        """Return their number."""
+
+    def __getitem__(self, part: slice, /) -> memoryview:
+        """Return some of them."""
+
+
+def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[Content]) -> ShardFile:
     """Write `ranges` into a new file at `path`, and make it durable.
 
     contents: yields the bytes of each range. Hashes the bytes while it writes them. Raises OSError.

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.model.tensors import UnitSpec
 
 
@@ -27,8 +28,12 @@ class StateRange(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names of the states: `master`, `m`, `v`."""
 
-    def read(self, name: str) -> Tensor:
-        """Return a state, fp32 `[end - start]`: as it is until the states change."""
+    @property
+    def in_files(self) -> bool:
+        """Whether the states rest in files, and `read` copies them into memory."""
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Return the elements `[first, last)` of the unit, fp32, of a state: as they are until the states change."""
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Set a state from `start + offset` on."""
@@ -42,16 +47,35 @@ class StateShard:
     start: int
     end: int
     states: dict[str, Tensor]
+    in_files: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """See StateRange."""
         return tuple(self.states)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, first: int, last: int) -> Tensor:
         """See StateRange."""
-        return self.states[name]
+        return self.states[name][first - self.start : last - self.start]
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """See StateRange."""
         self.states[name][offset : offset + values.numel()].copy_(values)
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """The bytes of the elements `[first, last)` of a state in files. A slice of them is read when it is taken."""
+
+    shard: StateRange
+    name: str
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return 4 * (self.last - self.first)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """Return bytes from `part.start`, a multiple of 4."""
+        start, stop, _ = part.indices(len(self))
+        return bytes_of(self.shard.read(self.name, self.first + start // 4, self.first + stop // 4))

@@ -36,6 +36,8 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     record["zero"].update(_zero_keys(zero))
     record["quantize"].update(_quantize_keys(zero))
     record["optimizer"]["backend"] = backend
+    if recipe.offload.optimizer != "none":
+        record["offload"]["bucket"] = plan.sharding.offload.bucket
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record

@@ -124,9 +124,14 @@ class OptimizerStateRange:
     def __init__(self, unit: UnitSpec, shard: OptimizerStates, start: int, end: int) -> None:
         self.unit, self.start, self.end, self._shard = unit, start, end, shard
 
-    def read(self, name: str) -> Tensor:
-        """Return a state, fp32 `[end - start]`: as it is until the next step."""
-        return self._shard.read(name, self.start, self.end)
+    @property
+    def in_files(self) -> bool:
+        """Whether the states rest in files, and `read` copies them into memory."""
+        return self._shard.in_files
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Return the elements `[first, last)` of the unit of a state, fp32: as they are until the next step."""
+        return self._shard.read(name, first, last)
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
         """Set a state from `start + offset` on."""

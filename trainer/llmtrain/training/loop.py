@@ -183,6 +183,7 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
     optimizer = run.plan.optimizer
     divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
     numbers = step_numbers(optimizer, lr, run.progress.applied, divisor)
+    run.checkpoints.wait_until_taken()
     for unit in run.engine.units.values():
         unit.step(numbers)
         run.engine.weights.update(unit)

@@ -16,6 +16,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.launch.gpus import check_gpus
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan, folders_above, named_facts
 from llmtrain.plan.refusal import refusal
@@ -45,7 +46,8 @@ def start(
     with _reported_once(place):
         plan = check_and_plan(recipe, facts, folders_above(name))
     too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
-    problems = [problem for problem in (_mpi_problem(plan, place), too_large, memory_problem(plan, facts)) if problem]
+    here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
+    problems = [problem for problem in (_mpi_problem(plan, place), too_large, *here) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(plan, summary, [*advice(plan), *problems], as_json)

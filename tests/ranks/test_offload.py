@@ -1,0 +1,75 @@
+"""Offloaded optimizer states: every layout trains with the bits that it has without offload."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import Case, Result
+
+Trained = Callable[[Case], Result]
+
+# Norms that clipping cuts, and buckets of which each unit has several.
+CLIPPED = ("optimizer.clip=0.05",)
+OFFLOADS = {
+    "host": ("offload.optimizer=host", "offload.bucket=2048"),
+    "host 0.3": ("offload.optimizer=host", "offload.bucket=2048", "offload.share=0.3"),
+    "nvme": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
+    "nvme 0.3": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=3072", "offload.share=0.3"),
+}
+OVERFLOWS = ("precision.compute=fp16", "precision.loss_scale=1.0e+9")
+LAYOUTS = {
+    **{f"stage {stage}": Case(2, (f"zero.stage={stage}",), accumulation=4) for stage in range(4)},
+    "mics": Case(4, ("zero.preset=mics",), node=2, accumulation=4),
+    "topo": Case(4, ("zero.preset=topo",), node=2, accumulation=4),
+    "topo, bf16, 2 tensor-parallel": Case(
+        8, ("zero.preset=topo", "precision.compute=bf16"), node=4, accumulation=4, tensor=2
+    ),
+    "2x2x2": Case(8, ("zero.stage=1",), node=4, accumulation=4, tensor=2, pipeline=2),
+    "2x2x2, bf16, zero-bubble": Case(
+        8,
+        ("zero.stage=2", "precision.compute=bf16", "pipeline.schedule=zero-bubble"),
+        node=4,
+        accumulation=4,
+        tensor=2,
+        pipeline=2,
+    ),
+    "fp16 that overflows": Case(2, ("zero.stage=2", *OVERFLOWS), accumulation=4),
+}
+BESIDE = {name: replace(case, keys=(*case.keys, *CLIPPED)) for name, case in LAYOUTS.items()}
+OFFLOADED = {
+    (name, offload): replace(case, keys=(*case.keys, *keys))
+    for name, case in BESIDE.items()
+    for offload, keys in OFFLOADS.items()
+}
+
+
+@pytest.mark.parametrize("case", [*BESIDE.values(), *OFFLOADED.values()], ids=str)
+def test_trains(case: Case, trained: Trained) -> None:
+    assert trained(case).curve
+
+
+@pytest.mark.parametrize(("name", "offload"), OFFLOADED)
+def test_results_do_not_depend_on_where_states_rest(name: str, offload: str, trained: Trained) -> None:
+    ours, theirs = trained(OFFLOADED[name, offload]), trained(BESIDE[name])
+    assert ours.curve == theirs.curve
+    for state in ("master", "m", "v"):
+        expected = theirs.states(state=state)
+        assert all(torch.equal(values, expected[key]) for key, values in ours.states(state=state).items())
+
+
+def test_one_overflows_and_all_are_clipped(trained: Trained) -> None:
+    """Otherwise the tests above would show less than they say."""
+    assert trained(BESIDE["fp16 that overflows"]).rows[-1]["skipped_steps"] > 0
+    for case in BESIDE.values():
+        assert any((row["grad_norm"] or 0) > 0.05 for row in trained(case).rows)
+
+
+@pytest.mark.parametrize("offload", ["host 0.3", "nvme"])
+def test_states_leave_the_memory(offload: str, trained: Trained) -> None:
+    """What the engine holds beside the weights falls by the moments that left: the masters are the weights."""
+    whole = trained(BESIDE["stage 0"]).notes("state_bytes")[0][-1]
+    left = trained(OFFLOADED["stage 0", offload]).notes("state_bytes")[0][-1]
+    share = 0.3 if "0.3" in offload else 1.0
+    # 16 bytes of each element without offload: weights, gradients and two moments.
+    assert left / whole == pytest.approx(1 - share * 8 / 16, abs=0.05)

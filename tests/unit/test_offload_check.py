@@ -1,0 +1,106 @@
+"""Folders that cannot hold offloaded states are refused before a process starts; the plan knows what they take."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from llmtrain.errors import BadInputError
+from llmtrain.offload.place import open_tier
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.offload_check import offload_problem
+from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.states import most_states
+from llmtrain.recipe.load import load_recipe
+
+RECIPE = """
+model: {family: gpt2, layers: 2, hidden: 64, heads: 2, vocab: 512}
+data: {path: set, sequence_length: 32}
+"""
+
+
+def planned(tmp_path: Path, *overrides: str, world: int = 2) -> Plan:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return make_plan(load_recipe(str(tmp_path / "r.yaml"), overrides), Facts(world=world, device="cpu"))
+
+
+def nvme(*paths: Path | str) -> tuple[str, str]:
+    return "offload.optimizer=nvme", f"offload.paths=[{','.join(map(str, paths))}]"
+
+
+def problem(tmp_path: Path, *paths: Path | str) -> str:
+    found = offload_problem(planned(tmp_path, *nvme(*paths)), 2)
+    assert found is not None
+    return found
+
+
+def test_a_good_folder(tmp_path: Path) -> None:
+    assert offload_problem(planned(tmp_path, *nvme(tmp_path)), 2) is None
+    assert offload_problem(planned(tmp_path), 2) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nowhere, which is no folder on this machine" in problem(tmp_path, tmp_path / "nowhere")
+    assert "r.yaml, which is no folder" in problem(tmp_path, tmp_path / "r.yaml")
+    assert "/dev/shm, which is on a tmpfs, in memory" in problem(tmp_path, "/dev/shm")
+    (tmp_path / "b").mkdir()
+    assert "which are on one volume; leave one of them out" in problem(tmp_path, tmp_path, tmp_path / "b")
+    with monkeypatch.context() as changed:
+        changed.setattr("os.access", lambda path, mode: False)
+        assert "may not be written to" in problem(tmp_path, tmp_path)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
+    assert "where 1000 B are free, and the states of 2 ranks take" in problem(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("offload.optimizer=nvme",), "optimizer is nvme, but paths is empty"),
+        (("offload.paths=[/scratch]",), "paths is given, but optimizer is none"),
+        ((*nvme("/scratch"), "offload.share=0"), "offload.share is 0"),
+        ((*nvme("/scratch"), "offload.share=1.01"), "offload.share is 1.01"),
+        ((*nvme("/scratch"), "offload.bucket=1023"), "offload.bucket is 1023"),
+        (("offload.optimizer=disk",), "offload.optimizer is disk; expected one of none, host, nvme"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_bad_keys(keys: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=message):
+        planned(tmp_path, *keys)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("bucket", ["auto", 2048])
+def test_planned_memory_is_what_a_tier_takes(compute: str, share: float, bucket: str | int, tmp_path: Path) -> None:
+    keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
+    for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
+        expected = offload_memory(plan, 0)
+        tier = open_tier(plan.sharding.offload, rank_buckets(plan, 0), torch.device("cpu"))
+        assert tier is not None
+        pages = 2 * 4096 if tier.in_files else 0
+        assert tier.nbytes == expected.host + expected.buffers - pages
+        tier.close()
+        without = most_states(planned(tmp_path, "zero.stage=1", f"precision.compute={compute}")).optimizer
+        left = without - most_states(plan).optimizer
+        states = expected.host or expected.files
+        assert left <= states <= left + 3 * 4096 * len(rank_buckets(plan, 0))
+
+
+def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    assert rank_buckets(plan, 0) == []
+    assert offload_memory(plan, 0) == OffloadMemory()
+
+
+def test_a_plans_record_makes_the_same_plan(tmp_path: Path) -> None:
+    plan = planned(tmp_path, *nvme(tmp_path), "offload.share=0.5")
+    assert plan.record["offload"] == {
+        "optimizer": "nvme", "share": 0.5, "paths": [str(tmp_path)], "bucket": 524288
+    }  # fmt: skip

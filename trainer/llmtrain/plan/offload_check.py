@@ -1,0 +1,78 @@
+"""Whether this machine can hold the files of offloaded states. No torch in here."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from llmtrain_data import units
+
+from llmtrain.plan.offload_memory import offload_memory
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.roles import roles
+
+# File systems that keep their files in memory.
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
+    """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
+    paths = plan.sharding.offload.paths
+    if not paths:
+        return None
+    ranks = min(ranks_per_node, plan.grid.world)
+    needed = ranks * max(offload_memory(plan, role.rank).files for role in roles(plan)) // len(paths)
+    problems = [problem for path in paths for problem in _problems(Path(path), needed, ranks)]
+    return next(iter([*problems, *_shared(paths)]), None)
+
+
+def _problems(path: Path, needed: int, ranks: int) -> Iterator[str]:
+    said = f"offload.paths has {path}"
+    if not path.is_dir():
+        yield f"{said}, which is no folder on this machine; give a folder of an NVMe volume"
+    elif not os.access(path, os.W_OK | os.X_OK):
+        yield f"{said}, which may not be written to; give a folder of an NVMe volume"
+    elif (kind := _file_system(path)) in IN_MEMORY:
+        yield f"{said}, which is on a {kind}, in memory; give a folder of an NVMe volume"
+    elif (free := shutil.disk_usage(path).free) < needed:
+        yield (
+            f"{said}, where {units.size(free)} are free, and the states of {ranks} rank{'s' if ranks > 1 else ''} take "
+            f"{units.size(needed)}; give a larger volume or more of them, or a smaller offload.share"
+        )
+    elif not _takes_direct_writes(path):
+        yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); give a folder of an NVMe volume"
+
+
+def _shared(paths: tuple[str, ...]) -> Iterator[str]:
+    volumes: dict[int, str] = {}
+    for path in paths:
+        with suppress(OSError):
+            volume = os.stat(path).st_dev
+            if volume in volumes:
+                yield f"offload.paths has {volumes[volume]} and {path}, which are on one volume; leave one of them out"
+            volumes[volume] = path
+
+
+def _file_system(path: Path) -> str | None:
+    """Return the kind of the file system that a folder is on; None if the system does not say."""
+    held = os.stat(path).st_dev
+    numbers = f"{os.major(held)}:{os.minor(held)}"
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == numbers:
+                return after.split()[0]
+    return None
+
+
+def _takes_direct_writes(path: Path) -> bool:
+    probe = path / f".llmtrain-probe-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return True
