@@ -70,6 +70,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tools.bench.pipeline --write docs/benchmarks.md
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tools.bench.wire --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.resident --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.sharding --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.clusters --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.uneven --write docs/benchmarks.md

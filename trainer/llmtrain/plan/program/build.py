@@ -1,6 +1,6 @@
 """The programs of a rank's optimizer step and of an evaluation. No torch in here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +8,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.arena import paired_offsets, paired_size
 from llmtrain.plan.program.instructions import At, BackwardPass, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
+from llmtrain.plan.program.repeats import shorten
 from llmtrain.plan.program.residency import Event, Units, lookahead_capacity, reside
 from llmtrain.plan.program.spec import ProgramSpec
 
@@ -22,7 +23,7 @@ class Programs:
     def step(self) -> Program:
         """The program of one optimizer step."""
         spec = self.spec
-        return _program(spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward))
+        return _program(spec, spec.actions, lambda actions: backward_passes(actions, spec.stages, spec.splits_backward))
 
     def evaluation(self, groups: Sequence[int]) -> Program:
         """Return the program of an evaluation: forward passes of groups of microbatches, each group through all chunks.
@@ -32,10 +33,27 @@ class Programs:
             for chunk in range(len(self.spec.stages)):
                 actions += [Action(index, chunk, Kind.F) for index in range(first, first + count)]
             first += count
-        return _program(self.spec, actions, [()] * len(actions))
+        return _program(self.spec, actions, lambda actions: [()] * len(actions))
 
 
-def _program(spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tuple[BackwardPass, ...]]) -> Program:
+_Backward = Callable[[Sequence[Action]], Sequence[tuple[BackwardPass, ...]]]
+
+
+def _program(spec: ProgramSpec, actions: Sequence[Action], backward: _Backward) -> Program:
+    """Return the program of actions. backward: the backward passes of each."""
+    # In two periods, gradients are at both of their places, and most buffers of weights are where they were.
+    for periods in (2, 4, 6):
+        short = shorten(actions, periods)
+        program = short.extended(whole_program(spec, short.actions, backward(short.actions)))
+        if program is not None:
+            return program
+    return whole_program(spec, actions, backward(actions))
+
+
+def whole_program(
+    spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tuple[BackwardPass, ...]]
+) -> Program:
+    """Return the program of actions, each of which is planned. backward: the backward passes of each."""
     spots = [
         list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
     ]

@@ -163,8 +163,11 @@ def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[l
     so that the arena has `capacity` elements at most, if the units in use at once allow it.
     """
     for eighths in range(8, -1, -1):
-        residency = Residency(events, units, capacity * eighths // 8)
-        issues = [residency.issues(place) for place in range(-1, len(events))]
+        residency, issues = Residency(events, units, capacity * eighths // 8), list[list[Issue]]()
+        for place in range(-1, len(events)):
+            issues.append(residency.issues(place))
+            if residency.high > capacity and eighths:
+                break
         if residency.high <= capacity:
             break
     return issues, residency.high
@@ -179,7 +182,7 @@ def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead:
             busy.discard(event.unit)
             continue
         busy.add(event.unit)
-        held = busy | _next_units(events, place, busy, ahead)
+        held = busy | _next_units(events, place, busy, min(ahead, len(sizes) - len(busy)))
         most = max(most, sum(sizes[unit] for unit in held))
     return most
 
@@ -198,6 +201,7 @@ def _spanning(events: Sequence[Event]) -> set[str]:
 
 
 def _next_units(events: Sequence[Event], place: int, busy: set[str], ahead: int) -> set[str]:
+    """Return the next `ahead` units, of those that are not busy, that are used after an event."""
     found: set[str] = set()
     for later in range(place + 1, len(events)):
         if len(found) == ahead:
