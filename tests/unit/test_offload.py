@@ -158,6 +158,15 @@ def test_regions_are_striped_evenly(tmp_path: Path) -> None:
     file.close()
 
 
+def test_faster_volumes_get_more(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "slow").mkdir()
+    paths = [str(tmp_path / "fast"), str(tmp_path / "slow")]
+    file = StripedFile(paths, [ALIGNMENT * pages for pages in (1, 1, 1, 40, 3, 3)], [3.0, 1.0])
+    assert file.nbytes == [37 * ALIGNMENT, 12 * ALIGNMENT]
+    file.close()
+
+
 def test_a_volume_without_room(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*; the last checkpoint is whole"):
         StripedFile([str(tmp_path)], [2**55])

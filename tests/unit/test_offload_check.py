@@ -13,6 +13,7 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.states import most_states
 from llmtrain.recipe.load import load_recipe
@@ -26,6 +27,13 @@ data: {path: set, sequence_length: 32}
 def planned(tmp_path: Path, *overrides: str, world: int = 2) -> Plan:
     (tmp_path / "r.yaml").write_text(RECIPE)
     return make_plan(load_recipe(str(tmp_path / "r.yaml"), overrides), Facts(world=world, device="cpu"))
+
+
+def planned_on(tmp_path: Path, *overrides: str) -> Plan:
+    """The plan on the cluster that the recipe describes."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    recipe = load_recipe(str(tmp_path / "r.yaml"), overrides)
+    return make_plan(recipe, named_facts(recipe, Facts(world=2, device="cpu")))
 
 
 def nvme(*paths: Path | str) -> tuple[str, str]:
@@ -61,7 +69,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("offload.optimizer=nvme",), "optimizer is nvme, but paths is empty"),
+        (("offload.optimizer=nvme",), "neither offload.paths nor the cluster file's node.nvme names a folder"),
         (("offload.paths=[/scratch]",), "paths is given, but optimizer is none"),
         ((*nvme("/scratch"), "offload.share=0"), "offload.share is 0"),
         ((*nvme("/scratch"), "offload.share=1.01"), "offload.share is 1.01"),
@@ -91,6 +99,16 @@ def test_planned_memory_is_what_a_tier_takes(compute: str, share: float, bucket:
         left = without - most_states(plan).optimizer
         states = expected.host or expected.files
         assert left <= states <= left + 3 * 4096 * len(rank_buckets(plan, 0))
+
+
+def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
+    """Folders come from the description, and bytes are shared out by its bandwidths."""
+    fast, slow = "{path: /fast, bandwidth: 6GB/s}", "{path: /slow, bandwidth: 2GB/s}"
+    keys = (f"cluster={{node: {{ranks: 2, nvme: [{fast}, {slow}]}}}}", "offload.optimizer=nvme")
+    offload = planned_on(tmp_path, *keys).sharding.offload
+    assert (offload.paths, offload.weights) == (("/fast", "/slow"), (6e9, 2e9))
+    offload = planned_on(tmp_path, *keys, "offload.paths=[/slow, /other]").sharding.offload
+    assert (offload.paths, offload.weights) == (("/slow", "/other"), (1.0, 1.0))
 
 
 def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:

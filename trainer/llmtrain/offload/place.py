@@ -17,7 +17,7 @@ def open_tier(offload: Offload, buckets: Sequence[Bucket], device: torch.device)
         return None
     if offload.tier == "host":
         return HostTier(buckets, pinned=device.type != "cpu")
-    return FileTier(buckets, offload.paths)
+    return FileTier(buckets, offload.paths, offload.weights)
 
 
 def offload_states(unit: ShardedUnit, offload: Offload, buckets: Sequence[Bucket], tier: StateTier) -> None:

@@ -26,12 +26,13 @@ class _Stripe:
 class StripedFile:
     """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
 
-    paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. The files take their space
+    paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. weights: relative bandwidths
+    of the volumes, by which bytes are shared out; equal by default. The files take their space
     at once: a later write cannot find the volume full. Raises RunFailedError.
     """
 
-    def __init__(self, paths: Sequence[str], regions: Sequence[int]) -> None:
-        self._paths, self._stripes = paths, _stripes(regions, len(paths))
+    def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
+        self._paths, self._stripes = paths, _stripes(regions, weights or [1.0] * len(paths))
         self._files = [_nameless_file(path) for path in paths]
         self.nbytes = [0] * len(paths)
         for stripe in (one for region in self._stripes for one in region):
@@ -91,18 +92,31 @@ class StripedFile:
                 yield one.volume, one.offset + first - one.first, memory[first - start : last - start]
 
 
-def _stripes(regions: Sequence[int], volumes: int) -> list[list[_Stripe]]:
-    """Cut each region into equal parts, one for each volume; the volumes that get a page more take turns."""
-    found, ends, turn = [], [0] * volumes, 0
+def _stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[_Stripe]]:
+    """Cut each region into a part for each volume, so that what volumes hold keeps to their weights."""
+    found, ends, total = [], [0] * len(weights), 0
     for nbytes in regions:
-        pages, more = divmod(nbytes // ALIGNMENT, volumes)
-        sizes = [(pages + ((volume - turn) % volumes < more)) * ALIGNMENT for volume in range(volumes)]
+        total += nbytes
+        wanted = [total * weight / sum(weights) - end for weight, end in zip(weights, ends, strict=True)]
+        sizes = _pages(wanted, nbytes)
         firsts = accumulate(sizes, initial=0)
-        cut = zip(range(volumes), list(ends), firsts, sizes, strict=False)
+        cut = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
         found.append([_Stripe(*one) for one in cut if one[3]])
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-        turn = (turn + more) % volumes
     return found
+
+
+def _pages(wanted: Sequence[float], nbytes: int) -> list[int]:
+    """Return whole pages of `nbytes` in all, near `wanted`, which may be negative."""
+    sizes = [max(0, int(share)) // ALIGNMENT * ALIGNMENT for share in wanted]
+    while (missing := nbytes - sum(sizes)) != 0:
+        lacks = [share - size for share, size in zip(wanted, sizes, strict=True)]
+        if missing > 0:
+            sizes[lacks.index(max(lacks))] += ALIGNMENT
+        else:
+            held = [volume for volume, size in enumerate(sizes) if size]
+            sizes[min(held, key=lambda volume: lacks[volume])] -= ALIGNMENT
+    return sizes
 
 
 def _nameless_file(path: str) -> int:

@@ -41,7 +41,9 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
-    offload = Offload.of(recipe.offload, backend if facts.device == "cpu" else "cpu")
+    offload = Offload.of(
+        recipe.offload, backend if facts.device == "cpu" else "cpu", facts.cluster.node.nvme if facts.cluster else ()
+    )
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:

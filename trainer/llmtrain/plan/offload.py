@@ -1,9 +1,13 @@
 """Where optimizer states rest outside of the memory that computes, and in which buckets they move. No torch in here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from llmtrain.cluster.description import Nvme
+from llmtrain.cluster.quantity import quantity
+from llmtrain.errors import BadInputError
 from llmtrain.plan.placement import Backend
 from llmtrain.recipe.offload import OffloadConfig
 
@@ -20,26 +24,34 @@ class Offload:
     """Where a part of each unit's optimizer states rests.
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
-    paths: folders of files, one for each volume. bucket: most elements that move at once. backend: the kernel that
+    paths: folders of files, one for each volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. backend: the kernel that
     steps the part, on the CPU.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
     share: float = 0.0
     paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     bucket: int = BUCKET
     backend: Backend = "cpu"
 
     @classmethod
-    def of(cls, recipe: OffloadConfig, backend: Backend) -> "Offload":
-        """Return what a recipe asks for."""
+    def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme]) -> "Offload":
+        """Return what a recipe asks for. volumes: of the cluster's nodes. Raises BadInputError."""
         if recipe.optimizer == "none":
             return cls()
+        paths = recipe.paths or tuple(volume.path for volume in volumes)
+        if recipe.optimizer == "nvme" and not paths:
+            raise BadInputError(
+                "offload.optimizer is nvme, but neither offload.paths nor the cluster file's node.nvme names a folder; "
+                "give a folder of each NVMe volume"
+            )
         bucket = BUCKET if recipe.bucket == "auto" else recipe.bucket
         return cls(
             tier=recipe.optimizer,
             share=recipe.share,
-            paths=tuple(recipe.paths),
+            paths=paths if recipe.optimizer == "nvme" else (),
+            weights=_weights(paths, volumes),
             bucket=rounded(bucket),
             backend=backend,
         )
@@ -53,6 +65,13 @@ class Offload:
         """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps."""
         cuts = [*range(self.resident(stepped), stepped, self.bucket), stepped]
         return list(pairwise(cuts)) if self.share else []
+
+
+def _weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
+    """Return the described bandwidth of each path's volume; equal weights if one of them is not described."""
+    described = {volume.path: volume.bandwidth for volume in volumes}
+    known = [described.get(path) for path in paths]
+    return tuple(1.0 if None in known or one is None else float(quantity(one, "byte/s")) for one in known)
 
 
 @dataclass(frozen=True)

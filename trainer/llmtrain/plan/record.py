@@ -37,7 +37,8 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     record["quantize"].update(_quantize_keys(zero))
     record["optimizer"]["backend"] = backend
     if recipe.offload.optimizer != "none":
-        record["offload"]["bucket"] = plan.sharding.offload.bucket
+        offload = plan.sharding.offload
+        record["offload"].update(bucket=offload.bucket, paths=list(offload.paths))
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record

@@ -16,7 +16,8 @@ class OffloadConfig:
     optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host, where
     the CPU steps them; ZeRO-Offload, section 4) or nvme (files, which pass through the memory of the host in buckets
     while the CPU steps them; ZeRO-Infinity, section 6). share: part of these states that leaves, above 0 and up to 1.
-    paths: folders for nvme, one for each volume; buckets are striped over them. bucket: elements of a bucket; auto is
+    paths: folders for nvme, one for each volume, over which buckets are striped; by default those of the cluster file's
+    node.nvme. bucket: elements of a bucket; auto is
     524288.
     """
 
@@ -28,7 +29,5 @@ class OffloadConfig:
     bucket: BucketSize | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.optimizer == "nvme" and not self.paths:
-            raise ValueError("optimizer is nvme, but paths is empty; give a folder of each NVMe volume")
         if self.optimizer != "nvme" and self.paths:
             raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
