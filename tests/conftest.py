@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 # One thread per process, because many tests start several processes. No test uses the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,3 +13,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 # For `tiny`. Append the path, so that it hides no package.
 sys.path.append(str(Path(__file__).resolve().parent))
+
+# No test is timed: other work on the machine would fail it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from llmtrain.errors import BadInputError
 from llmtrain.offload.place import open_tier
+from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_problem
@@ -16,6 +17,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.states import most_states
+from llmtrain.plan.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe
 
 RECIPE = """
@@ -109,6 +111,54 @@ def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
     assert (offload.paths, offload.weights) == (("/fast", "/slow"), (6e9, 2e9))
     offload = planned_on(tmp_path, *keys, "offload.paths=[/slow, /other]").sharding.offload
     assert (offload.paths, offload.weights) == (("/slow", "/other"), (1.0, 1.0))
+
+
+def test_states_outside_are_planned(tmp_path: Path) -> None:
+    """On a GPU, what leaves its memory is in the host's or in files, and the host's buffers are counted."""
+    keys = ("precision.compute=bf16", "zero.stage=0")
+    (beside,) = memory_budget(planned(tmp_path, *keys), "cuda").rows
+    (host,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cuda").rows
+    plan = planned(tmp_path, *keys, *nvme("/scratch"))
+    (files,) = memory_budget(plan, "cuda").rows
+    assert host.device["optimizer"] == files.device["optimizer"] == 0
+    assert host.host == {"host_states": beside.device["optimizer"], "offload_buffers": 0}
+    assert files.host == {"host_states": 0, "offload_buffers": offload_memory(plan, 0).buffers}
+    assert (host.files, files.files) == (0, offload_memory(plan, 0).files)
+    assert files.files >= beside.device["optimizer"]
+    # A CPU's own memory is the host's.
+    (row,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cpu").rows
+    assert (row.host, row.device["host_states"]) == ({}, beside.device["optimizer"])
+
+
+def test_host_memory_is_a_budget(tmp_path: Path) -> None:
+    """A rank's share holds the states, or the plan is refused; following the advice, it fits."""
+    planned(tmp_path)
+
+    def view(bytes_of_a_rank: int, *keys: str) -> PlanView:
+        host = f"host: {{memory: {2 * bytes_of_a_rank}B}}, nvme: [{{path: /scratch}}]"
+        cluster = f"cluster={{accelerator: {{name: A100-80GB, memory: 80GB}}, node: {{ranks: 2, {host}}}}}"
+        compute = "precision.compute=fp32"
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, compute, *keys], 2)
+
+    states = view(10**9, "offload.optimizer=host").budget.host
+    assert view(states, "offload.optimizer=host").problem is None
+    assert (refused := view(states - 1, "offload.optimizer=host").problem) is not None
+    assert "1 B more than its share of cluster.node.host.memory" in refused
+    assert "set offload.optimizer to nvme" in refused
+    # Here the buffers of states in files are larger than these few states.
+    assert view(10**9, "offload.optimizer=nvme").problem is None
+
+
+def test_offload_is_advised(tmp_path: Path) -> None:
+    """One card without room for the states: no other key helps."""
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("hidden: 64", "hidden: 8192").replace("heads: 2", "heads: 64"))
+    host = "host: {memory: 1TB}"
+    cluster = f"cluster={{accelerator: {{name: H100-80GB, memory: 24GB}}, node: {{ranks: 1, {host}}}}}"
+    recipe = str(tmp_path / "r.yaml")
+    refused = view_recipe(recipe, [cluster, "train.microbatch=1"], 1).problem
+    assert refused is not None
+    assert "set offload.optimizer=host, which needs" in refused
+    assert view_recipe(recipe, [cluster, "train.microbatch=1", "offload.optimizer=host"], 1).problem is None
 
 
 def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_changes_in_their_order() -> None:
         "parallel.pipeline=2",
         "parallel.pipeline=4",
         "parallel.pipeline=8",
+        "offload.optimizer=host",
     ]
 
 
@@ -281,12 +282,12 @@ def test_json_has_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["grid"] == {"pipeline": 2, "data": 4, "tensor": 1}
     assert found["batch"] == {"sequences": 64, "sequence_length": 32, "microbatch": 2, "microbatches": 8}
     memory = found["memory"]
-    assert list(memory) == ["limit", "excess", "fullest", "roles"]
+    assert list(memory) == ["limit", "excess", "host_limit", "host_excess", "fullest", "roles"]
     assert [(row["rank"], row["ranks"], row["pipeline"], row["layers"]) for row in memory["roles"]] == [
         (0, 4, 0, 4), (4, 4, 1, 4),
     ]  # fmt: skip
     for row in memory["roles"]:
-        assert list(row) == ["rank", "ranks", "pipeline", "layers", "parameters", "device", "total"]
+        assert list(row) == ["rank", "ranks", "pipeline", "layers", "parameters", "device", "total", "host", "files"]
         assert row["total"] == sum(row["device"].values())
     assert memory["fullest"] in [row["rank"] for row in memory["roles"]]
 

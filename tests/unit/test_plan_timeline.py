@@ -53,7 +53,7 @@ def check(schedule: Schedule, chosen: Durations, timeline: Timeline) -> None:
             free = span.end
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.data(),
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]),
@@ -72,7 +72,7 @@ def test_any_durations(data: st.DataObject, name: ScheduleName, ranks: int, chun
     assert timeline.bubble == pytest.approx(1 - work / (ranks * timeline.makespan))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 8), st.integers(1, 32), st.integers(1, 12))
 def test_message_driven(data: st.DataObject, ranks: int, microbatches: int, limit: int) -> None:
     chosen = data.draw(durations(ranks))

@@ -62,8 +62,9 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the accelerators of a node, only informative. memory: size, such as 512GiB. bandwidth:
-    bandwidth of the memory. cores: cores of all processors. sockets: number of processors.
+    """The machine around the accelerators of a node. memory: size, such as 512GiB, which the offloaded states of its
+    ranks may not exceed. bandwidth: bandwidth of the memory. cores: cores of all processors. sockets: number of
+    processors.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -79,8 +80,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """A solid-state drive of every node, only informative. path: a folder on it. bandwidth: bandwidth in one direction.
-    socket: number of the processor that it is attached to.
+    """A solid-state drive of every node. path: a folder on it, for `offload.optimizer: nvme`. bandwidth: bandwidth in
+    one direction, by which bytes are shared out over several drives. socket: number of the processor that it is
+    attached to.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -14,6 +14,13 @@ def stated_memory(cluster: Cluster | None) -> int | None:
     return int(quantity(cluster.accelerator.memory, "byte"))
 
 
+def stated_host_memory(cluster: Cluster | None) -> int | None:
+    """Return the bytes of a rank's even share of a description's `node.host.memory`; None if it is not stated."""
+    if cluster is None or cluster.node.host is None or cluster.node.host.memory is None:
+        return None
+    return int(quantity(cluster.node.host.memory, "byte")) // cluster.node.ranks
+
+
 def machine_memory(*, swap: bool = False) -> int:
     """Return the bytes of memory of this machine, or of its container's limit if that is smaller. swap: add the swap
     space."""

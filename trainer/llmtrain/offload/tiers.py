@@ -84,7 +84,9 @@ class FileTier:
     in_files = True
 
     def __init__(self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = ()) -> None:
-        """weights: relative bandwidths of the volumes; equal by default. Raises RunFailedError if a volume has too little space, or cannot be used."""
+        """weights: relative bandwidths of the volumes; equal by default.
+
+        Raises RunFailedError if a volume has too little space, or cannot be used."""
         self._buckets, self._lock = buckets, threading.RLock()
         sizes = [bucket.nbytes for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()

@@ -6,9 +6,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llmtrain.cluster.memory import stated_memory
+from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.plan.activations import live_activations, recomputed_peak
 from llmtrain.plan.facts import Device
+from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
@@ -20,10 +21,13 @@ from llmtrain.plan.temporaries import temporary_bytes
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """The memory of each rank of a role. device: bytes on its device, by purpose."""
+    """The memory of each rank of a role. device: bytes on its device, by purpose. host: bytes of the host's memory, by
+    purpose; none on a CPU, whose memory is the host's. files: bytes on NVMe volumes."""
 
     role: Role
     device: Mapping[str, int]
+    host: Mapping[str, int]
+    files: int
 
     @property
     def total(self) -> int:
@@ -33,16 +37,27 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a run. rows: one for each role, in the order of the pipeline. limit: bytes of a rank's device; None
-    if the cluster file states none."""
+    """The memory of a run. rows: one for each role, in the order of the pipeline. limit: bytes of a rank's device.
+    host_limit: a rank's share of its host's memory. Both are None if the cluster file states none."""
 
     rows: tuple[RoleMemory, ...]
     limit: int | None
+    host_limit: int | None = None
 
     @property
     def fullest(self) -> RoleMemory:
         """The first role of those that take most."""
         return max(self.rows, key=lambda row: row.total)
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's memory of the rank that takes most of it."""
+        return max(sum(row.host.values()) for row in self.rows)
+
+    @property
+    def host_excess(self) -> int:
+        """Bytes that this rank lacks; 0 if it fits, or if no limit is stated."""
+        return 0 if self.host_limit is None else max(0, self.host - self.host_limit)
 
     @property
     def excess(self) -> int:
@@ -61,8 +76,15 @@ def surely_exceeds(plan: Plan, device: Device) -> bool:
 
 def memory_budget(plan: Plan, device: Device) -> Budget:
     """Return the memory of a plan's ranks. device: what they compute on."""
-    rows = (RoleMemory(role, _device_memory(plan, role, device, _arenas(plan, role))) for role in roles(plan))
-    return Budget(tuple(rows), stated_memory(plan.cluster))
+    rows = (_role_memory(plan, role, device) for role in roles(plan))
+    return Budget(tuple(rows), stated_memory(plan.cluster), stated_host_memory(plan.cluster))
+
+
+def _role_memory(plan: Plan, role: Role, device: Device) -> RoleMemory:
+    outside = offload_memory(plan, role.rank)
+    host = {"host_states": outside.host, "offload_buffers": outside.buffers}
+    whole = _device_memory(plan, role, device, _arenas(plan, role))
+    return RoleMemory(role, whole | (host if device == "cpu" else {}), {} if device == "cpu" else host, outside.files)
 
 
 def _device_memory(plan: Plan, role: Role, device: Device, arenas: Mapping[str, int]) -> dict[str, int]:

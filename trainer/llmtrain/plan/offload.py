@@ -24,8 +24,8 @@ class Offload:
     """Where a part of each unit's optimizer states rests.
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
-    paths: folders of files, one for each volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. backend: the kernel that
-    steps the part, on the CPU.
+    paths: folders of files, one for each volume. weights: relative bandwidths of the volumes. bucket: most elements
+    that move at once. backend: the kernel that steps the part, on the CPU.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from llmtrain_data import units
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.memory import stated_memory
+from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.errors import BadInputError
 from llmtrain.plan.budget import Budget, memory_budget, surely_exceeds
 from llmtrain.plan.check import check
@@ -31,11 +31,11 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     The sentence names the first single change that makes it fit, in the order of `changes`. budget: the plan's, if it
     is known.
     """
-    if stated_memory(plan.cluster) is None:
+    if stated_memory(plan.cluster) is None and stated_host_memory(plan.cluster) is None:
         return None
     found = memory_budget(plan, facts.device) if budget is None else budget
     if not found.excess:
-        return None
+        return _host_refusal(plan, found)
     assert plan.cluster is not None
     assert plan.cluster.accelerator is not None
     row = found.fullest
@@ -46,12 +46,22 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     advised = advice(recipe, facts, plan)
     if advised is None:
         return (
-            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch or parallel makes it "
-            "fit, so take more ranks or a smaller model (--force takes it as it is)"
+            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel or "
+            "offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
         )
     change, after = advised
     needed = units.size(after.fullest.total)
     return f"{said}; set {' '.join(change.keys)}, which needs {needed} (--force takes it as it is)"
+
+
+def _host_refusal(plan: Plan, budget: Budget) -> str | None:
+    if not budget.host_excess or plan.cluster is None or plan.cluster.node.host is None:
+        return None
+    return (
+        f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
+        f"share of cluster.node.host.memory ({plan.cluster.node.host.memory} for {plan.cluster.node.ranks} ranks); set "
+        "offload.optimizer to nvme or take a smaller offload.share (--force takes it as it is)"
+    )
 
 
 def advice(recipe: Recipe, facts: Facts, plan: Plan) -> tuple[Change, Budget] | None:
@@ -66,14 +76,14 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan) -> tuple[Change, Budget] | 
         if surely_exceeds(changed, facts.device):
             continue
         after = memory_budget(changed, facts.device)
-        if not after.excess:
+        if not after.excess and not after.host_excess:
             return change, after
     return None
 
 
 def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less memory, those that cost least time first: a larger zero.stage,
-    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline."""
+    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload."""
     for stage in STAGES[(recipe.zero.stage or 0) + 1 :]:
         yield Change((f"zero.stage={stage}",), replace(recipe, zero=replace(recipe.zero, stage=stage)))
     if recipe.activation_checkpointing == "none":
@@ -86,6 +96,10 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             train = replace(recipe.train, microbatch=size)
             yield Change((f"train.microbatch={size}",), replace(recipe, train=train))
     yield from _grids(recipe, plan)
+    if recipe.offload.optimizer == "none":
+        for tier in ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",):
+            offload = replace(recipe.offload, optimizer=tier)
+            yield Change((f"offload.optimizer={tier}",), replace(recipe, offload=offload))
 
 
 def _checkpointing(recipe: Recipe, value: str) -> Change:

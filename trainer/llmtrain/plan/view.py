@@ -31,6 +31,8 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "gathered_weights": "gathered weights",
         "gradient_buffers": "gradients before their reduction",
         "activations": "activations",
+        "host_states": "offloaded optimizer states",
+        "offload_buffers": "buffers of states in files",
         "temporaries": "temporaries",
         "context": "context of the process",
         "communicators": "communicators",
@@ -70,6 +72,8 @@ class PlanView:
             "memory": {
                 "limit": budget.limit,
                 "excess": budget.excess,
+                "host_limit": budget.host_limit,
+                "host_excess": budget.host_excess,
                 "fullest": budget.fullest.role.rank,
                 "roles": [_role(plan, row) for row in budget.rows],
             },
@@ -104,6 +108,10 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {plan.grid.world:,} ranks, {grid}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
+    outside = list(_outside(view.budget))
+    if outside:
+        yield ""
+        yield table(("elsewhere", "bytes", "share"), outside)
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
@@ -123,6 +131,8 @@ def _role(plan: Plan, row: RoleMemory) -> dict[str, Any]:
         "parameters": role.parameters,
         "device": dict(row.device),
         "total": row.total,
+        "host": dict(row.host),
+        "files": row.files,
     }
 
 
@@ -141,6 +151,19 @@ def _breakdown(budget: Budget) -> Iterator[tuple[str, str, str]]:
         left = limit - fullest.total
         yield "accelerator.memory", units.size(limit), "100.0%"
         yield ("left" if left >= 0 else "missing"), units.size(abs(left)), f"{abs(left) / whole:.1%}"
+
+
+def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
+    """Yield rows about the host's memory and files of the rank that takes most of them."""
+    row = max(budget.rows, key=lambda row: (sum(row.host.values()), row.files))
+    whole = budget.host_limit
+    for name, count in row.host.items():
+        if count:
+            yield f"{LABELS[name]}, in the host's memory", units.size(count), f"{count / whole:.1%}" if whole else ""
+    if whole and any(row.host.values()):
+        yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
+    if row.files:
+        yield "offloaded optimizer states, in files", units.size(row.files), ""
 
 
 _COLUMNS = ("ranks", "from rank", "pipeline", "layers", "parameters", "model states", "rest", "total", "")
