@@ -209,3 +209,20 @@ def test_what_is_written_reads_back(name: str) -> None:
     recipe = replace(load_recipe("folder/base.yaml"), name=name)
     Path("again.yaml").write_text(to_yaml(as_data(recipe)))
     assert load_recipe("again.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "train: {steps:500, global_batch: 8}",
+            "train has 'steps:500'; put a space after the colon: steps: 500",
+        ),
+        ("{name:first, seed: 1}", "the recipe has no space after 'name:'; put one there"),
+    ],
+)
+def test_a_missing_space_after_a_colon(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text(text)
+    with pytest.raises(BadInputError) as raised:
+        load_recipe(str(tmp_path / "first.yaml"))
+    assert str(raised.value) == sentence

@@ -51,8 +51,16 @@ def test_a_recipe_that_extends_a_link_to_a_file_of_another_kind(tmp_path: Path) 
     (tmp_path / "shadow").write_text("root:$6$secret:20228:0:99999:7: \n")
     (tmp_path / "base.yaml").symlink_to(tmp_path / "shadow")
     (tmp_path / "evil.yaml").write_text("extends: base.yaml\n")
-    with pytest.raises(BadInputError, match="a line of it is not a recipe key") as raised:
+    with pytest.raises(BadInputError, match=r"a line of .*evil\.yaml or .*base\.yaml is not a recipe key") as raised:
         load_recipe(str(tmp_path / "evil.yaml"))
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("user", ["root", "data"])
+def test_a_private_file_whose_first_word_may_be_a_key(user: str, tmp_path: Path) -> None:
+    (tmp_path / "shadow.yaml").write_text(f"{user}:$6$secret:20228:0:99999:7: \n")
+    with pytest.raises(BadInputError, match=r"a line of .*shadow\.yaml|has no space after 'data:'") as raised:
+        load_recipe(str(tmp_path / "shadow.yaml"))
     assert "secret" not in str(raised.value)
 
 

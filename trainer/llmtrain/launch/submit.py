@@ -61,7 +61,7 @@ def plan(
     if array is not None and chain > 1:
         raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
     given = read_recipe(name, overrides)
-    recipe = parse_recipe(given)
+    recipe = parse_recipe(given, recipe_files(name))
     if recipe.checkpoint.resume == "never":
         raise BadInputError(
             "checkpoint.resume is never, but a job that is stopped and queued again resumes from its checkpoints; "

@@ -11,8 +11,9 @@ from llmtrain.yaml.shown import shown, shown_key
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
 
 
-def explain(error: ValidationError) -> str:
-    """Return the key, the value, what was expected and what to do, for the first error."""
+def explain(error: ValidationError, source: str) -> str:
+    """Return the key, the value, what was expected and what to do, for the first error. source: the files that were
+    read. They are named where one of their keys is not quoted."""
     # Unknown keys come first, because a missing key is often the same key misspelt. A union reports an error for each
     # of its members; among the errors about one key, the most specific one is shown.
     found = [(_key(details["loc"]), details) for details in error.errors(include_url=False)]
@@ -23,7 +24,10 @@ def explain(error: ValidationError) -> str:
     ]
     key, details = min(about_first, key=lambda item: _rank(item[1]["type"], item[0]))
     if details["type"] == _UNKNOWN:
-        return unknown_key(".".join(filter(None, (key, str(details["loc"][-1])))), shown_key)
+        name = str(details["loc"][-1])
+        return _missing_space(key, name) or unknown_key(
+            ".".join(filter(None, (key, name))), lambda unknown: shown_key(unknown, source)
+        )
     if details["type"] == _VALUE:
         return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
     if details["type"].startswith(_MISSING) and isinstance(details["loc"][-1], str):
@@ -39,6 +43,17 @@ def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:
     near = nearest_key(key)
     advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
     return f"{quoted(key)} is not a recipe key; {advice}"
+
+
+def _missing_space(section: str, name: str) -> str | None:
+    """Return a sentence about a key such as `steps:500`, which YAML reads as one word; None for any other key."""
+    key, colon, value = name.partition(":")
+    if not colon or key not in {known.rpartition(".")[2] for known in recipe_keys()}:
+        return None
+    if not section:
+        # A line of a private file may begin with any word and a colon: do not quote the rest.
+        return f"the recipe has no space after '{key}:'; put one there"
+    return f"{section} has {shown(name)!r}; put a space after the colon: {key}: {shown(value)}"
 
 
 def _rank(kind: str, key: str) -> tuple[bool, int, int]:

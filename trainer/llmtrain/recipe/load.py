@@ -40,7 +40,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: b
     name_or_path: name of a shipped recipe, or a YAML file. `name` defaults to the file's stem. complete: refuse a
     recipe that leaves values (`???`) to the command line. Raises BadInputError.
     """
-    return parse_recipe(read_recipe(name_or_path, overrides, complete=complete))
+    container = read_recipe(name_or_path, overrides, complete=complete)
+    return parse_recipe(container, recipe_files(name_or_path))
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = (), *, complete: bool = True) -> dict[str, Any]:
@@ -64,15 +65,16 @@ def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig
     return content
 
 
-def parse_recipe(container: dict[str, Any]) -> Recipe:
-    """Return the recipe that plain data from YAML or JSON holds. Raises BadInputError."""
+def parse_recipe(container: dict[str, Any], files: Sequence[Path] = ()) -> Recipe:
+    """Return the recipe that plain data from YAML or JSON holds. files: those that it was read from, for errors. Raises
+    BadInputError."""
     container = as_meant(container, Recipe)
     for key, value in _leaves(container):
         _refuse_unwritable(key, value)
     try:
         return recipe_adapter().validate_json(json.dumps(container))
     except ValidationError as error:
-        raise BadInputError(explain(error)) from error
+        raise BadInputError(explain(error, " or ".join(map(str, files)) or "the recipe")) from error
 
 
 def read_recipe_file(path: Path) -> DictConfig:

@@ -20,7 +20,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def shown_key(key: str) -> str:
+def shown_key(key: str, file: str = "it") -> str:
     """Return an unknown key of a file. A file of another kind may be private: its text is quoted only if it looks like
     a key."""
-    return shown(key) if _KEY.fullmatch(key) else "a line of it"
+    return shown(key) if _KEY.fullmatch(key) else f"a line of {file}"
