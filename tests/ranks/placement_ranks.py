@@ -9,7 +9,7 @@ EXPERT has other weights on each place of the tensor axis, as experts do, and is
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,14 @@ from llmtrain.optim.step import clip_divisor, step_numbers
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.plan.placement import Placement
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.program.transfers import UnitTraffic
+from llmtrain.plan.program.workspaces import in_flight_buffers, lane_buffers
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.unit import ShardedUnit, whole_unit
-from programs import programs_of, whole_model
+from programs import whole_model
 from torch import Tensor, nn
 
 CONFIG = GPTConfig(
@@ -62,6 +66,23 @@ def placement(axes: tuple[Axis, ...], cut: tuple[int, int, int]) -> Placement:
     return Placement(axes=axes, degrees=degrees, levels=levels, masters="weights")
 
 
+def travel(spec: UnitSpec, where: Placement) -> UnitTraffic:
+    """Return how a unit travels: in fp32."""
+    return UnitTraffic(spec=spec, placement=where, element_bytes=4, weights=None, secondary=None, gradients=None)
+
+
+def programs_of(units: Sequence[UnitTraffic]) -> Programs:
+    """Return the programs of a rank with all units."""
+    return Programs(
+        ProgramSpec(
+            stages=(whole_model(CONFIG),),
+            actions=one_forward_one_backward(1, MICROBATCHES).actions[0],
+            padded={unit.spec.name: unit.placement.padded(unit.spec.numel) for unit in units},
+            degrees={unit.spec.name: unit.placement.degrees for unit in units},
+        )
+    )
+
+
 def seed_of(spec: UnitSpec, expert: int) -> int:
     """Return the seed of a unit's weights; each expert has its own."""
     return 7 + expert if spec.name == EXPERT else 3
@@ -83,22 +104,23 @@ def rate(step: int) -> float:
 def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]]) -> tuple[list[float], Engine]:
     """Train this rank's share; return the norms of the gradients, and the engine, which has the states."""
     model, expert = GPT(CONFIG, CPU), LAYOUT.coordinate(ranks.rank, Axis.TENSOR)
-    dense = make_hops(ranks, placement((Axis.DATA, Axis.TENSOR), cuts[0]))
-    own = make_hops(ranks, placement((Axis.DATA,), cuts[1]))
+    dense, own = placement((Axis.DATA, Axis.TENSOR), cuts[0]), placement((Axis.DATA,), cuts[1])
+    travels = [travel(spec, own if spec.name == EXPERT else dense) for spec in model_units(CONFIG)]
+    programs = programs_of(travels)
+    hops = {one: make_hops(ranks, one, lane_buffers(one, travels, programs)) for one in (dense, own)}
     units = [
         ShardedUnit(
-            spec,
-            model.unit(spec.name),
-            own if spec.name == EXPERT else dense,
+            one.spec,
+            model.unit(one.spec.name),
+            hops[one.placement],
             torch.float32,
-            seed_of(spec, expert),
+            seed_of(one.spec, expert),
             CPU,
         )
-        for spec in model_units(CONFIG)
+        for one in travels
     ]
-    actions = one_forward_one_backward(1, MICROBATCHES).actions[0]
-    programs = programs_of(units, [whole_model(CONFIG)], actions)
-    engine, norms = Engine(model, units, ShardingSpec(), programs, lambda calls: None), []
+    sharding = ShardingSpec(in_flight=in_flight_buffers(travels, programs))
+    engine, norms = Engine(model, units, sharding, programs, lambda calls: None), []
     engine.update()
     for step, microbatches in enumerate(batches(ranks.rank)):
         with engine.training_pass():

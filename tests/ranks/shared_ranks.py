@@ -123,13 +123,13 @@ def operations(ours: shared.SharedMemoryCollectives, under_way: int, late: rando
 
 
 def rank_main(world: int, rank: int, folder: Path) -> None:
-    shared.SLOT_BYTES = SLOT_BYTES
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
     backwards = list(reversed(range(world)))
     by_one, by_several = (
-        shared.SharedMemoryCollectives(group, shared.share_slots(group, slots), backwards) for slots in (2, 4)
+        shared.SharedMemoryCollectives(group, shared.share_slots(group, slots, SLOT_BYTES), backwards)
+        for slots in (2, 4)
     )
     found: dict[str, object] = {
         "one by one": operations(by_one, 1, random.Random(rank)),
@@ -137,11 +137,11 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
         "bytes": by_one.nbytes,
     }
     os.environ["NCCL_SHM_DISABLE"] = "01"[rank == 1]
-    found["where one forbids it"] = bool(shared.share_slots(group, 2))
+    found["where one forbids it"] = bool(shared.share_slots(group, 2, SLOT_BYTES))
     os.environ["NCCL_SHM_DISABLE"] = "0"
     if rank == 1:
         socket.gethostname = lambda: "another"
-    found["where one is on another machine"] = bool(shared.share_slots(group, 2))
+    found["where one is on another machine"] = bool(shared.share_slots(group, 2, SLOT_BYTES))
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -24,6 +24,7 @@ from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
+from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, whole_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
@@ -220,7 +221,7 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
         work(found.setdefault(name, {}))
 
     assert dist.group.WORLD is not None
-    collectives = collectives_of(dist.group.WORLD, CPU, node=world)
+    collectives = collectives_of(dist.group.WORLD, CPU, world, CollectiveBuffers(world, in_turn=False))
     for sequence in (False, True):
         mesh = TensorMesh(rank, world, collectives, sequence)
         kind = "sequence" if sequence else "tensor"

@@ -78,12 +78,6 @@ def test_model_states_take_what_zero_says(case: Case, trained: Trained) -> None:
     assert 0 <= padding < UNITS * degrees.ranks * shard_multiple(recipe)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_buffers_stay_after_the_second_step(case: Case, trained: Trained) -> None:
-    for rank in trained(case).notes("buffer_bytes"):
-        assert len(set(rank[1:])) == 1
-
-
 GROUPED = [
     Case(4, ("zero.stage=3", "zero.hierarchical=false"), node=2),
     Case(4, ("zero.stage=1", "parallel.sequence=true", "quantize.gradients=int4"), node=4, tensor=2),
@@ -110,15 +104,14 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
-def test_no_buffer_comes_into_being_after_the_second_step(case: Case, trained: Trained) -> None:
-    """Streams, which run all transport, allocate nothing, and the computation allocates nothing as large as a unit."""
+def test_no_buffer_comes_into_being_in_a_step(case: Case, trained: Trained) -> None:
+    """Streams, which run all transport, allocate nothing but the test's own tensor, which shows that the count works.
+    The computation allocates nothing as large as a unit."""
     result = trained(case)
     for on_streams, full in zip(result.notes("on_streams"), result.notes("full"), strict=True):
         assert len(on_streams) == 6
-        # The first step allocates the streams' buffers, which shows that the count works.
-        assert on_streams[0] > 0
-        assert set(on_streams[2:]) == {0}
-        assert set(full[2:]) == {0}
+        assert set(on_streams) == {1}
+        assert set(full) == {0}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from allocations import Allocations
+from allocations import LEAST_BYTES, Allocations
 from handed import Handed, handed
+from high_water import HighWater
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import subgroups
 from llmtrain.comm.messages import Channel
@@ -31,6 +32,8 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
+from llmtrain.training import run as run
+from llmtrain.training.build import build
 from llmtrain.training.run import Run
 
 # Seconds for the other ranks to end after one has failed.
@@ -43,7 +46,9 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step. Collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
-    notes: dict[str, list[int]] = {"state_bytes": [], "buffer_bytes": [], "groups": [ranks.layout.world]}
+    notes: dict[str, list[int]] = {"state_bytes": [], "groups": [ranks.layout.world]}
+    high_water = HighWater()
+    run.build = high_water.building(build)
     subgroups.group_over = noting_groups(notes["groups"])
     loop.train_step = noting(notes)  # type: ignore[assignment]
     if case["counted"]:
@@ -53,7 +58,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["handed"]:
         loop.train_step = handing(calls, loop.train_step)  # type: ignore[assignment]
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
-    noted = notes | {"handed": calls}
+    noted = notes | {"handed": calls, "high_water": high_water.noted()}
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
@@ -62,8 +67,7 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
 
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
-        for name in ("state_bytes", "buffer_bytes"):
-            notes[name].append(getattr(run.engine, name))
+        notes["state_bytes"].append(run.engine.state_bytes)
         return stopping
 
     return noted
@@ -99,10 +103,14 @@ def counting(notes: dict[str, list[int]], step: Callable[..., bool]) -> Callable
 
     def counted(run: Run, number: int) -> bool:
         found = Allocations(frozenset(unit.ranges.padded for unit in run.engine.units.values()))
+        control = ThreadStream("control")
         with found.counting():
             stopping = step(run, number)
             # Count the work that the step has left for later too.
             run.engine.weights.updates.finish()
+            # One allocation on a stream that the count has to see.
+            control.submit(lambda: torch.empty(LEAST_BYTES, dtype=torch.uint8)).wait()
+        control.close()
         notes["on_streams"].append(found.on_streams)
         notes["full"].append(found.full)
         return stopping

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from llmtrain.comm import gloo, nccl
+from llmtrain.comm import nccl
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives, add_in_order
 from llmtrain.comm.gloo import GlooCollectives
 from llmtrain.comm.nccl import NcclCollectives
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan import collective_buffers
+from llmtrain.plan.collective_buffers import Backend, CollectiveBuffers, SizedCollective
 from torch import Tensor
 
 RANKS, ORDER = 3, (2, 0, 1)
@@ -46,10 +48,73 @@ def values(number: int, dtype: torch.dtype = torch.float32, numel: int = 10) -> 
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Collectives]:
     """Returns a group's collectives."""
     if request.param == "gloo in large":
-        monkeypatch.setattr(gloo, "ONE_ROUND", 0)
+        monkeypatch.setattr(collective_buffers, "ONE_ROUND", 0)
     kind = GlooCollectives if request.param.startswith("gloo") else NcclCollectives
     reused = request.param in ("gloo in large", "NCCL")
-    return lambda group, order=None: kind(group, order, Workspace(CPU) if reused else None)
+    sizes = dict.fromkeys(("sent", "received", "whole", "gathered"), 1000)
+    return lambda group, order=None: kind(group, order, Workspace(CPU, sizes) if reused else None)
+
+
+class Taking(Workspace):
+    """A workspace that gives what is asked for, and records the most bytes of each buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, {})
+        self.most: dict[str, int] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        self.most[name] = max(self.most.get(name, 0), numel * dtype.itemsize)
+        return torch.empty(numel, dtype=dtype)
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+@pytest.mark.parametrize("order", [None, ORDER], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_buffers_are_those_that_are_planned(
+    backend: Backend, ranks: int, order: tuple[int, ...] | None, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collective takes what its size and dtypes say before it runs, whatever the values are."""
+    kind = {"gloo": GlooCollectives, "nccl": NcclCollectives}[backend]
+    places = None if order is None else tuple(place for place in order if place < ranks)
+    if not small:
+        monkeypatch.setattr(collective_buffers, "ONE_ROUND", 8)
+    half, wide = torch.bfloat16, torch.float32
+    cases: list[tuple[SizedCollective, Callable[[Collectives], object]]] = [
+        (SizedCollective("all_gather", 40 * ranks), lambda one: one.all_gather(torch.zeros(10 * ranks)).wait()),
+        (SizedCollective("all_reduce", 40), lambda one: one.all_reduce(torch.zeros(10)).wait()),
+        *(
+            (
+                SizedCollective("reduce_scatter", 5 * ranks * wire.itemsize, wire.itemsize, converted=held != wire),
+                lambda one, held=held, wire=wire: one.reduce_scatter(
+                    torch.zeros(5 * ranks, dtype=held), torch.zeros(5), wire
+                ).wait(),
+            )
+            for held, wire in ((wide, wide), (wide, half), (half, half))
+        ),
+    ]
+    for collective, run in cases:
+
+        def work(group: dist.ProcessGroup, number: int, run: Callable[[Collectives], object] = run) -> dict[str, int]:
+            taken = Taking()
+            run(kind(group, places, taken))
+            return taken.most
+
+        planned = CollectiveBuffers(ranks, frozenset({collective}), in_order=places in (None, tuple(range(ranks))))
+        for found in on_ranks(work, ranks):
+            assert found == planned.workspace(backend)
+
+
+def test_slots_hold_one_round() -> None:
+    """A slot is as large as what a rank passes on at once, in whole pages, and 8 MiB at most."""
+
+    def slot(*collectives: SizedCollective) -> int:
+        return CollectiveBuffers(4, frozenset(collectives)).slot_bytes
+
+    assert slot() == 4096
+    assert slot(SizedCollective("all_gather", 4 * 5000)) == slot(SizedCollective("all_reduce", 5000)) == 8192
+    assert slot(SizedCollective("all_gather", 4 * 5000, shards=True)) == 4096
+    assert slot(SizedCollective("all_reduce", 4096), SizedCollective("reduce_scatter", 9 << 20)) == 8 << 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,9 +203,9 @@ def test_small_tensors_go_in_one_round() -> None:
     def sent(nbytes: int, ranks: int) -> int:
         return on_ranks(lambda group, number: GlooCollectives(group).all_reduce_bytes(nbytes), ranks)[0]
 
-    assert sent(gloo.ONE_ROUND // 2, 3) == gloo.ONE_ROUND
+    assert sent(collective_buffers.ONE_ROUND // 2, 3) == collective_buffers.ONE_ROUND
     # A ring sends 3/4 of the buffer twice.
-    assert sent(gloo.ONE_ROUND // 2, 4) == gloo.ONE_ROUND * 3 // 4
+    assert sent(collective_buffers.ONE_ROUND // 2, 4) == collective_buffers.ONE_ROUND * 3 // 4
 
 
 def test_narrow_sums_are_rounded_once() -> None:
@@ -190,7 +255,7 @@ class Waited:
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_nccl_launches_once_for_each_collective(own_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
-    workspace = None if own_stream else Workspace(CPU)
+    workspace = None if own_stream else Workspace(CPU, dict.fromkeys(("sent", "received", "gathered"), 32))
     ours, shuffled = (NcclCollectives(recorded.group, order, workspace) for order in (None, (3, 2, 1, 0)))
     wide, narrow = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
     for work, call in (
@@ -213,23 +278,24 @@ def test_nccl_launches_once_for_each_collective(own_stream: bool, monkeypatch: p
 def test_each_group_gets_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: shared memory inside a node if possible, and gloo otherwise."""
     slots = [torch.zeros(4, 4096, dtype=torch.uint8)] * 2
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def share(group: Any, count: int) -> list[Tensor]:
-        asked.append(count)
+    def share(group: Any, count: int, nbytes: int) -> list[Tensor]:
+        asked.append((count, nbytes))
         return slots
 
     monkeypatch.setattr("llmtrain.comm.backend.share_slots", share)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 3])
     recorded = Recorded(monkeypatch, 2).group
 
-    def kind(device: str, node: int, workspace: Workspace | None = None) -> str:
-        return type(collectives_of(recorded, torch.device(device), node, workspace=workspace)).__name__
+    def kind(device: str, node: int, in_turn: bool = False) -> str:
+        buffers = CollectiveBuffers(2, frozenset({SizedCollective("all_reduce", 5000)}), in_turn)
+        return type(collectives_of(recorded, torch.device(device), node, buffers)).__name__
 
     assert kind("cuda", 4) == "NcclCollectives"
     assert kind("cpu", 1) == kind("cpu", 3) == "GlooCollectives"
     assert asked == []
-    assert kind("cpu", 2) == kind("cpu", 4, Workspace(CPU)) == "SharedMemoryCollectives"
-    assert asked == [4, 2]
+    assert kind("cpu", 2) == kind("cpu", 4, in_turn=True) == "SharedMemoryCollectives"
+    assert asked == [(4, 8192), (2, 8192)]
     slots.clear()
     assert kind("cpu", 2) == "GlooCollectives"

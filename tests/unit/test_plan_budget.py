@@ -21,6 +21,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.own_needs import CPU, GPU
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
@@ -187,7 +188,8 @@ def test_parts_of_a_budget() -> None:
     for row in budget.rows:
         states = role_states(plan, row.role)
         passing = live_activations(plan, row.role.rank), temporary_bytes(plan, row.role, "cuda")
-        groups, program = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank)).step
+        groups, programs = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank))
+        program = programs.step
         assert program.weights > 0
         assert row.device == {
             "weights": states.weights,
@@ -197,6 +199,7 @@ def test_parts_of_a_budget() -> None:
             "replicated": states.replicated,
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
+            "in_flight": sum(pool_bytes(plan, row.role.rank, programs, "cuda").values()),
             "activations": passing[0],
             "temporaries": passing[1],
             "context": GPU.context,

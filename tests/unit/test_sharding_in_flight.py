@@ -10,6 +10,8 @@ from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 
+CPU = torch.device("cpu")
+
 
 class OnStream:
     """The part of a hop that in-flight operations need."""
@@ -22,9 +24,9 @@ def step(stream: Stream, job: object) -> HopStep:
     return HopStep(cast(Hop, OnStream(stream)), job)  # type: ignore[arg-type]
 
 
-def test_all_buffers_have_grown_when_each_size_was_seen() -> None:
-    """Whichever slot a large unit gets later, nothing is allocated."""
-    stream, in_flight = ThreadStream("test"), InFlight(torch.device("cpu"), 3)
+def test_every_workspace_has_room_for_the_largest_unit() -> None:
+    """Whichever workspace a large unit gets, nothing is allocated, and nothing larger than planned is taken."""
+    stream, in_flight = ThreadStream("test"), InFlight(CPU, 3, {"sum": 400})
 
     def start(numel: int) -> None:
         def build(slot: Workspace) -> list[HopStep]:
@@ -33,19 +35,21 @@ def test_all_buffers_have_grown_when_each_size_was_seen() -> None:
 
         in_flight.start(build)
 
-    for numel in (100, 10):
+    for numel in (100, 10, 100, 100, 10):
         start(numel)
-    held = in_flight.nbytes
-    assert held == 3 * 400
-    for _ in range(5):
-        start(100)
-        start(10)
-        assert in_flight.nbytes == held
+        assert in_flight.nbytes == 3 * 400
+    with pytest.raises(RuntimeError, match="the buffer 'sum' was planned with 400 bytes, but 404 are taken"):
+        start(101)
     stream.close()
 
 
+def test_a_buffer_that_nobody_planned() -> None:
+    with pytest.raises(RuntimeError, match="the buffer 'other' was planned with 0 bytes, but 1 are taken"):
+        Workspace(CPU, {"sum": 400}).take("other", 1, torch.uint8)
+
+
 def test_a_hop_waits_for_the_one_before_and_for_the_last_user_of_its_slot() -> None:
-    streams, in_flight, done = [ThreadStream("a"), ThreadStream("b")], InFlight(torch.device("cpu"), 2), []
+    streams, in_flight, done = [ThreadStream("a"), ThreadStream("b")], InFlight(CPU, 2, {"value": 4}), []
     for number in range(20):
 
         def build(slot: Workspace, number: int = number) -> list[HopStep]:
@@ -63,7 +67,7 @@ def test_a_hop_waits_for_the_one_before_and_for_the_last_user_of_its_slot() -> N
 
 
 def test_an_error_reaches_who_waits_and_all_that_follow() -> None:
-    stream, in_flight = ThreadStream("test"), InFlight(torch.device("cpu"), 1)
+    stream, in_flight = ThreadStream("test"), InFlight(CPU, 1, {})
 
     def fail() -> None:
         raise OSError("the link is down")

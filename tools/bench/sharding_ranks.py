@@ -255,7 +255,7 @@ def main(settings: dict[str, Any]) -> None:
         for name, run in runs.items():
             rows = (Path(run.folder) / "metrics.jsonl").read_text().splitlines() if ranks.is_main else []
             found[name]["losses"] = [row["loss"] for row in map(json.loads, rows) if "event" not in row]
-            found[name]["buffer_bytes"] = run.engine.buffer_bytes
+            found[name]["buffer_bytes"] = sum(run.engine.pools.values())
     if ranks.is_main:
         print(json.dumps(found), flush=True)
     # DeepSpeed's threads would keep the process alive.

@@ -79,6 +79,11 @@ def tier_between(tiers: Sequence[Tier], one: int, other: int) -> str:
     return next(tier.name for tier in tiers if one // tier.ranks == other // tier.ranks)
 
 
+def node_ranks(tiers: Sequence[Tier]) -> int:
+    """Return the ranks of a node; 1 if the tiers do not say it."""
+    return next((tier.ranks for tier in tiers if "node" in (tier.name, *tier.aliases)), 1)
+
+
 def link(cluster: Cluster, one: int, other: int) -> Figures:
     """Return the bandwidth and the latency between two ranks from a description: inside a node, those of the smallest
     tier with both; between nodes, those of the nodes' cards, which the ranks of a node share."""

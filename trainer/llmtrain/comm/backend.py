@@ -14,27 +14,32 @@ from llmtrain.comm.messages_shared import RoutedMessages, SharedMemoryMessages, 
 from llmtrain.comm.nccl import NcclCollectives
 from llmtrain.comm.shared_memory import SharedMemoryCollectives, share_slots
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.collective_buffers import Backend, CollectiveBuffers, backend_of
 
 
 def collectives_of(
     group: dist.ProcessGroup,
     device: torch.device,
     node: int,
+    buffers: CollectiveBuffers,
     order: Sequence[int] | None = None,
-    workspace: Workspace | None = None,
 ) -> Collectives:
     """Return the collectives of `group`: NCCL on GPUs, shared memory between CPUs of one node, else gloo. Collective.
 
-    node: ranks of a node. order, workspace: see Collectives.
+    node: ranks of a node. buffers: what they need. order: see Collectives.
     """
-    if device.type == "cuda":
-        return NcclCollectives(group, order, workspace)
-    if _in_one_node(group, node):
-        # Two slots for each collective that may be under way.
-        slots = share_slots(group, 4 if workspace is None else 2)
+
+    def workspace(backend: Backend) -> Workspace | None:
+        return Workspace(device, buffers.workspace(backend)) if buffers.in_turn else None
+
+    backend = _backend_of(group, device, node)
+    if backend == "nccl":
+        return NcclCollectives(group, order, workspace("nccl"))
+    if backend == "shared":
+        slots = share_slots(group, buffers.slots, buffers.slot_bytes)
         if slots:
-            return SharedMemoryCollectives(group, slots, order)
-    return GlooCollectives(group, order, workspace)
+            return SharedMemoryCollectives(group, slots, order, workspace("shared"))
+    return GlooCollectives(group, order, workspace("gloo"))
 
 
 def messages_of(
@@ -50,7 +55,7 @@ def messages_of(
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()
-        if _in_one_node(group, node) and (ring := share_ring(group, ahead, nbytes))
+        if _backend_of(group, device, node) == "shared" and (ring := share_ring(group, ahead, nbytes))
     }
     others = {channel: peer for channel, peer in peers.items() if channel not in rings}
     if not rings:
@@ -61,5 +66,5 @@ def messages_of(
     return RoutedMessages(shared, frozenset(rings), GlooMessages(others, ahead, shared.wake))
 
 
-def _in_one_node(group: dist.ProcessGroup, node: int) -> bool:
-    return len({rank // node for rank in dist.get_process_group_ranks(group)}) == 1
+def _backend_of(group: dist.ProcessGroup, device: torch.device, node: int) -> Backend:
+    return backend_of("cuda" if device.type == "cuda" else "cpu", dist.get_process_group_ranks(group), node)

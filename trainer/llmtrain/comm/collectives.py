@@ -69,7 +69,7 @@ class Collectives(ABC):
         """
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.order = tuple(range(self.size) if order is None else order)
-        self._workspace = workspace
+        self.workspace = workspace
 
     @property
     def place(self) -> int:
@@ -110,8 +110,8 @@ class Collectives(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's buffers, without the workspace."""
-        return 0
+        """Bytes of this rank's buffers."""
+        return 0 if self.workspace is None else self.workspace.nbytes
 
     def close(self) -> None:
         """Leave the process group."""
@@ -123,9 +123,9 @@ class Collectives(ABC):
         return [parts[place] for place in self.order]
 
     def _buffer(self, name: str, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._workspace is None:
+        if self.workspace is None:
             return like.new_empty(numel, dtype=dtype)
-        return self._workspace.take(name, numel, dtype)
+        return self.workspace.take(name, numel, dtype)
 
     def _as_wire(self, values: Tensor, wire: torch.dtype) -> Tensor:
         """Return `values` in the dtype in which they are sent."""

@@ -7,10 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.comm.collectives import AllOf, Collectives, Then, Work, add_in_order
-
-ONE_ROUND = 2**20
-"""Up to this many bytes per rank, the ranks of an all-reduce send each other their whole tensors. gloo's ring sends
-less, but in many messages that wait for each other: small tensors take two to four times as long."""
+from llmtrain.plan.collective_buffers import in_one_round
 
 
 class GlooCollectives(Collectives):
@@ -49,7 +46,7 @@ class GlooCollectives(Collectives):
         return nbytes * (self.size - 1) if self._in_one_round(nbytes) else super().all_reduce_bytes(nbytes)
 
     def _in_one_round(self, nbytes: int) -> bool:
-        return nbytes * (self.size - 1) <= ONE_ROUND
+        return in_one_round(nbytes, self.size)
 
     def _send_to_all(self, whole: Tensor, parts: Sequence[Tensor]) -> Work:
         """Send this rank's part of `whole` to all others, and receive theirs. parts: views of `whole`, by rank."""

@@ -50,5 +50,9 @@ class Messages(Protocol):
     def until(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` holds. It may depend on `is_completed` of receives, and nothing else."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that this rank's sends go through."""
+
     def close(self) -> None:
         """Stop background threads and leave the communicators."""

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from llmtrain.comm.mapped_memory import shared_memory
 from llmtrain.comm.messages import Channel, Messages, Posting, Request
-from llmtrain.comm.pipes import NUMBERS, Pipes, connect_pipes
-
-SLOT_BYTES = 1 << 20
-"""Most bytes of a slot. A longer message takes several slots, and the receiver reads one while the next is written."""
+from llmtrain.comm.pipes import Pipes, connect_pipes
+from llmtrain.plan.message_buffers import ring_slots
 
 Slots = NDArray[np.uint8]
 
@@ -39,9 +37,7 @@ def share_ring(group: dist.ProcessGroup, ahead: int, nbytes: int) -> Ring | None
 
     ahead: messages of `nbytes` that fit into the slots.
     """
-    # Slots begin at cache lines.
-    width = min(SLOT_BYTES, -(-nbytes // 64) * 64)
-    count = min(ahead * -(-nbytes // width), NUMBERS)
+    count, width = ring_slots(ahead, nbytes)
     memory = shared_memory(group, count * width)
     pipes = connect_pipes(group) if memory else None
     if pipes is None:
@@ -72,7 +68,7 @@ class SharedMemoryMessages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that this rank's sends use."""
+        """See Messages."""
         return sum(self._rings[channel].own.nbytes for channel in self._outgoing)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
@@ -134,6 +130,11 @@ class RoutedMessages:
     def until(self, condition: Callable[[], bool]) -> None:
         """See Messages."""
         self._shared.until(condition)
+
+    @property
+    def nbytes(self) -> int:
+        """See Messages."""
+        return self._shared.nbytes
 
     def close(self) -> None:
         """See Messages."""

@@ -43,6 +43,11 @@ class TorchMessages(ABC):
         """Return once `condition` holds."""
         self._arrivals.until(condition)
 
+    @property
+    def nbytes(self) -> int:
+        """See Messages. The backend's own buffers do not count."""
+        return 0
+
     def close(self) -> None:
         """End the threads and leave the process groups."""
         self._arrivals.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.nic import card_of
-from llmtrain.cluster.tiers import Tier
+from llmtrain.cluster.tiers import Tier, node_ranks
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
@@ -20,8 +20,8 @@ from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of
 from llmtrain.comm.groups import gloo_over, group_options
 from llmtrain.comm.watchdog import Watchdog
-from llmtrain.comm.workspace import Workspace
 from llmtrain.errors import RunFailedError
+from llmtrain.plan.collective_buffers import CollectiveBuffers
 
 ALONE = (Tier("all", 1),)
 # How long ranks wait for a text from the main rank.
@@ -90,7 +90,7 @@ class Ranks:
     @property
     def node(self) -> int:
         """Number of ranks of a node; 1 if the tiers do not say it."""
-        return next((tier.ranks for tier in self.tiers if "node" in (tier.name, *tier.aliases)), 1)
+        return node_ranks(self.tiers)
 
     def on_grid(self, layout: Layout, tiers: tuple[Tier, ...]) -> "Ranks":
         """Return the same ranks with another layout and other tiers."""
@@ -101,10 +101,10 @@ class Ranks:
         return socket.gethostname() if self.watchdog is None else self.watchdog.host_of(rank)
 
     def collectives(
-        self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
+        self, group: dist.ProcessGroup, buffers: CollectiveBuffers, order: Sequence[int] | None = None
     ) -> Collectives:
-        """Return the collectives of a process group. order, workspace: see Collectives. Collective over the group."""
-        return collectives_of(group, self.device, self.node, order, workspace)
+        """Return the collectives of a process group. order: see Collectives. Collective over the group."""
+        return collectives_of(group, self.device, self.node, buffers, order)
 
     def sum_all(self, values: list[float]) -> list[float]:
         """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
@@ -114,7 +114,8 @@ class Ranks:
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         assert dist.group.WORLD is not None
         # node=1 means no shared memory: a run does not know its nodes yet when it starts.
-        everyone = collectives_of(dist.group.WORLD, self.device, node=1)
+        buffers = CollectiveBuffers(self.layout.world, in_turn=False)
+        everyone = collectives_of(dist.group.WORLD, self.device, 1, buffers)
         self.activity.wait(lambda: everyone.all_reduce(summed).wait())
         return [float(value) for value in summed.tolist()]
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from llmtrain.comm.collectives import AllOf, Collectives, SharedParts, Work, add_in_order
 from llmtrain.comm.mapped_memory import shared_memory
-
-SLOT_BYTES = 8 << 20
-"""Bytes of a slot: what a rank passes to the others in one round."""
+from llmtrain.comm.workspace import Workspace
 
 Slots = Sequence[Tensor]
 
@@ -43,10 +41,16 @@ class SharedMemoryCollectives(Collectives):
     slot may be overwritten.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots: Slots, order: Sequence[int] | None = None) -> None:
-        """slots: by rank, uint8 `[an even number, SLOT_BYTES]`. Half of the number may be under way at once."""
-        super().__init__(group, order)
-        self._slots, self._used, self._next = slots, 0, 0
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        slots: Slots,
+        order: Sequence[int] | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        """slots: by rank, uint8 `[an even number, bytes]`. Half of the number may be under way at once."""
+        super().__init__(group, order, workspace)
+        self._slots, self._slot_bytes, self._next = slots, slots[0].shape[1], 0
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._open: deque[_Round] = deque()
         self._sent = torch.zeros(self.size, dtype=torch.uint8)
@@ -54,20 +58,20 @@ class SharedMemoryCollectives(Collectives):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's slots that were ever written; the others take no memory."""
-        return len(self._slots[self.rank]) * self._used
+        """See Collectives. Here with this rank's slots."""
+        return super().nbytes + self._slots[self.rank].nbytes
 
     def all_gather(self, whole: Tensor) -> Work:
         """See Collectives."""
         parts, work = [part.view(torch.uint8) for part in self._parts(whole)], _nothing()
-        for start in range(0, len(parts[0]), SLOT_BYTES):
-            work = self._gather([part[start : start + SLOT_BYTES] for part in parts])
+        for start in range(0, len(parts[0]), self._slot_bytes):
+            work = self._gather([part[start : start + self._slot_bytes] for part in parts])
         return work
 
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
         """See Collectives."""
         rows, work = values.view(self.size, -1), _nothing()
-        columns = SLOT_BYTES // self.size // wire.itemsize
+        columns = self._slot_bytes // self.size // wire.itemsize
         for start in range(0, len(total), columns):
             end = start + columns
             work = self._reduce(rows[:, start:end], total[start:end], wire)
@@ -76,7 +80,7 @@ class SharedMemoryCollectives(Collectives):
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """See Collectives."""
         received[self.rank].copy_(sent[self.rank])
-        columns, work = SLOT_BYTES // self.size, _nothing()
+        columns, work = self._slot_bytes // self.size, _nothing()
         for start in range(0, sent.shape[1], columns):
             end = start + columns
             work = self._exchange(received[:, start:end], sent[:, start:end])
@@ -85,8 +89,8 @@ class SharedMemoryCollectives(Collectives):
     def all_reduce(self, x: Tensor) -> Work:
         """See Collectives. Every rank reads the whole tensors of all others."""
         flat, work = x.view(-1), _nothing()
-        for start in range(0, len(flat), SLOT_BYTES // x.itemsize):
-            work = self._sum(flat[start : start + SLOT_BYTES // x.itemsize])
+        for start in range(0, len(flat), self._slot_bytes // x.itemsize):
+            work = self._sum(flat[start : start + self._slot_bytes // x.itemsize])
         return work
 
     def all_reduce_bytes(self, nbytes: int) -> int:
@@ -155,7 +159,6 @@ class SharedMemoryCollectives(Collectives):
         count = len(self._slots[self.rank])
         if len(self._open) == count // 2:
             self._open[0].wait()
-        self._used = max(self._used, nbytes)
         slots = [own[self._next, :nbytes] for own in self._slots]
         self._next = (self._next + 1) % count
         write(slots[self.rank])
@@ -174,6 +177,6 @@ def _nothing() -> Work:
     return AllOf()
 
 
-def share_slots(group: dist.ProcessGroup, count: int) -> list[Tensor]:
-    """Allocate `count` slots for each rank of `group`; none where they cannot share memory. Collective."""
-    return [part.view(count, SLOT_BYTES) for part in shared_memory(group, count * SLOT_BYTES)]
+def share_slots(group: dist.ProcessGroup, count: int, nbytes: int) -> list[Tensor]:
+    """Allocate `count` slots of `nbytes` for each rank of `group`; none where they cannot share memory. Collective."""
+    return [part.view(count, nbytes) for part in shared_memory(group, count * nbytes)]

@@ -12,6 +12,7 @@ from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.roles import Role, roles
@@ -83,18 +84,18 @@ def memory_budget(plan: Plan, device: Device) -> Budget:
 def _role_memory(plan: Plan, role: Role, device: Device) -> RoleMemory:
     outside = offload_memory(plan, role.rank)
     host = {"host_states": outside.host, "offload_buffers": outside.buffers}
-    whole = _device_memory(plan, role, device, _arenas(plan, role))
+    whole = _device_memory(plan, role, device, _buffers(plan, role, device))
     return RoleMemory(role, whole | (host if device == "cpu" else {}), {} if device == "cpu" else host, outside.files)
 
 
-def _device_memory(plan: Plan, role: Role, device: Device, arenas: Mapping[str, int]) -> dict[str, int]:
+def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str, int]) -> dict[str, int]:
     needs = own_needs(device)
     lasting = {name: part(plan, role) for name, part in _LASTING}
     # Tensors that come and go in every step; the allocator cannot use all of the memory between them.
     passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
     return {
         **lasting,
-        **arenas,
+        **buffers,
         **passing,
         "context": needs.context,
         "communicators": communicator_bytes(plan, role.pipeline, needs),
@@ -102,15 +103,19 @@ def _device_memory(plan: Plan, role: Role, device: Device, arenas: Mapping[str, 
     }
 
 
-def _arenas(plan: Plan, role: Role) -> dict[str, int]:
-    """Return the bytes of the memory for gathered weights, and of that for whole gradients."""
-    spec = ProgramSpec.of(plan, role.rank)
+def _buffers(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+    """Return the bytes of the memory for gathered weights, of that for whole gradients, and of the buffers of
+    collectives and messages."""
+    programs = Programs(ProgramSpec.of(plan, role.rank))
     weights = gradients = 0
     # A program of many microbatches takes long to make.
-    if any(degrees.weights > 1 or degrees.gradients > 1 for degrees in spec.degrees.values()):
-        program = Programs(spec).step
-        weights, gradients = program.weights, program.gradients
-    return {"gathered_weights": weights * plan.compute_bytes, "gradient_buffers": gradients * plan.compute_bytes}
+    if any(degrees.weights > 1 or degrees.gradients > 1 for degrees in programs.spec.degrees.values()):
+        weights, gradients = programs.step.weights, programs.step.gradients
+    return {
+        "gathered_weights": weights * plan.compute_bytes,
+        "gradient_buffers": gradients * plan.compute_bytes,
+        "in_flight": sum(pool_bytes(plan, role.rank, programs, device).values()),
+    }
 
 
 def _activations(plan: Plan, role: Role) -> int:

@@ -30,6 +30,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "replicated": "TP-replicated parameters, unpacked",
         "gathered_weights": "gathered weights",
         "gradient_buffers": "gradients before their reduction",
+        "in_flight": "buffers in flight",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
         "offload_buffers": "buffers of states in files",

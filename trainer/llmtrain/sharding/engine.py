@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
+from llmtrain.plan.program.workspaces import InFlightBuffers
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.gradient_sums import Received
 from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.program_cursor import ProgramCursor
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
@@ -27,11 +29,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ShardingSpec:
     """How model states travel; each unit's placement says where its states rest. gradients: how gradients are packed;
-    None for not packed. replica_groups: ranks beyond the data-parallel ones that hold the same parameters."""
+    None for not packed. replica_groups: ranks beyond the data-parallel ones that hold the same parameters. in_flight:
+    buffers of gathers and reductions in flight."""
 
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: Packing | None = None
     replica_groups: ReplicaGroups = field(default_factory=ReplicaGroups)
+    in_flight: InFlightBuffers = field(default_factory=InFlightBuffers)
 
 
 class Engine:
@@ -47,9 +51,13 @@ class Engine:
         self.units, self._programs = {unit.spec.name: unit for unit in units}, programs
         self._hops = {id(unit.hops): unit.hops for unit in units}.values()
         step = programs.step
-        self.weights = GatheredWeights(self.units, sharding.weights, step.weights, count)
+        device, in_flight = units[0].weight.device, sharding.in_flight
+        gathers, reductions = (
+            InFlight(device, in_flight.count, sizes) for sizes in (in_flight.weights, in_flight.gradients)
+        )
+        self.weights = GatheredWeights(self.units, sharding.weights, step.weights, gathers, count)
         self.gradients = GradientReducer(
-            self.units, sharding.gradients, sharding.replica_groups, count, self._gradients_complete
+            self.units, sharding.gradients, sharding.replica_groups, reductions, count, self._gradients_complete
         )
         self.gradients.allocate(step.gradients)
         self._cursor, self._busy, self._backward = ProgramCursor(step), set[str](), False
@@ -128,10 +136,15 @@ class Engine:
         return sum(unit.nbytes for unit in self.units.values()) + self.weights.secondary_bytes
 
     @property
-    def buffer_bytes(self) -> int:
-        """Bytes of this rank's buffers for gathered units and for communication."""
-        held = (self.weights, self.gradients)
-        return sum(hops.nbytes for hops in self._hops) + sum(one.arena.nbytes + one.in_flight.nbytes for one in held)
+    def pools(self) -> dict[str, int]:
+        """Bytes of this rank's buffers for gathered units and for communication, by what uses them."""
+        return {
+            "gathered_weights": self.weights.arena.nbytes,
+            "gradient_buffers": self.gradients.arena.nbytes,
+            "in_flight": self.weights.in_flight.nbytes + self.gradients.in_flight.nbytes,
+            "hops": sum(hops.nbytes for hops in self._hops),
+            "groups": self.gradients.replica_groups.nbytes,
+        }
 
     @contextmanager
     def _running(self, program: Program) -> Iterator[None]:

@@ -28,15 +28,14 @@ class GradientReducer:
     `reduce` if `is_reduced`."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], packing: Packing | None, replica_groups: ReplicaGroups, count: Count,
-        complete: Callable[[str], None],
+        self, units: Mapping[str, ShardedUnit], packing: Packing | None, replica_groups: ReplicaGroups,
+        in_flight: InFlight, count: Count, complete: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._units, self.replica_groups = units, replica_groups
         self._count, self._complete = count, complete
         some = next(iter(units.values()))
         self.arena = some.weight.new_zeros(0)
-        hops = max(len(unit.hops.gradients) for unit in units.values())
-        self.in_flight = InFlight(some.gradient.device, hops + 1)
+        self.in_flight = in_flight
         self._sums: dict[str, GradientSum] = {
             name: BufferedSum(unit, partial(self._new_buffer, name)) if unit.degrees.gradients > 1 else WholeSum(unit)
             for name, unit in units.items()

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmtrain.cluster.levels import Level, shard_range
+from llmtrain.cluster.levels import Level
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import Stream, new_stream
 from llmtrain.comm.subgroups import make_groups
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.placement import Placement
+from llmtrain.plan.program.transfers import Lane
+from llmtrain.plan.program.workspaces import LaneBuffers, flat_order, lanes_of
 
 
 @dataclass(frozen=True)
@@ -17,20 +19,24 @@ class Hop:
     """One collective of a gather or a reduction.
 
     span: ranks that this hop and all faster ones reach. tier: the slowest link that it crosses. collectives: of its
-    ranks. stream: where it runs, so that one unit's slow hop runs beside another unit's fast hop. workspace: buffers
-    for what runs there, one collective after another.
+    ranks, one after another. stream: where it runs, so that one unit's slow hop runs beside another unit's fast hop.
     """
 
     span: int
     tier: str
     collectives: Collectives
     stream: Stream
-    workspace: Workspace
 
     @property
     def radix(self) -> int:
         """Number of ranks in the group."""
         return self.collectives.size
+
+    @property
+    def workspace(self) -> Workspace:
+        """Buffers for what runs on the stream."""
+        assert self.collectives.workspace is not None
+        return self.collectives.workspace
 
     @property
     def place(self) -> int:
@@ -63,7 +69,7 @@ class Hops:
     def nbytes(self) -> int:
         """Bytes of the hops' buffers."""
         hops = (*self.weights, *self.gradients, *self.flat)
-        return sum(hop.workspace.nbytes + hop.collectives.nbytes for hop in hops)
+        return sum(hop.collectives.nbytes for hop in hops)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return the hops that gather a state from degree `outer` to degree `inner`."""
@@ -81,25 +87,23 @@ def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
     return tuple(hop for hop in hops if inner < hop.span <= outer)
 
 
-def make_hops(ranks: Ranks, placement: Placement) -> Hops:
-    """Make the process groups that a placement needs. Collective: every rank makes all of them in the same order."""
+def make_hops(ranks: Ranks, placement: Placement, lanes: LaneBuffers) -> Hops:
+    """Make the process groups that a placement needs. lanes: what their collectives need. Collective: every rank makes
+    all of them in the same order."""
     lines, place = ranks.layout.groups(*placement.axes), ranks.layout.coordinate(ranks.rank, *placement.axes)
-    degrees, levels = placement.degrees, placement.levels
 
-    def hop(level: Level, order: Sequence[int], name: str) -> Hop:
-        places = level.groups(degrees.ranks)
-        groups = [[line[place] for place in group] for line in lines for group in places]
-        workspace = Workspace(ranks.device)
-        collectives = ranks.collectives(make_groups(ranks, groups), order, workspace)
+    def hop(lane: Lane, level: Level) -> Hop:
+        flat = lane.kind == "flat"
+        groups = [[line[place] for place in group] for line in lines for group in level.groups(placement.degrees.ranks)]
+        order = flat_order(placement) if flat else range(level.radix)
+        collectives = ranks.collectives(make_groups(ranks, groups), lanes[lane], order)
+        name = "gather" if flat else lane.kind
         stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
-        return Hop(level.span, level.tier, collectives, stream, workspace)
+        return Hop(level.span, level.tier, collectives, stream)
 
     # Sums that are reduced over a level are also gathered back over it, so every level has both kinds of hops.
-    weights = tuple(hop(level, range(level.radix), "gather") for level in levels)
-    gradients = tuple(hop(level, range(level.radix), "reduce") for level in levels)
-    if placement.hierarchical or degrees.weights == 1:
-        return Hops(placement, place, weights, gradients)
-    degree = degrees.weights
-    one = Level(1, degree, next(level.tier for level in levels if level.span == degree))
-    order = [shard_range(levels, place, degree, degree)[0] for place in range(degree)]
-    return Hops(placement, place, weights, gradients, (hop(one, order, "gather"),))
+    made = [(lane.kind, hop(lane, level)) for lane, level in lanes_of(placement)]
+    weights, gradients, flat = (
+        tuple(one for kind, one in made if kind == each) for each in ("gather", "reduce", "flat")
+    )
+    return Hops(placement, place, weights, gradients, flat)

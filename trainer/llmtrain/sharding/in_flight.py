@@ -1,7 +1,7 @@
 """Gathers and reductions in flight: each of their steps waits for the step before it, and for nothing else."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,10 @@ class InFlight:
     """Starts gathers or reductions on their hops' streams. At most `count` are in flight at once, each with buffers of
     its own."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._slots = deque(_Slot(Workspace(device)) for _ in range(count))
+    def __init__(self, device: torch.device, count: int, sizes: Mapping[str, int]) -> None:
+        """sizes: bytes of each buffer of one workspace, by name."""
+        # Each has room for the largest unit, as a unit gets another workspace in every training step.
+        self._slots = deque(_Slot(Workspace(device, sizes)) for _ in range(count))
 
     def start(self, build: Callable[[Workspace], list[HopStep]]) -> list[Ticket]:
         """Start the steps that `build` makes with the workspace that it is given; return one ticket for each."""
@@ -30,11 +32,7 @@ class InFlight:
         self._slots.rotate(-1)
         tickets: list[Ticket] = []
         before = slot.ticket
-        steps = build(slot.workspace)
-        for other in self._slots:
-            # A unit gets another workspace in every training step: all of them grow in the first step.
-            other.workspace.match(slot.workspace)
-        for step in steps:
+        for step in build(slot.workspace):
             before = step.hop.stream.submit(_after(before, step.job))
             tickets.append(before)
         slot.ticket = before

@@ -51,9 +51,17 @@ class ReplicaGroups:
 
     def close(self) -> None:
         """Leave the process groups."""
-        for group in (self.partial, self.stage, *self.tied.values()):
-            if group is not None:
-                group.close()
+        for group in self._groups:
+            group.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the groups' buffers."""
+        return sum(group.nbytes for group in self._groups)
+
+    @property
+    def _groups(self) -> list[Collectives]:
+        return [group for group in (self.partial, self.stage, *self.tied.values()) if group is not None]
 
     def _average_replicated(self, stage: Collectives, units: Collection[ShardedUnit]) -> None:
         """Replace the gradients of TP-replicated parameters by their mean over the stage's ranks."""

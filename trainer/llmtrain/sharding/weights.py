@@ -37,13 +37,15 @@ class _Gathered:
 class GatheredWeights:
     """Gathers the weights of units into an arena, and updates the shards after an optimizer step."""
 
-    def __init__(self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, elements: int, count: Count) -> None:
+    def __init__(
+        self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, elements: int, in_flight: InFlight, count: Count
+    ) -> None:
         """elements: of the arena."""
         self._units, self._policy, self._count = units, policy, count
         some = next(iter(units.values())).weight
         self.cut = {name: unit for name, unit in units.items() if unit.degrees.weights > 1}
         self.arena = torch.zeros(elements, dtype=some.dtype, device=some.device)
-        self.in_flight = InFlight(some.device, max(len(unit.hops.weights) for unit in units.values()) + 1)
+        self.in_flight = in_flight
         self._gathered: dict[str, _Gathered] = {}
         self._secondary = {
             name: SecondaryCopy(unit, policy.secondary) for name, unit in units.items() if unit.degrees.secondary

@@ -1,10 +1,11 @@
 """From a plan to this rank's model, the engine of its states, and the executor that runs it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import axis_tiers
+from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
@@ -16,8 +17,10 @@ from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
+from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.pools import GroupName, Pools
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.rank_buckets import rank_buckets
@@ -42,6 +45,13 @@ class Assembly:
     mesh: TensorMesh
     offloaded: StateTier | None
 
+    @property
+    def pools(self) -> dict[str, int]:
+        """Bytes of this rank's buffers, by what uses them."""
+        groups = 0 if self.mesh.collectives is None else self.mesh.collectives.nbytes
+        pools = self.engine.pools
+        return {**pools, "groups": pools["groups"] + groups, "messages": self.executor.message_bytes}
+
     def close(self) -> None:
         """Wait for pending work and leave the process groups."""
         self.executor.close()
@@ -61,18 +71,20 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     # tensor axis, allocate the units' memory, and compile last, because torch.compile traces the final modules.
     model = GPT(plan.model, ranks.device, recompute=plan.recompute)
     keep(model, stage_layouts)
-    mesh = _mesh(plan, ranks, count)
+    programs = Programs(ProgramSpec.of(plan, ranks.rank))
+    pools = Pools.of(plan, ranks.rank, programs, "cpu" if is_cpu(ranks.device) else "cuda")
+    mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     buckets = rank_buckets(plan, ranks.rank)
     tier = open_tier(plan.sharding.offload, buckets, ranks.device)
     units = []
-    for unit in _units(model, plan, ranks):
+    for unit in _units(model, plan, ranks, pools):
         # One unit after the other: together, the states of all units may not fit the memory.
         if tier is not None:
             offload_states(unit, plan.sharding.offload, buckets, tier)
         units.append(unit)
-    sharding = _sharding(plan, ranks)
-    engine = Engine(model, units, sharding, Programs(ProgramSpec.of(plan, ranks.rank)), count)
+    sharding = _sharding(plan, ranks, pools)
+    engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
@@ -80,24 +92,24 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     return Assembly(model, engine, executor, mesh, tier)
 
 
-def _mesh(plan: Plan, ranks: Ranks, count: Count) -> TensorMesh:
+def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
     """Connect this rank with the other ranks of its tensor-parallel group. Collective."""
     layout = ranks.layout
     degree = layout.degree(Axis.TENSOR)
     if degree == 1:
         return TensorMesh()
-    collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
+    collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)), pools.groups["tensor"])
     tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
     counted = count_as_tensor(count, tier)
     return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
-def _units(model: GPT, plan: Plan, ranks: Ranks) -> Iterator[ShardedUnit]:
+def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[ShardedUnit]:
     """Connect the ranks that share model states, and yield each unit with this rank's states. Collective."""
     layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
     # Every rank makes the groups of every placement, even if none of its units has that placement.
-    hops = {placement: make_hops(ranks, placement) for placement in dict.fromkeys(placements.values())}
+    hops = {placement: make_hops(ranks, placement, lanes) for placement, lanes in pools.lanes.items()}
     specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
     for spec in specs:
         yield ShardedUnit(
@@ -105,7 +117,7 @@ def _units(model: GPT, plan: Plan, ranks: Ranks) -> Iterator[ShardedUnit]:
         )
 
 
-def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
+def _sharding(plan: Plan, ranks: Ranks, pools: Pools) -> ShardingSpec:
     """Return how states travel, and connect the ranks that hold the same parameters. Collective."""
     quantization = plan.sharding.quantization
     weights = WeightPolicy(
@@ -113,30 +125,31 @@ def _sharding(plan: Plan, ranks: Ranks) -> ShardingSpec:
         secondary=_packing(quantization.secondary, quantization.block),
         tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
     )
-    return ShardingSpec(weights, _packing(quantization.gradients, quantization.block), _replica_groups(plan, ranks))
+    gradients = _packing(quantization.gradients, quantization.block)
+    return ShardingSpec(weights, gradients, _replica_groups(plan, ranks, pools.groups), pools.in_flight)
 
 
 def _packing(bits: int, block: int) -> Packing | None:
     return Packing(bits, block) if bits else None
 
 
-def _replica_groups(plan: Plan, ranks: Ranks) -> ReplicaGroups:
+def _replica_groups(plan: Plan, ranks: Ranks, buffers: Mapping[GroupName, CollectiveBuffers]) -> ReplicaGroups:
     """Connect the ranks beyond the data-parallel ones that hold the same parameters. Collective."""
     layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
     partial = None
     if plan.sequence_parallel and copies > 1:
         # Groups of their own, because these sums run in parallel with those of the layers.
-        partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)))
+        partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)), buffers["partial"])
     stage = None
     if plan.sharding.quantization.gradients and copies > 1:
-        stage = ranks.collectives(make_groups(ranks, layout.groups(Axis.DATA, Axis.TENSOR)))
+        stage = ranks.collectives(make_groups(ranks, layout.groups(Axis.DATA, Axis.TENSOR)), buffers["stage"])
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
     ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
     if stage_layouts[0].tied and ends[0] != ends[1]:
         pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
         group = join_group(ranks, pairs)
-        tied = {} if group is None else {"embedding": ranks.collectives(group)}
+        tied = {} if group is None else {"embedding": ranks.collectives(group, buffers["tied"])}
         if any(stage_layout.closes for stage_layout in stage_layouts):
             # The copy has position embeddings, which it does not use, so that both copies are sharded in the same way.
             second = frozenset({"embedding"})

@@ -1,7 +1,5 @@
 """From a plan to the executor of this rank's pipeline stages."""
 
-from math import ceil
-
 import torch
 
 from llmtrain.cluster.layout import Axis, Layout
@@ -25,7 +23,7 @@ from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import ShapeOf, StageLinks, channels
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
-from llmtrain.plan.pipeline.actions import peak_live
+from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
@@ -87,9 +85,7 @@ def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    # The messages that a channel has in flight; at least two, so that one can arrive during a computation.
-    in_flight = plan.pipeline.limit if schedule.message_driven else ceil(max(peak_live(schedule)) / schedule.chunks)
-    ahead = max(2, in_flight)
+    ahead = messages_ahead(plan)
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}

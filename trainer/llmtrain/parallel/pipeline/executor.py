@@ -104,6 +104,11 @@ class Executor:
                 self._links.flush()
                 yield len(group), losses
 
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the buffers that messages to other stages go through."""
+        return self._links.nbytes
+
     def close(self) -> None:
         """Stop the transport and release process groups."""
         self._links.close()

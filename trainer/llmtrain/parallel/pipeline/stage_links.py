@@ -79,6 +79,11 @@ class StageLinks:
         """Wait until every sent tensor may be reused."""
         self.activity.wait(self._transport.flush)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that messages go through."""
+        return self._transport.nbytes
+
     def close(self) -> None:
         """Stop the transport."""
         self._transport.close()

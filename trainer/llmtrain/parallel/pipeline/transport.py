@@ -114,6 +114,11 @@ class Transport:
         for outbox in self._outboxes.values():
             outbox.flush()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that sends go through."""
+        return self._messages.nbytes
+
     def close(self) -> None:
         """Stop the backend."""
         self._messages.close()

@@ -10,6 +10,7 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Action, Kind, hands_back_first, peak_live
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.pools import tied_bytes, tied_pair
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.program.spec import ProgramSpec
@@ -103,15 +104,10 @@ class StepCalls:
 
     def _replicated_updates(self, unit: UnitTraffic) -> Iterator[Call]:
         """Yield the sums that update TP-replicated parameters, which are not packed."""
-        degrees, tensor = unit.placement.degrees, self.plan.grid.degree(Axis.TENSOR)
-        packed = (unit.weights or unit.secondary) is not None and degrees.optimizer > 1
-        size = (unit.spec.numel - unit.spec.replicated) * unit.element_bytes
-        if tensor == 1 or not packed or not size:
-            return
-        for lane, level in unit.lanes(1, degrees.optimizer):
+        for lane, level in unit.replicated_lanes:
             yield Call(
                 lane_members(self.plan.grid, self.rank, unit.placement, lane),
-                self._sum("update", level.tier, size, level.radix),
+                self._sum("update", level.tier, unit.replicated_bytes, level.radix),
             )
 
     def _partial_sums(self, units: Sequence[UnitTraffic]) -> Iterator[int]:
@@ -129,15 +125,10 @@ class StepCalls:
 
     def _tied(self, units: Sequence[UnitTraffic]) -> Iterator[Call]:
         """Yield the sum of a tied embedding's gradients over the first and the last stage."""
-        schedule = self.plan.pipeline.schedule
-        ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
-        line = self.plan.grid.group_of(self.rank, Axis.PIPELINE)
-        pair = [line[end] for end in ends]
-        if not self.plan.model.tie_embeddings or ends[0] == ends[1] or self.rank not in pair:
-            return
-        embedding = next(unit for unit in units if unit.spec.name == "embedding")
-        size = 4 * embedding.placement.padded(embedding.spec.numel) // embedding.placement.degrees.optimizer
-        yield Call(tuple(pair), self._sum("replicated", tier_between(self.plan.tiers, *pair), size, 2))
+        pair = tied_pair(self.plan, self.rank)
+        if pair:
+            embedding = next(unit for unit in units if unit.spec.name == "embedding")
+            yield Call(pair, self._sum("replicated", tier_between(self.plan.tiers, *pair), tied_bytes(embedding), 2))
 
     def _actions(self) -> Iterator[tuple[Action, bool]]:
         """Yield each action, and whether its backward pass of the weights is separate from that of the inputs."""

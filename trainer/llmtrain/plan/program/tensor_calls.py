@@ -6,6 +6,8 @@ before the pair and reduced to each rank's share behind it (Korthikanti et al. 2
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal
 
 from llmtrain_kernels.cross_entropy.chunks import chunk_rows
 
@@ -15,7 +17,8 @@ from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
 
-Sized = tuple[str, int]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Sized = tuple[Operation, int]
 """A collective: its operation, and the bytes of the whole tensor."""
 
 
@@ -66,13 +69,13 @@ class TensorCalls:
 
     def _gathers(self, count: int) -> Iterator[Sized]:
         if self.plan.sequence_parallel:
-            yield from [("all_gather", self._activation)] * count
+            yield from repeat(("all_gather", self._activation), count)
 
     def _reductions(self, count: int) -> Iterator[Sized]:
-        yield from [(self._reduction, self._activation)] * count
+        yield from repeat((self._reduction, self._activation), count)
 
     @property
-    def _reduction(self) -> str:
+    def _reduction(self) -> Operation:
         return "reduce_scatter" if self.plan.sequence_parallel else "all_reduce"
 
     def _recomputed(self, blocks: int) -> Iterator[Sized]:

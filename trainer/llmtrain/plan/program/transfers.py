@@ -43,7 +43,7 @@ class Transfer:
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
     """How the states of one unit travel. element_bytes: of the compute dtype. weights, secondary, gradients: packed
-    formats, None for unpacked."""
+    formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks share the unit."""
 
     spec: UnitSpec
     placement: Placement
@@ -51,6 +51,7 @@ class UnitTraffic:
     weights: PackedFormat | None
     secondary: PackedFormat | None
     gradients: PackedFormat | None
+    tensor_parallel: bool = False
 
     def of(self, issue: Issue) -> Iterator[Transfer]:
         """Yield the collectives of an instruction, in order."""
@@ -89,6 +90,19 @@ class UnitTraffic:
         levels = self._levels(inner, outer) if flat is None else [flat]
         kind: LaneKind = "gather" if flat is None else "flat"
         return [(Lane(kind, self.placement.axes, level.span), level) for level in levels]
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the TP-replicated parameters in the compute dtype."""
+        return (self.spec.numel - self.spec.replicated) * self.element_bytes
+
+    @property
+    def replicated_lanes(self) -> list[tuple[Lane, Level]]:
+        """The lanes of the sums that update TP-replicated parameters, which are not packed; none if nothing is."""
+        packed = (self.weights or self.secondary) is not None
+        if not (self.tensor_parallel and packed and self.replicated_bytes):
+            return []
+        return self.lanes(1, self.placement.degrees.optimizer)
 
     @property
     def _padded(self) -> int:
@@ -141,6 +155,7 @@ def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
             weights=packed(quantization.weights),
             secondary=packed(quantization.secondary),
             gradients=packed(quantization.gradients),
+            tensor_parallel=grid.degree(Axis.TENSOR) > 1,
         )
         for spec in units_of(
             plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)

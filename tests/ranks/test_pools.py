@@ -1,0 +1,56 @@
+"""The buffers that a plan has against what runs take of them: every pool, on every rank, to the byte."""
+
+from collections.abc import Callable
+
+import pytest
+from harness import Case, Result
+from llmtrain.plan.collective_buffers import PAGE, SLOT_BYTES, CollectiveBuffers
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.pools import Pools, pool_bytes
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.recipe.load import load_recipe
+from strategies import COVERING as SHARDED
+from test_grid import COVERING as GRIDS
+from test_grid import QUANTIZED
+from test_handed import cases
+
+Trained = Callable[[Case], Result]
+HALF = "precision.compute=bf16"
+NARROW = [
+    Case(4, (keys, HALF), node=node, accumulation=2)
+    for keys in ("zero.stage=1", "zero.stage=2", "zero.stage=3", "zero.preset=mics", "zero.preset=topo")
+    for node in (1, 2, 4)
+]
+FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
+CASES = list(dict.fromkeys([*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
+    result = trained(case)
+    facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
+    plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+    for rank, found in enumerate(result.notes("high_water")):
+        programs = Programs(ProgramSpec.of(plan, rank))
+        pools = Pools.of(plan, rank, programs, "cpu")
+        arenas = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
+        arenas = {name: elements * plan.compute_bytes for name, elements in arenas.items()}
+        planned = {**arenas, **pool_bytes(plan, rank, programs, "cpu")}
+        # Slots of messages count from the first message on.
+        assert found["last"] == planned
+        assert found["built"] == {**planned, "messages": 0}
+        assert found["arenas"] == arenas
+        (lanes,) = pools.lanes.values()
+        named = {f"{lane.kind} {lane.span}": buffers for lane, buffers in lanes.items()}
+        taken = found["workspaces"]
+        assert taken.pop("gathers") == pools.in_flight.weights
+        assert taken.pop("reductions") == pools.in_flight.gradients
+        shared = found["rounds"].keys()
+        assert taken == {
+            name: buffers.workspace("shared" if name in shared else "gloo") for name, buffers in named.items()
+        }
+        for name, passed in found["rounds"].items():
+            buffers: CollectiveBuffers = {**named, **pools.groups}[name]
+            assert min(max(-(-passed // PAGE), 1) * PAGE, SLOT_BYTES) == buffers.slot_bytes

@@ -1,0 +1,117 @@
+"""The buffers of a rank's collectives and messages, which are allocated once, before the first step. No torch in here.
+
+Gathered weights and whole gradients lie in arenas of their own, which the program plans.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.tiers import node_ranks
+from llmtrain.plan.collective_buffers import CollectiveBuffers, SizedCollective, backend_of
+from llmtrain.plan.facts import Device
+from llmtrain.plan.message_buffers import ring_bytes
+from llmtrain.plan.pipeline.actions import Kind
+from llmtrain.plan.placement import Placement
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.tensor_calls import TensorCalls
+from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.program.workspaces import InFlightBuffers, LaneBuffers, in_flight_buffers, lane_buffers
+
+GroupName = Literal["tensor", "partial", "stage", "tied"]
+"""The groups of ranks that compute with parts of the same layers, and of those that hold the same parameters; see
+`llmtrain.sharding.replica_groups`."""
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The buffers of a rank. in_flight: of gathers and reductions. lanes: of the hops of each placement. groups: of the
+    other groups' collectives."""
+
+    in_flight: InFlightBuffers = field(default_factory=InFlightBuffers)
+    lanes: Mapping[Placement, LaneBuffers] = field(default_factory=dict)
+    groups: Mapping[GroupName, CollectiveBuffers] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, programs: Programs, device: Device) -> "Pools":
+        """Return the buffers of a rank of the run. programs: the rank's. device: what it computes on."""
+        units = unit_traffic(plan, rank)
+        placements = dict.fromkeys(plan.sharding.placements.values())
+        return cls(
+            in_flight=in_flight_buffers(units, programs),
+            lanes={one: lane_buffers(one, units, programs) for one in placements},
+            groups={name: buffers for name, _, buffers in _groups(plan, rank, units, device)},
+        )
+
+
+def pool_bytes(plan: Plan, rank: int, programs: Programs, device: Device) -> dict[str, int]:
+    """Return the bytes of a rank's buffers by what uses them. CPUs of one node are taken to share memory."""
+    pools, node, units = Pools.of(plan, rank, programs, device), node_ranks(plan.tiers), unit_traffic(plan, rank)
+    hops = groups = 0
+    for placement, lanes in pools.lanes.items():
+        for lane, buffers in lanes.items():
+            hops += buffers.nbytes(backend_of(device, lane_members(plan.grid, rank, placement, lane), node))
+    for _, members, buffers in _groups(plan, rank, units, device):
+        groups += buffers.nbytes(backend_of(device, members, node))
+    return {
+        "in_flight": pools.in_flight.nbytes,
+        "hops": hops,
+        "groups": groups,
+        "messages": ring_bytes(plan, rank, device),
+    }
+
+
+_Group = tuple[GroupName, Sequence[int], CollectiveBuffers]
+
+
+def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device) -> Iterator[_Group]:
+    """Yield the name, the ranks and the buffers of each group that the rank joins beside its hops."""
+    members, replicated = plan.grid.group_of(rank, Axis.TENSOR), [one for one in units if one.replicated_bytes]
+    if len(members) > 1:
+        yield _group("tensor", members, _tensor(plan, rank, device))
+        if plan.sequence_parallel:
+            yield _group("partial", members, [_sum(_partial(one)) for one in replicated])
+        if plan.sharding.quantization.gradients:
+            stage = plan.grid.group_of(rank, Axis.DATA, Axis.TENSOR)
+            averaged = 4 * sum(one.spec.numel - one.spec.replicated for one in units)
+            yield _group("stage", stage, [_sum(averaged)])
+    if pair := tied_pair(plan, rank):
+        embedding = next(one for one in units if one.spec.name == "embedding")
+        yield _group("tied", pair, [_sum(tied_bytes(embedding))])
+
+
+def tied_pair(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold the two copies of a tied embedding, if `rank` is one of them."""
+    schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
+    ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
+    pair = tuple(line[end] for end in ends)
+    return pair if plan.model.tie_embeddings and ends[0] != ends[1] and rank in pair else ()
+
+
+def tied_bytes(embedding: UnitTraffic) -> int:
+    """Return the bytes of a tied embedding's gradients that a rank sums with those of the other copy."""
+    return 4 * embedding.placement.padded(embedding.spec.numel) // embedding.placement.degrees.optimizer
+
+
+def _group(name: GroupName, members: Sequence[int], collectives: Iterable[SizedCollective]) -> _Group:
+    return name, members, CollectiveBuffers(len(members), frozenset(collectives), in_turn=False)
+
+
+def _tensor(plan: Plan, rank: int, device: Device) -> Iterator[SizedCollective]:
+    calls = TensorCalls(plan, device)
+    for layout in plan.stages_of(rank):
+        for kind in Kind:
+            for op, size in calls.of(kind, layout, defers=False):
+                yield SizedCollective(op, size, plan.compute_bytes)
+
+
+def _partial(unit: UnitTraffic) -> int:
+    """Bytes of the sum of a unit's TP-replicated gradients: whole gradients are in the compute dtype, sums in fp32."""
+    buffered = unit.placement.degrees.gradients > 1
+    return unit.replicated_bytes if buffered else unit.replicated_bytes // unit.element_bytes * 4
+
+
+def _sum(size: int) -> SizedCollective:
+    return SizedCollective("all_reduce", size)
