@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.facts import Facts
@@ -230,6 +230,28 @@ def test_the_least_memory_for_gathered_weights_is_enough(schedule: str, extra: l
     said = resident_problem(make_plan(small(tmp_path, *keys, f"zero.resident={least - 1}"), facts))
     assert said is not None
     assert f"set zero.resident={least}" in said
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 12)] * 3),
+    layers=st.integers(1, 8),
+    microbatches=st.integers(1, 3),
+    groups=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    tied=st.booleans(),
+    resident=st.integers(0, 60),
+)
+@settings(deadline=None)
+@example(sizes=(4, 9, 8), layers=8, microbatches=3, groups=[1], tied=True, resident=51)
+@example(sizes=(6, 12, 5), layers=2, microbatches=2, groups=[1], tied=True, resident=22)
+def test_an_evaluation_fits_into_the_memory_of_a_step(
+    sizes: tuple[int, int, int], layers: int, microbatches: int, groups: list[int], tied: bool, resident: int
+) -> None:
+    """Whatever gaps units of unlike sizes leave."""
+    embedding, block, head = sizes
+    spec = replace(spec_of(layers, microbatches, tied=tied), resident=resident)
+    padded = dict.fromkeys(spec.padded, block) | {"embedding": embedding, "head": head}
+    programs = Programs(replace(spec, padded=padded))
+    assert programs.evaluation(groups).weights <= programs.step.weights
 
 
 def small(folder: Path, *overrides: str) -> Recipe:

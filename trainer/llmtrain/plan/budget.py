@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.plan.activations import live_activations, recomputed_peak
+from llmtrain.plan.checkpoint_copies import copy_bytes
 from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
@@ -93,9 +94,12 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
     lasting = {name: part(plan, role) for name, part in _LASTING}
     # Tensors that come and go in every step; the allocator cannot use all of the memory between them.
     passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
+    # A CPU's own memory is the host's.
+    copies = copy_bytes(plan, role) if device == "cpu" else 0
     return {
         **lasting,
         **buffers,
+        "checkpoint_copies": copies,
         **passing,
         "context": needs.context,
         "communicators": communicator_bytes(plan, role.pipeline, needs),

@@ -31,6 +31,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "gathered_weights": "gathered weights",
         "gradient_buffers": "gradients before their reduction",
         "in_flight": "buffers in flight",
+        "checkpoint_copies": "copies of states for checkpoints",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
         "offload_buffers": "buffers of states in files",

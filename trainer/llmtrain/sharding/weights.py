@@ -103,9 +103,11 @@ class GatheredWeights:
         self._gathered.pop(drop.unit).ticket.wait()
 
     def gather(self, gather: Gather) -> None:
-        """Start to gather a unit."""
+        """Start to gather a unit. Raises RuntimeError if the arena has no such place."""
         name, unit = gather.unit, self._units[gather.unit]
         buffer = self.arena[gather.offset : gather.offset + unit.ranges.padded]
+        if len(buffer) < unit.ranges.padded:
+            raise RuntimeError(f"{name} is to be gathered at element {gather.offset} of {len(self.arena)}")
         source = self._secondary[name] if gather.secondary else self._sources[name]
         replicated = self._replicated.get(name)
         fills = self._secondary[name] if gather.fills else None

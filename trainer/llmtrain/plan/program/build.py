@@ -27,38 +27,42 @@ class Programs:
 
     def evaluation(self, groups: Sequence[int]) -> Program:
         """Return the program of an evaluation: forward passes of groups of microbatches, each group through all chunks.
-        groups: microbatches of each."""
+        groups: microbatches of each. Gathered weights fit into the step's memory for them."""
         first, actions = 0, list[Action]()
         for count in groups:
             for chunk in range(len(self.spec.stages)):
                 actions += [Action(index, chunk, Kind.F) for index in range(first, first + count)]
             first += count
-        return _program(self.spec, actions, lambda actions: [()] * len(actions))
+        return _program(self.spec, actions, lambda actions: [()] * len(actions), self.step.weights)
 
 
 _Backward = Callable[[Sequence[Action]], Sequence[tuple[BackwardPass, ...]]]
 
 
-def _program(spec: ProgramSpec, actions: Sequence[Action], backward: _Backward) -> Program:
-    """Return the program of actions. backward: the backward passes of each."""
+def _program(spec: ProgramSpec, actions: Sequence[Action], backward: _Backward, most: int | None = None) -> Program:
+    """Return the program of actions. backward: the backward passes of each. most: see `whole_program`."""
     # In two periods, gradients are at both of their places, and most buffers of weights are where they were.
     for periods in (2, 4, 6):
         short = shorten(actions, periods)
-        program = short.extended(whole_program(spec, short.actions, backward(short.actions)))
+        program = short.extended(whole_program(spec, short.actions, backward(short.actions), most))
         if program is not None:
             return program
-    return whole_program(spec, actions, backward(actions))
+    return whole_program(spec, actions, backward(actions), most)
 
 
 def whole_program(
-    spec: ProgramSpec, actions: Sequence[Action], backward: Sequence[tuple[BackwardPass, ...]]
+    spec: ProgramSpec,
+    actions: Sequence[Action],
+    backward: Sequence[tuple[BackwardPass, ...]],
+    most: int | None = None,
 ) -> Program:
-    """Return the program of actions, each of which is planned. backward: the backward passes of each."""
+    """Return the program of actions, each of which is planned. backward: the backward passes of each. most: elements of
+    memory for gathered weights; None for as the spec says."""
     spots = [
         list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
     ]
     reduces, passes = _reduces(spots, backward, spec), list[Pass]()
-    (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)))
+    (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)), most)
     following = iter(gathers)
     for action, own, passed, reducing in zip(actions, spots, backward, reduces, strict=True):
         points = []
@@ -78,13 +82,15 @@ def whole_program(
     return Program(start=tuple(start), passes=tuple(passes), weights=weights, gradients=gradients)
 
 
-def _gathers(spec: ProgramSpec, events: Sequence[Event]) -> tuple[list[list[Issue]], int]:
+def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tuple[list[list[Issue]], int]:
     sizes = {name: size for name, size in spec.padded.items() if spec.is_cut(name)}
     filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
     capacity = sum(sizes.values())
     if spec.ordered:
         capacity = min(spec.resident or lookahead_capacity(events, sizes), capacity)
+    # Buffers of unlike sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
+    capacity = capacity if most is None else min(capacity, most)
     return reside(events, Units(sizes, spec.rounded, filled), capacity)
 
 

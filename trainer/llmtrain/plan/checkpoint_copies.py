@@ -1,0 +1,36 @@
+"""The host memory in which a rank copies its states before a checkpoint is written in the background. No torch in
+here."""
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import shard_range
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.roles import Role
+
+STATE_BYTES = 12
+"""Masters and two moments of an element, fp32."""
+
+
+def copy_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes that a rank of a role copies; 0 if checkpoints are written from the states themselves.
+
+    Ranks that hold the same optimizer shard copy an even share each. The first tensor-parallel rank alone copies
+    TP-replicated parameters, and the first stage a tied embedding.
+    """
+    if not plan.checkpoint.asynchronous:
+        return 0
+    first = plan.grid.coordinate(role.rank, Axis.TENSOR) == 0
+    layouts = plan.stages_of(role.rank)
+    second = any(layout.closes and layout.tied for layout in layouts) and not any(layout.opens for layout in layouts)
+    elements, offload = 0, plan.sharding.offload
+    for unit in role.units:
+        if second and unit.name == "embedding":
+            continue
+        placement = plan.sharding.placements[unit.name]
+        degrees, padded = placement.degrees, placement.padded(unit.numel)
+        _, end = shard_range(placement.levels, 0, degrees.optimizer, padded)
+        held = min(end, unit.numel if first else unit.replicated)
+        copied = -(-held // (degrees.ranks // degrees.optimizer))
+        # States in files are read from there.
+        resident = offload.resident(padded // degrees.optimizer) if offload.tier == "nvme" else copied
+        elements += min(copied, resident)
+    return STATE_BYTES * elements
