@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import pytest
 from harness import Case, Result
+from llmtrain.plan.checkpoint_copies import copy_bytes
 from llmtrain.plan.collective_buffers import PAGE, SLOT_BYTES, CollectiveBuffers
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pools import Pools, pool_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.roles import roles
 from llmtrain.recipe.load import load_recipe
 from strategies import COVERING as SHARDED
 from test_grid import COVERING as GRIDS
@@ -32,6 +34,8 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
     result = trained(case)
     facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
     plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+    copies = max(copy_bytes(plan, role, "cpu") for role in roles(plan))
+    assert max(count for rank in result.notes("copies") for count in rank) == copies
     for rank, found in enumerate(result.notes("high_water")):
         programs = Programs(ProgramSpec.of(plan, rank))
         pools = Pools.of(plan, rank, programs, "cpu")

@@ -46,7 +46,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step. Collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
-    notes: dict[str, list[int]] = {"state_bytes": [], "groups": [ranks.layout.world]}
+    notes: dict[str, list[int]] = {"state_bytes": [], "copies": [], "groups": [ranks.layout.world]}
     high_water = HighWater()
     run.build = high_water.building(build)
     subgroups.group_over = noting_groups(notes["groups"])
@@ -68,6 +68,7 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
         notes["state_bytes"].append(run.engine.state_bytes)
+        notes["copies"].append(sum(copy.nbytes for copy in run.checkpoints._staging.copies))
         return stopping
 
     return noted

@@ -121,13 +121,20 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     plan = planned(tmp_path, *keys, *nvme("/scratch"))
     (files,) = memory_budget(plan, "cuda").rows
     assert host.device["optimizer"] == files.device["optimizer"] == 0
-    assert host.host == {"host_states": beside.device["optimizer"], "offload_buffers": 0}
-    assert files.host == {"host_states": 0, "offload_buffers": offload_memory(plan, 0).buffers}
+    # Each of two ranks copies half of the states for checkpoints, but for those in files.
+    copies = 12 * beside.role.parameters // 2
+    assert beside.host == {"host_states": 0, "offload_buffers": 0, "checkpoint_copies": copies}
+    assert host.host == {**beside.host, "host_states": beside.device["optimizer"]}
+    buffers = offload_memory(plan, 0).buffers
+    assert files.host == {"host_states": 0, "offload_buffers": buffers, "checkpoint_copies": 0}
     assert (host.files, files.files) == (0, offload_memory(plan, 0).files)
     assert files.files >= beside.device["optimizer"]
     # A CPU's own memory is the host's.
     (row,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cpu").rows
     assert (row.host, row.device["host_states"]) == ({}, beside.device["optimizer"])
+    assert row.device["checkpoint_copies"] == copies
+    (row,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false"), "cpu").rows
+    assert row.device["checkpoint_copies"] == 0
 
 
 def test_host_memory_is_a_budget(tmp_path: Path) -> None:

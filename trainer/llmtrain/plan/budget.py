@@ -84,7 +84,11 @@ def memory_budget(plan: Plan, device: Device) -> Budget:
 
 def _role_memory(plan: Plan, role: Role, device: Device) -> RoleMemory:
     outside = offload_memory(plan, role.rank)
-    host = {"host_states": outside.host, "offload_buffers": outside.buffers}
+    host = {
+        "host_states": outside.host,
+        "offload_buffers": outside.buffers,
+        "checkpoint_copies": copy_bytes(plan, role, device),
+    }
     whole = _device_memory(plan, role, device, _buffers(plan, role, device))
     return RoleMemory(role, whole | (host if device == "cpu" else {}), {} if device == "cpu" else host, outside.files)
 
@@ -94,12 +98,9 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
     lasting = {name: part(plan, role) for name, part in _LASTING}
     # Tensors that come and go in every step; the allocator cannot use all of the memory between them.
     passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
-    # A CPU's own memory is the host's.
-    copies = copy_bytes(plan, role) if device == "cpu" else 0
     return {
         **lasting,
         **buffers,
-        "checkpoint_copies": copies,
         **passing,
         "context": needs.context,
         "communicators": communicator_bytes(plan, role.pipeline, needs),

@@ -3,6 +3,7 @@ here."""
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
+from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
@@ -10,18 +11,21 @@ STATE_BYTES = 12
 """Masters and two moments of an element, fp32."""
 
 
-def copy_bytes(plan: Plan, role: Role) -> int:
+def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes that a rank of a role copies; 0 if checkpoints are written from the states themselves.
+    device: what it computes on.
 
     Ranks that hold the same optimizer shard copy an even share each. The first tensor-parallel rank alone copies
     TP-replicated parameters, and the first stage a tied embedding.
     """
-    if not plan.checkpoint.asynchronous:
+    offload = plan.sharding.offload
+    in_host = device == "cpu" or (offload.tier == "host" and offload.share == 1)
+    if in_host and not plan.checkpoint.asynchronous:
         return 0
     first = plan.grid.coordinate(role.rank, Axis.TENSOR) == 0
     layouts = plan.stages_of(role.rank)
     second = any(layout.closes and layout.tied for layout in layouts) and not any(layout.opens for layout in layouts)
-    elements, offload = 0, plan.sharding.offload
+    elements = 0
     for unit in role.units:
         if second and unit.name == "embedding":
             continue

@@ -57,10 +57,12 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
 def _host_refusal(plan: Plan, budget: Budget) -> str | None:
     if not budget.host_excess or plan.cluster is None or plan.cluster.node.host is None:
         return None
+    # Copies of states for checkpoints do not depend on the share.
+    less = "" if plan.sharding.offload.tier == "none" else " or take a smaller offload.share"
     return (
         f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
         f"share of cluster.node.host.memory ({plan.cluster.node.host.memory} for {plan.cluster.node.ranks} ranks); set "
-        "offload.optimizer to nvme or take a smaller offload.share (--force takes it as it is)"
+        f"offload.optimizer to nvme{less} (--force takes it as it is)"
     )
 
 
