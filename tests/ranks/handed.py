@@ -29,13 +29,11 @@ def handed() -> Iterator[Handed]:
     found: Handed = Counter()
     wrapped: list[tuple[type, str, Any]] = []
 
-    def wrap(owner: type, name: str, count: Callable[..., str | None]) -> None:
+    def wrap(owner: type, name: str, count: Callable[..., str]) -> None:
         inner = getattr(owner, name)
 
         def counting(self: Any, *args: Any) -> Any:
-            said = count(self, *args)
-            if said is not None:
-                found[said] += 1
+            found[count(self, *args)] += 1
             return inner(self, *args)
 
         wrapped.append((owner, name, inner))
@@ -59,7 +57,5 @@ def handed() -> Iterator[Handed]:
             setattr(owner, name, inner)
 
 
-def _said(op: str, own: Any, nbytes: int) -> str | None:
-    ranks = tuple(dist.get_process_group_ranks(own.group))
-    # The sum of a step's scalars, over all ranks in fp64.
-    return None if own.group is dist.group.WORLD else text(op, ranks, nbytes)
+def _said(op: str, own: Any, nbytes: int) -> str:
+    return text(op, tuple(dist.get_process_group_ranks(own.group)), nbytes)

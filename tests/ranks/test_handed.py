@@ -9,8 +9,10 @@ from handed import Handed, text
 from harness import Case, Result
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.recipe.load import load_recipe
+from llmtrain.telemetry.logger import is_logged
 from strategies import COVERING as SHARDED
 from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, every, every_zero
@@ -30,15 +32,17 @@ def cases(found: list[object]) -> list[Case]:
     return [one if isinstance(one, Case) else one.values[0] for one in found]  # type: ignore[attr-defined]
 
 
-def planned(case: Case, result: Result, rank: int) -> Handed:
-    """Return the calls that a rank's plan has."""
+def planned(case: Case, result: Result, rank: int, step: int) -> Handed:
+    """Return the calls that a rank's plan has for a step."""
     facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
     plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
     found: Counter[str] = Counter()
-    for call in StepCalls(plan, rank, "cpu").all():
+    calls = StepCalls(plan, rank, programs_of(plan)(rank), "cpu")
+    every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
+    for call in (one for group in every for one in group):
         op, size = call.traffic.op, call.traffic.size
         name = "reduce" if op in REDUCTIONS else op
-        found[f"send {size}" if op == "send" else text(name, call.ranks, size)] += 1
+        found[f"send {size}" if op == "send" else text(name, call.ranks, size)] += call.times
     return found
 
 
@@ -47,10 +51,10 @@ def check(case: Case, trained: Trained) -> None:
     initial weights."""
     result = trained(case)
     for rank, steps in enumerate(result.notes("handed")):
-        expected = planned(case, result, rank)
-        assert expected
         assert len(steps) == 3
-        for found in steps[1:]:
+        for step, found in enumerate(steps[1:], 2):
+            expected = planned(case, result, rank, step)
+            assert expected
             assert dict(found) == dict(expected)
 
 

@@ -19,7 +19,7 @@ def plan(
     force: Annotated[bool, typer.Option("--force", help="Succeed even if the run does not fit its memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show the memory that a run will take on each rank, before it starts.
+    """Show the memory that a run will take on each rank, and the bytes that it sends in a step, before it starts.
 
     It needs neither the data nor the machines. A run that does not fit the memory of the cluster file is an error that
     names a change with which it fits.

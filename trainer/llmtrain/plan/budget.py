@@ -15,7 +15,7 @@ from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.program.build import Programs
-from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import temporary_bytes
@@ -76,20 +76,21 @@ def surely_exceeds(plan: Plan, device: Device) -> bool:
     )
 
 
-def memory_budget(plan: Plan, device: Device) -> Budget:
-    """Return the memory of a plan's ranks. device: what they compute on."""
-    rows = (_role_memory(plan, role, device) for role in roles(plan))
+def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None) -> Budget:
+    """Return the memory of a plan's ranks. device: what they compute on. programs: of the ranks, if they are known."""
+    made = programs or programs_of(plan)
+    rows = (_role_memory(plan, role, device, made(role.rank)) for role in roles(plan))
     return Budget(tuple(rows), stated_memory(plan.cluster), stated_host_memory(plan.cluster))
 
 
-def _role_memory(plan: Plan, role: Role, device: Device) -> RoleMemory:
+def _role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
     outside = offload_memory(plan, role.rank)
     host = {
         "host_states": outside.host,
         "offload_buffers": outside.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
     }
-    whole = _device_memory(plan, role, device, _buffers(plan, role, device))
+    whole = _device_memory(plan, role, device, _buffers(plan, role, programs, device))
     return RoleMemory(role, whole | (host if device == "cpu" else {}), {} if device == "cpu" else host, outside.files)
 
 
@@ -108,10 +109,9 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
     }
 
 
-def _buffers(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict[str, int]:
     """Return the bytes of the memory for gathered weights, of that for whole gradients, and of the buffers of
     collectives and messages."""
-    programs = Programs(ProgramSpec.of(plan, role.rank))
     weights = gradients = 0
     # A program of many microbatches takes long to make.
     if any(degrees.weights > 1 or degrees.gradients > 1 for degrees in programs.spec.degrees.values()):

@@ -7,7 +7,6 @@ from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.activations import border_bytes
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.facts import Device
-from llmtrain.plan.pipeline.actions import peak_live
 from llmtrain.plan.plan import Plan
 
 SLOT_BYTES = 1 << 20
@@ -29,7 +28,7 @@ def messages_ahead(plan: Plan) -> int:
     schedule = plan.pipeline.schedule
     if schedule.message_driven:
         return max(2, plan.pipeline.limit)
-    return max(2, ceil(max(peak_live(schedule)) / schedule.chunks))
+    return max(2, ceil(schedule.most_live / schedule.chunks))
 
 
 def ring_bytes(plan: Plan, rank: int, device: Device) -> int:

@@ -1,6 +1,8 @@
 """What a run will take before it starts, as plain data and as tables. No torch in here."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -18,8 +20,10 @@ from llmtrain.plan.facts import Device
 from llmtrain.plan.least_time import LeastTime, least_time
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
+from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic, step_traffic
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +58,7 @@ class PlanView:
     plan: Plan
     device: Device
     budget: Budget
+    traffic: Sequence[RoleTraffic]
     least: LeastTime
     problem: str | None
     auto: Sequence[str]
@@ -79,6 +84,7 @@ class PlanView:
                 "fullest": budget.fullest.role.rank,
                 "roles": [_role(plan, row) for row in budget.rows],
             },
+            "sent": [_traffic(row) for row in self.traffic],
             "least_seconds": asdict(self.least),
             "problem": self.problem,
             "advice": list(self.advice),
@@ -88,14 +94,33 @@ class PlanView:
 
 def view_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PlanView:
     """Return the view of a recipe's plan on a described cluster. ranks: see `described_run`. Raises BadInputError."""
+    # A large plan makes millions of objects, none of them in a cycle; looking for cycles takes a quarter of its time.
+    with _without_collection():
+        return _view(name_or_path, overrides, ranks)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PlanView:
     recipe, facts = described_run(name_or_path, overrides, ranks)
     plan = make_plan(recipe, facts)
     check(plan, facts)
-    budget = memory_budget(plan, facts.device)
+    programs = programs_of(plan)
+    budget = memory_budget(plan, facts.device, programs)
     return PlanView(
         plan=plan,
         device=facts.device,
         budget=budget,
+        traffic=step_traffic(plan, facts.device, programs),
         least=least_time(plan),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
@@ -118,6 +143,9 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if len(groups) > 1:
         yield ""
         yield table(_COLUMNS, [_group(plan, alike, fullest) for alike in groups])
+    if any(row.sent for row in view.traffic):
+        yield ""
+        yield table(*_traffic_table(view.traffic))
     yield ""
     yield table((), [*_times(view), *(("auto" if not place else "", line) for place, line in enumerate(view.auto))])
     yield from view.advice
@@ -136,6 +164,11 @@ def _role(plan: Plan, row: RoleMemory) -> dict[str, Any]:
         "host": dict(row.host),
         "files": row.files,
     }
+
+
+def _traffic(row: RoleTraffic) -> dict[str, Any]:
+    role = row.role
+    return {"rank": role.rank, "ranks": role.ranks, "pipeline": role.pipeline, "tiers": row.sent}
 
 
 def _layers(plan: Plan, row: RoleMemory) -> int:
@@ -190,6 +223,19 @@ def _group(plan: Plan, alike: Sequence[RoleMemory], fullest: RoleMemory) -> Sequ
         units.size(first.total),
         "fullest" if first.total == fullest.total else "",
     )
+
+
+def _traffic_table(traffic: Sequence[RoleTraffic]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
+    """Return the columns and rows of a table of traffic: a row for each tier of each group of ranks that send alike."""
+    used = [name for name in PURPOSES if any(name in sent for row in traffic for sent in row.sent.values())]
+    rows: list[Sequence[object]] = []
+    for _, alike in groupby(traffic, key=lambda row: row.sent):
+        group = list(alike)
+        ranks, first = sum(row.role.ranks for row in group), group[0]
+        for tier, sent in first.sent.items():
+            sizes = (units.size(sent[name]) if name in sent else "-" for name in used)
+            rows.append((f"{ranks:,}", first.role.rank, tier, *sizes, units.size(sum(sent.values()))))
+    return ("sent by", "from rank", "over", *used, "total"), rows
 
 
 def _times(view: PlanView) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, peak_live
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 
 
@@ -32,7 +32,7 @@ class FixedOrder:
     """The list of actions that the schedule has for a rank."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._actions, self.most_live = schedule.actions[rank], max(peak_live(schedule))
+        self._actions, self.most_live = schedule.actions[rank], schedule.most_live
 
     def actions(self) -> Iterator[Action]:
         """Yield the schedule's actions."""

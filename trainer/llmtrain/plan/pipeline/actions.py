@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Kind(Enum):
@@ -11,6 +12,9 @@ class Kind(Enum):
     F = "F"
     B = "B"
     W = "W"
+
+    # Members are unique. Enum's own hash, of the name, is slow, and plans count millions of actions.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class Schedule:
     def message_driven(self) -> bool:
         """Whether arriving messages decide the order of actions. `actions` is then empty."""
         return not self.actions
+
+    @cached_property
+    def most_live(self) -> int:
+        """The most activations that any rank holds at once, in microbatches of one stage."""
+        return max(peak_live(self))
 
     @property
     def stages(self) -> int:

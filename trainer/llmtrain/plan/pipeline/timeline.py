@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first, peak_live
+from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Simulate a schedule. Each rank runs its actions in order and waits for the messages that an action needs, but not
     for its own sends. Raises ValueError that names the actions if ranks wait for each other forever.
     """
-    play = _Play(schedule, durations, max(peak_live(schedule)))
+    play = _Play(schedule, durations, schedule.most_live)
     at = [0] * schedule.ranks
     left = sum(map(len, schedule.actions))
     while left:

@@ -1,6 +1,6 @@
 """The instructions of a step's program, as pure data. No torch in here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -108,6 +108,12 @@ class Program:
     passes: tuple[Pass, ...]
     weights: int
     gradients: int
+
+    @property
+    def issues(self) -> Iterator[Issue]:
+        """Everything that is issued, in order."""
+        yield from self.start
+        yield from (issue for one in self.passes for point in one.points for issue in point.issues)
 
     @cached_property
     def by_action(self) -> Mapping[Action, Pass]:

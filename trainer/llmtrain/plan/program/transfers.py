@@ -4,7 +4,7 @@ A lane runs its collectives one after another. Each level of a placement has one
 that one unit's slow hop runs beside another unit's fast hop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce
+from llmtrain.plan.program.instructions import Gather, Issue, Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
 LaneKind = Literal["gather", "reduce", "flat"]
@@ -130,14 +130,6 @@ class UnitTraffic:
         if self.placement.hierarchical or degree == 1 or (inner, outer) != (1, degree):
             return None
         return Level(1, degree, next(level.tier for level in self.placement.levels if level.span == degree))
-
-
-def transfers(program: Program, units: Sequence[UnitTraffic]) -> Iterator[Transfer]:
-    """Yield the collectives of a program's passes in the order in which a rank starts them."""
-    by_name = {unit.spec.name: unit for unit in units}
-    issues = [*program.start, *(issue for one in program.passes for point in one.points for issue in point.issues)]
-    for issue in issues:
-        yield from by_name[issue.unit].of(issue)
 
 
 def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
