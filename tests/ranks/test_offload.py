@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from harness import Case, Result
 
 Trained = Callable[[Case], Result]
@@ -44,12 +45,22 @@ OFFLOADED = {
 }
 
 
-@pytest.mark.parametrize("case", [*BESIDE.values(), *OFFLOADED.values()], ids=str)
+# The others are soak tests.
+SOON = ("host 0.3", "nvme")
+
+
+def marked(offload: str, *values: object) -> ParameterSet:
+    return pytest.param(*values, marks=() if offload in SOON else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    "case", [*BESIDE.values(), *(marked(offload, case) for (_, offload), case in OFFLOADED.items())], ids=str
+)
 def test_trains(case: Case, trained: Trained) -> None:
     assert trained(case).curve
 
 
-@pytest.mark.parametrize(("name", "offload"), OFFLOADED)
+@pytest.mark.parametrize(("name", "offload"), [marked(key[1], *key) for key in OFFLOADED])
 def test_results_do_not_depend_on_where_states_rest(name: str, offload: str, trained: Trained) -> None:
     ours, theirs = trained(OFFLOADED[name, offload]), trained(BESIDE[name])
     assert ours.curve == theirs.curve
