@@ -33,10 +33,9 @@ def messages_ahead(plan: Plan) -> int:
 
 def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
     """Return the bytes of the slots that the messages of a rank of the run go through to ranks of its node."""
-    if plan.pipeline.transport != "torch":
+    if plan.pipeline.transport != "torch" or device == "cuda":
         return 0
     schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
-    slots, width = ring_slots(messages_ahead(plan), border_bytes(plan))
     neighbours = [
         line[schedule.place(other)[0]]
         for layout in plan.stages_of(rank)
@@ -45,4 +44,7 @@ def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
     ]
     node = node_ranks(plan.tiers)
     inside = [other for other in neighbours if other != rank and backend_of(device, (rank, other), node) == "shared"]
+    if not inside:
+        return 0
+    slots, width = ring_slots(messages_ahead(plan), border_bytes(plan))
     return slots * width * len(inside)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.arena import paired_offsets, paired_size
-from llmtrain.plan.program.instructions import At, BackwardPass, Issue, Pass, Point, Program, Reduce
+from llmtrain.plan.program.instructions import At, BackwardPass, Gather, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
 from llmtrain.plan.program.repeats import shorten
 from llmtrain.plan.program.residency import Event, Units, lookahead_capacity, reside
@@ -24,6 +24,13 @@ class Programs:
         """The program of one optimizer step."""
         spec = self.spec
         return _program(spec, spec.actions, lambda actions: backward_passes(actions, spec.stages, spec.splits_backward))
+
+    @cached_property
+    def from_secondary(self) -> frozenset[str]:
+        """The units that a step gathers from their secondary copies."""
+        # Nothing is gathered from a copy before the first pass has filled it.
+        issues = (issue for one in self.step.passes for point in one.points for issue in point.issues)
+        return frozenset(issue.unit for issue in issues if isinstance(issue, Gather) and issue.secondary)
 
     def evaluation(self, groups: Sequence[int]) -> Program:
         """Return the program of an evaluation: forward passes of groups of microbatches, each group through all chunks.

@@ -13,7 +13,7 @@ from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.build import Programs, serves_secondary
-from llmtrain.plan.program.instructions import Gather, Issue, Reduce
+from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.transfers import Lane, Transfer, UnitTraffic
 
 Sized = tuple[str, int]
@@ -141,13 +141,10 @@ def _gathers(unit: UnitTraffic, programs: Programs) -> list[Gather]:
     if not programs.spec.is_cut(name):
         return []
     found = [Gather(name, 0)]
-    if programs.spec.degrees[name].secondary:
-        issues: list[Issue] = [*programs.step.start]
-        issues += [issue for one in programs.step.passes for point in one.points for issue in point.issues]
-        taken = any(isinstance(issue, Gather) and issue.unit == name and issue.secondary for issue in issues)
-        # An evaluation of several groups of microbatches gathers anew.
-        if taken or serves_secondary(programs.spec, name, Kind.F):
-            found.append(Gather(name, 0, secondary=True))
+    # An evaluation of several groups of microbatches gathers anew.
+    copied = programs.spec.degrees[name].secondary > 0
+    if copied and (name in programs.from_secondary or serves_secondary(programs.spec, name, Kind.F)):
+        found.append(Gather(name, 0, secondary=True))
     return found
 
 
