@@ -15,7 +15,13 @@ def plan(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as zero.stage=3.")
     ] = None,
     ranks: RankCount = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the memory to this file.", metavar="FILE")] = None,
+    program: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="RANK", help="Show the program of this rank's step instead: what it issues when."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the memory, or the program, to this file.", metavar="FILE")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Succeed even if the run does not fit its memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -25,23 +31,28 @@ def plan(
     names a change with which it fits.
     """
     from llmtrain.errors import BadInputError
+    from llmtrain.plan.program.in_order import InOrder
+    from llmtrain.plan.program.text import program_lines
     from llmtrain.plan.view import parts, view_recipe
 
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")
     view = view_recipe(recipe, overrides or [], ranks)
+    ordered = None if program is None else InOrder.of(view.plan, program)
     if png is not None:
+        # matplotlib takes long to import.
         from llmtrain.plan.figure import memory_figure
+        from llmtrain.plan.program.figure import program_figure
 
         try:
-            png.write_bytes(memory_figure(view))
+            png.write_bytes(memory_figure(view) if ordered is None else program_figure(ordered))
         except OSError as error:
             raise BadInputError(f"--png is {png}, which cannot be written ({error.strerror})") from None
     if as_json:
-        say_json(view.as_data())
+        say_json((ordered or view).as_data())
     else:
         console = Terminal()
-        for part in parts(view):
-            console.print(part)
+        for part in parts(view) if ordered is None else program_lines(ordered.program):
+            console.print(part, soft_wrap=ordered is not None)
     if view.problem is not None and not force:
         raise BadInputError(view.problem)
