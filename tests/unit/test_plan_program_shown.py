@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_each_lane_has_its_instructions_in_order(keys: tuple[str, ...]) -> None:
         bars = found.bars()
         for lane in {bar.lane for bar in bars}:
             own = [bar for bar in bars if bar.lane == lane]
-            assert all(one.end <= other.start for one, other in zip(own, own[1:], strict=False))
+            assert all(one.end <= other.start for one, other in pairwise(own))
         assert [bar.text for bar in bars if bar.lane == COMPUTE] == [str(one.action) for one in found.program.passes]
         # Every instruction but a drop has a place of its own, and so has a pass without one.
         issues = Counter(type(issue) for issue in found.program.issues)

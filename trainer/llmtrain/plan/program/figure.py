@@ -24,7 +24,7 @@ _COLORS: Mapping[str, str] = MappingProxyType(
     }
 )
 # In inches: the width of an instruction, and the widest image that viewers open.
-_PLACE, _WIDEST = 0.22, 60.0
+_PLACE, _WIDEST = 0.22, 30.0
 _MOST_PLACES = int(_WIDEST / _PLACE)
 
 
