@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llmtrain_data.corpus_options import COMPRESSION, HF_FILES, RECORDS, CorpusOptions
 from llmtrain_data.errors import DataError
-from llmtrain_data.left_out import LeftOut
+from llmtrain_data.left_out import LeftOut, files_in_words
 from llmtrain_data.untrusted import reason
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class HuggingFaceCorpus:
 Corpus = FileCorpus | HuggingFaceCorpus
 
 
+def no_text(corpus: Corpus) -> DataError:
+    """Return the error for a corpus without any text, after its chunks were read."""
+    return DataError(f"the input has no text: {corpus.description}{corpus.left_out.clause()}")
+
+
 def open_corpus(source: str, options: CorpusOptions) -> Corpus:
     """Return the corpus of `source`: `stdlib`, `hf:NAME`, a file or a folder.
 
@@ -112,7 +117,9 @@ def _standard_library(options: CorpusOptions) -> FileCorpus:
     files = [path for path in files if not NOT_LIBRARY & set(path.relative_to(root).parts)]
     if not files:
         raise DataError(f"input stdlib: no Python source in {root} matches --glob {options.glob!r}")
-    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files of Python's library")
+    return FileCorpus(
+        _ordered(files, root, options), options, True, f"{files_in_words(len(files))} of Python's library"
+    )
 
 
 def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
@@ -129,9 +136,10 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
         else:
             files.append(path)
     if not files:
-        raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}")
+        raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}{left_out.clause()}")
     order = "in a fixed shuffled order" if options.shuffle else "by name"
-    return FileCorpus(_ordered(files, root, options), options, True, f"{len(files)} files {order}", left_out=left_out)
+    description = f"{files_in_words(len(files))} {order}"
+    return FileCorpus(_ordered(files, root, options), options, True, description, left_out=left_out)
 
 
 def _matching(root: Path, glob: str) -> list[Path]:

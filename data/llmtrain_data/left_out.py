@@ -1,4 +1,4 @@
-"""The files of a folder that a preparation skips, and why."""
+"""The files that a preparation skips, and why; and those of which it replaces bytes."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,11 +8,13 @@ SHOWN = 3
 
 
 class LeftOut:
-    """Counts skipped files by reason, and keeps the first names for each reason."""
+    """Counts skipped files by reason, and files that are not all UTF-8. Keeps the first names for each."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._names: dict[str, list[str]] = {}
+        self._replaced, self._replaced_names = 0, list[str]()
+        self._last: Path | None = None
 
     def add(self, path: Path, why: str) -> None:
         """Count a file. why: an adjective for `files`, such as `empty`."""
@@ -21,10 +23,40 @@ class LeftOut:
         if len(names) < SHOWN:
             names.append(path.name)
 
+    def replaced(self, path: Path) -> None:
+        """Count a file of which bytes became U+FFFD. A file is counted once if its blocks come one after another."""
+        if path == self._last:
+            return
+        self._last = path
+        self._replaced += 1
+        if len(self._replaced_names) < SHOWN:
+            self._replaced_names.append(path.name)
+
     def lines(self) -> list[str]:
         """Return the lines for the command line, one per reason."""
-        found = []
-        for why, count in self._counts.most_common():
-            names = ", ".join(self._names[why]) + (f" and {count - SHOWN} more" if count > SHOWN else "")
-            found.append(f"left out   {count} {why} file{'s' if count > 1 else ''}: {names}")
+        found = [f"left out   {text}" for text in self._reasons()]
+        if count := self._replaced:
+            found.append(
+                f"note       {files_in_words(count)} {'has' if count == 1 else 'have'} bytes that are not UTF-8, "
+                f"which became U+FFFD: {_list(self._replaced_names, count)}"
+            )
         return found
+
+    def clause(self) -> str:
+        """Return the skipped files as the end of an error; empty if there are none."""
+        return "".join(f"; left out {text}" for text in self._reasons())
+
+    def _reasons(self) -> list[str]:
+        return [
+            f"{files_in_words(count, why)}: {_list(self._names[why], count)}"
+            for why, count in self._counts.most_common()
+        ]
+
+
+def files_in_words(count: int, why: str = "") -> str:
+    """Return a number of files in words, such as `1 empty file`. why: an adjective."""
+    return " ".join(filter(None, (str(count), why, "file" if count == 1 else "files")))
+
+
+def _list(names: list[str], count: int) -> str:
+    return ", ".join(names) + (f" and {count - SHOWN} more" if count > SHOWN else "")

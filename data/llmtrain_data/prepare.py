@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain_data import units
-from llmtrain_data.corpus import Corpus
+from llmtrain_data.corpus import Corpus, no_text
 from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
@@ -58,7 +58,9 @@ class Prepared:
     def lines(self, prefix: Path) -> list[str]:
         """Return the lines for the command line."""
         rate = units.rate(self.text_bytes / max(self.seconds, 1e-9))
-        left_out = f", {self.left_out} empty ones left out" if self.left_out else ""
+        left_out = (
+            f", {self.left_out} empty {'one' if self.left_out == 1 else 'ones'} left out" if self.left_out else ""
+        )
         return [
             f"encoder    {self.encoder} ({self.reason})",
             f"documents  {self.documents}{left_out}",
@@ -84,7 +86,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
         chunks = corpus.chunks()
         first = next(chunks, None)
         if first is None:
-            raise DataError(f"the input has no text: {corpus.description}")
+            raise no_text(corpus)
         encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
         dtype = token_dtype(size)
         gc.freeze()
@@ -92,7 +94,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
             stream = encoder.stream(chain([first], chunks), Ending(end, dtype))
             counts = _write(writer, stream, report)
             if writer.documents == 0:
-                raise DataError(f"the input has no text: {corpus.description}")
+                raise no_text(corpus)
             writer.commit()
     seconds = time.monotonic() - started
     return _summary(writer, counts, encoder, seconds)

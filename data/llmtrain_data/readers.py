@@ -125,7 +125,7 @@ def read_files(
     files: list[Path], kind: Callable[[Path], str], options: "CorpusOptions", whole_files: bool, left_out: LeftOut
 ) -> Iterator[Chunk]:
     """Read the files in order. whole_files: a text file of up to WHOLE_FILE bytes is one document. left_out: collects
-    skipped files."""
+    skipped files, and those with invalid UTF-8."""
     texts = _TextChunks()
     for path in files:
         try:
@@ -134,14 +134,17 @@ def read_files(
                 yield from texts.add(pieces)
             else:
                 yield from texts.flush()
-                reader = {"jsonl": read_jsonl, "parquet": read_parquet}[kind(path)]
-                yield from reader(path, options.text_key)
+                if kind(path) == "parquet":
+                    yield from read_parquet(path, options.text_key)
+                else:
+                    yield from read_jsonl(path, options.text_key, left_out)
         except Exception as error:
             # Arrow may not be imported here, so recognize its errors by their module.
             damaged = isinstance(error, OSError | EOFError | UnicodeDecodeError)
             if not damaged and type(error).__module__ != "pyarrow.lib":
                 raise
-            raise DataError(f"{path} cannot be read: {reason(error)}") from error
+            advice = "mend or remove it, or leave it out with --glob" if whole_files else "mend it"
+            raise DataError(f"{path} cannot be read: {reason(error)}; {advice}") from error
     yield from texts.flush()
 
 
@@ -162,10 +165,15 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
             f"{path} is not text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"
         )
     if separator is not None:
-        yield from separated(path, separator.encode())
+        for document in separated(path, separator.encode()):
+            if not _is_utf8(document.content):
+                left_out.replaced(path)
+            yield document
         return
     piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
     for block, done, last in blocks(path, max(piece, CHUNK), whole_lines=False):
+        if not _is_utf8(block):
+            left_out.replaced(path)
         start = 0
         while start < len(block):
             end = line_end(block, start, piece)
@@ -174,10 +182,13 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
             start = end
 
 
-def read_jsonl(path: Path, key: str) -> Iterator[Chunk]:
-    """Read a file with one JSON object per line. The text is the string in field `key`."""
+def read_jsonl(path: Path, key: str, left_out: LeftOut) -> Iterator[Chunk]:
+    """Read a file with one JSON object per line. The text is the string in field `key`. left_out: collects files with
+    invalid UTF-8."""
     start = 0
     for block, done, _ in blocks(path, CHUNK, whole_lines=True):
+        if not _is_utf8(block):
+            left_out.replaced(path)
         yield LinesChunk(block, key, path, start, done)
         start += len(block)
 

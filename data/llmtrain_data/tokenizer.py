@@ -205,6 +205,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
 
 def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
     """Yield the texts of a corpus up to `limit` characters, and show progress. Raises DataError if there is no text."""
+    from llmtrain_data.corpus import no_text
     from llmtrain_data.progress import progress
 
     total = corpus.total
@@ -218,7 +219,7 @@ def sampled_texts(corpus: "Corpus", limit: int) -> Iterator[list[str]]:
             if taken >= limit:
                 return
     if not taken:
-        raise DataError(f"the input has no text: {corpus.description}")
+        raise no_text(corpus)
 
 
 def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
