@@ -5,7 +5,6 @@ ends and tabs stay.
 """
 
 import json
-import os
 import re
 import sys
 import unicodedata
@@ -34,18 +33,6 @@ def printable(value: object) -> str:
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
     """Print a value as a line, with terminal control characters escaped. err: print to stderr."""
     print(printable(value), end=end, file=sys.stderr if err else sys.stdout, flush=True)
-
-
-def say_long(text: str) -> None:
-    """Print lines. Use the pager, as git does, if they do not fit on the terminal."""
-    terminal = Terminal()
-    if not terminal.is_terminal or text.count("\n") < terminal.height:
-        say(text, end="")
-        return
-    import pydoc  # takes 0.04 s
-
-    os.environ.setdefault("LESS", "FRX")
-    pydoc.pager(printable(text))
 
 
 def say_json(data: Any, indent: int | None = None) -> None:

@@ -210,6 +210,18 @@ def test_a_dry_run_begins_with_a_table(workplace: Path, capsys: pytest.CaptureFi
     assert yaml.safe_load(said)["train"]["steps"] == 980
 
 
+def test_a_dry_run_checks_the_data_as_a_run_does(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = IndexedWriter(workplace / "prepared", np.dtype("uint16"))
+    writer.add(np.where(np.arange(64_000) == 652, 2908, 7).astype(np.uint16), np.full(100, 640))
+    writer.commit()
+    Path("recipe.yaml").write_text(GOOD + "train: {steps: 980, global_batch: 4}")
+    for words in (["run", "recipe.yaml"], ["run", "recipe.yaml", "--dry-run"]):
+        assert main([*words, "--nproc", "1"]) == 2
+        assert "holds id 2908 at token 12 of document 1; expected 0 to 2047" in capsys.readouterr().err
+    assert main(["run", "recipe.yaml", "--nproc", "1", "model.vocab=4096", "--dry-run"]) == 0
+    assert "# ranks            1 x CPU\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text(GOOD)
     keys = ["parallel.data=auto", "parallel.pipeline=4", "pipeline.transport=mpi"]

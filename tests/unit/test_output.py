@@ -60,15 +60,20 @@ def test_every_character() -> None:
     assert printable("\x1b[2J\u202e\r") == "\\x1b[2J\\u202e\\r"
 
 
-@pytest.mark.parametrize(("lines", "paged"), [(3, False), (40, True)])
-def test_long_text_goes_through_a_pager_on_a_terminal(lines: int, paged: bool) -> None:
+def test_a_long_dry_run_is_printed_without_a_pager() -> None:
+    """The command ends by itself, also where its output does not fit on the terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    program = f"from llmtrain_data.output import say_long; say_long('a \x1b line\\n' * {lines})"
-    environment = {**os.environ, "PAGER": "sed s/^/paged:/", "TERM": "xterm"}
+    program = """
+from types import SimpleNamespace
+from llmtrain.training.dry_run import print_plan
+plan, summary = SimpleNamespace(record={"name": "a \x1b"}), SimpleNamespace(comments=lambda: "# fact\\n" * 40)
+print_plan(plan, summary, [], False)
+"""
+    environment = {**os.environ, "PAGER": "false", "MANPAGER": "false", "TERM": "xterm"}
     subprocess.run([sys.executable, "-c", program], stdin=theirs, stdout=theirs, env=environment, check=True)
     shown = os.read(ours, 65536).decode().splitlines()
-    assert shown == [f"{'paged:' if paged else ''}a \\x1b line"] * lines
+    assert shown == [*["# fact"] * 40, 'name: "a \\e"']
 
 
 def test_json_has_no_numbers_that_are_not_finite() -> None:

@@ -52,7 +52,7 @@ class Summary:
             ("tokens", tokens),
             ("epochs", epochs),
             ("FLOPs", f"{self.flops:.2e}"),
-            ("ranks", f"{self.ranks} x {self.device}" if self.ranks > 1 else self.device),
+            ("ranks", f"{self.ranks} x {self.device}"),
             ("states per rank", f"{units.size(self.state_bytes_per_rank)} of weights, gradients and optimizer states"),
             *(("auto" if index == 0 else "", line) for index, line in enumerate(self.auto)),
         ]
@@ -61,13 +61,17 @@ class Summary:
 
 
 def summarize(recipe: Recipe, plan: Plan, device: str) -> Summary:
-    """Return the summary of a recipe's plan on `device`. Opens the data."""
+    """Return the summary of a recipe's plan on `device`. Opens the data. Raises DataError for an id of the data that is
+    not in the model's vocabulary, as the run's start does."""
     per_step, steps = plan.batch.tokens, plan.training.steps
     training, problem = None, None
     try:
-        training = sum(source.token_count for source in open_split(plan.data, "train", plan.model.vocab).sources)
+        samples = open_split(plan.data, "train", plan.model.vocab)
     except DataError as error:
         problem = str(error)
+    else:
+        samples.check_ids()
+        training = sum(source.token_count for source in samples.sources)
     return Summary(
         parameters=parameter_count(plan.model),
         ranks=plan.grid.world,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llmtrain_data.output import say_json, say_long
+from llmtrain_data.output import say, say_json
 
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.summary import Summary
@@ -16,4 +16,4 @@ def print_plan(plan: Plan, summary: Summary, advice: Sequence[str], as_json: boo
         say_json({"recipe": plan.record, "summary": summary.as_data(), "advice": list(advice)})
         return
     comments = (f"# {sentence}\n" for sentence in advice)
-    say_long("".join((summary.comments(), to_yaml(plan.record), *comments)))
+    say("".join((summary.comments(), to_yaml(plan.record), *comments)), end="")
