@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llmtrain_data import units
 from llmtrain_data.corpus_options import COMPRESSION, HF_FILES, RECORDS, CorpusOptions
 from llmtrain_data.errors import DataError
-from llmtrain_data.left_out import LeftOut, files_in_words
+from llmtrain_data.left_out import LeftOut
 from llmtrain_data.untrusted import reason
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _standard_library(options: CorpusOptions) -> FileCorpus:
     if not files:
         raise DataError(f"input stdlib: no Python source in {root} matches --glob {options.glob!r}")
     return FileCorpus(
-        _ordered(files, root, options), options, True, f"{files_in_words(len(files))} of Python's library"
+        _ordered(files, root, options), options, True, f"{units.count(len(files), 'file')} of Python's library"
     )
 
 
@@ -138,7 +139,7 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     if not files:
         raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}{left_out.clause()}")
     order = "in a fixed shuffled order" if options.shuffle else "by name"
-    description = f"{files_in_words(len(files))} {order}"
+    description = f"{units.count(len(files), 'file')} {order}"
     return FileCorpus(_ordered(files, root, options), options, True, description, left_out=left_out)
 
 

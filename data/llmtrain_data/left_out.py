@@ -3,6 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
+from llmtrain_data import units
+
 SHOWN = 3
 """Names that are shown for each reason."""
 
@@ -37,7 +39,7 @@ class LeftOut:
         found = [f"left out   {text}" for text in self._reasons()]
         if count := self._replaced:
             found.append(
-                f"note       {files_in_words(count)} {'has' if count == 1 else 'have'} bytes that are not UTF-8, "
+                f"note       {units.count(count, 'file')} {'has' if count == 1 else 'have'} bytes that are not UTF-8, "
                 f"which became U+FFFD: {_list(self._replaced_names, count)}"
             )
         return found
@@ -48,14 +50,9 @@ class LeftOut:
 
     def _reasons(self) -> list[str]:
         return [
-            f"{files_in_words(count, why)}: {_list(self._names[why], count)}"
+            f"{units.count(count, f'{why} file')}: {_list(self._names[why], count)}"
             for why, count in self._counts.most_common()
         ]
-
-
-def files_in_words(count: int, why: str = "") -> str:
-    """Return a number of files in words, such as `1 empty file`. why: an adjective."""
-    return " ".join(filter(None, (str(count), why, "file" if count == 1 else "files")))
 
 
 def _list(names: list[str], count: int) -> str:

@@ -58,9 +58,7 @@ class Prepared:
     def lines(self, prefix: Path) -> list[str]:
         """Return the lines for the command line."""
         rate = units.rate(self.text_bytes / max(self.seconds, 1e-9))
-        left_out = (
-            f", {self.left_out} empty {'one' if self.left_out == 1 else 'ones'} left out" if self.left_out else ""
-        )
+        left_out = f", {units.count(self.left_out, 'empty one')} left out" if self.left_out else ""
         return [
             f"encoder    {self.encoder} ({self.reason})",
             f"documents  {self.documents}{left_out}",
@@ -109,7 +107,8 @@ def check_output(prefix: Path, overwrite: bool) -> None:
     unfinished = len(existing) == 1 and existing[0].suffix == ".bin" and partial_paths(prefix)[2].exists()
     if existing and not overwrite and not unfinished:
         names = " and ".join(str(path) for path in existing)
-        raise DataError(f"{names} already exists; give another --output, or --overwrite to replace it")
+        exist, them = ("exists", "it") if len(existing) == 1 else ("exist", "them")
+        raise DataError(f"{names} already {exist}; give another --output, or --overwrite to replace {them}")
 
 
 @contextmanager

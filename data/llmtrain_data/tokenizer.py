@@ -28,6 +28,10 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 """Configuration files of a tokenizer folder."""
 
 
+_TOKENIZER_NAMES = ("tokenizer", "vocab", ".model", ".spm", ".tiktoken")
+"""Each tokenizer of transformers has a file whose name contains one of these."""
+
+
 class _Model(msgspec.Struct):
     """vocab: token to id, or a list for Unigram models."""
 
@@ -129,6 +133,10 @@ def hf_tokenizer(folder: str | Path) -> Any:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is not a regular file; expected a folder of a Hugging Face tokenizer")
     _check_settings(Path(folder))
+    # Importing transformers takes seconds, so first see whether there is anything to open.
+    names = [path.name for path in Path(folder).iterdir()]
+    if not any(part in name for name in names for part in _TOKENIZER_NAMES):
+        raise DataError(f"{folder} holds no usable Hugging Face tokenizer: it has no tokenizer.json and no vocabulary")
     from transformers import AutoTokenizer
 
     try:

@@ -22,6 +22,11 @@ def number(value: float) -> str:
     return _scaled(value, _COUNTS)
 
 
+def count(number: int, noun: str) -> str:
+    """Format a number of things: `1 file`, `1,200 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def size(count: float) -> str:
     """Format bytes with a binary prefix: 1536 is `1.50 KiB`."""
     return _scaled(count, _BINARY, "B")

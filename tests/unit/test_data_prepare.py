@@ -182,7 +182,7 @@ def test_an_existing_set_is_kept(folder: Path, tokenizer: Path, tmp_path: Path) 
     run(folder, tokenizer, tmp_path / "set")
     before = (tmp_path / "set.bin").read_bytes()
     (folder / "new.txt").write_text("new")
-    with pytest.raises(DataError, match=r"already exists; .*--overwrite"):
+    with pytest.raises(DataError, match=r"set\.idx already exist; .*--overwrite to replace them"):
         run(folder, tokenizer, tmp_path / "set")
     assert (tmp_path / "set.bin").read_bytes() == before
     assert run(folder, tokenizer, tmp_path / "set", overwrite=True).documents == 41
@@ -284,6 +284,14 @@ def test_a_tokenizer_without_an_id_is_refused(file: str, tmp_path: Path) -> None
     config = {"tokenizer_class": "GPT2Tokenizer", "unk_token": None, "bos_token": None, "eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="has an empty vocabulary"):
+        tokenizer_size(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without importing transformers, which takes seconds."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="holds no usable Hugging Face tokenizer: it has no tokenizer"):
         tokenizer_size(tmp_path)
 
 

@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "llmtrain.model.presets",
     "llmtrain.model.tensors",
     "llmtrain.model.hf_config",
+    "llmtrain.checkpoint.describe",
     "llmtrain.comm.environment",
     "llmtrain.launch.measure.discover",
     "llmtrain.launch.measure.links",
@@ -204,6 +205,23 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_plan_does_not_import_torch() -> None:
     words = "['plan', 'llama-8b', 'cluster=p4d', 'zero.stage=0', '--ranks', '16']"
+    program = f"import sys; from llmtrain.cli.main import main; print(main({words}), 'torch' in sys.modules)"
+    assert in_a_new_process(program) == "2 False"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "quickstart", "data.path=nowhere", "data.tokenizer=null"],
+        ["run", "quickstart", "data.tokenizer=nowhere"],
+        ["run", "quickstart", "model={hf: nowhere}"],
+        ["generate", "nowhere", "--prompt", "hi"],
+        ["eval", "nowhere"],
+        ["ckpt", "list", "nowhere"],
+        ["ckpt", "verify", "nowhere"],
+    ],
+)
+def test_wrong_paths_are_found_before_torch_is_imported(words: list[str]) -> None:
     program = f"import sys; from llmtrain.cli.main import main; print(main({words}), 'torch' in sys.modules)"
     assert in_a_new_process(program) == "2 False"
 

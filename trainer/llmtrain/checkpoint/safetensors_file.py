@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _WRITE_BLOCK = 16 * 1024**2
@@ -54,8 +55,11 @@ def safetensors_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str
     return struct.pack("<Q", len(text)) + text
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: "torch.Tensor") -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without copying them."""
+    # Not at the top: listing checkpoints needs no torch.
+    import torch
+
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 

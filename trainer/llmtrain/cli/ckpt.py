@@ -60,11 +60,13 @@ def inspect(source: Source, as_json: Json = False) -> None:
 @app.command()
 def verify(source: Source, as_json: Json = False) -> None:
     """Compare every byte of every checkpoint to its checksums; exit code 1 if anything is damaged."""
+    from llmtrain.checkpoint.describe import existing
+
+    folders = existing(source)
     with loading("PyTorch"):
-        from llmtrain.checkpoint.describe import existing
         from llmtrain.checkpoint.verify import verify as problems_of
 
-    results = {str(folder): problems_of(folder) for folder in existing(source)}
+    results = {str(folder): problems_of(folder) for folder in folders}
     if as_json:
         say_json(results)
     else:

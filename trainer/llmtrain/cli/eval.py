@@ -20,6 +20,10 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of other data."""
+    from llmtrain.checkpoint.describe import existing
+
+    # A wrong folder is reported before PyTorch is loaded.
+    existing(source)
     with loading("PyTorch") as waiting:
         from llmtrain.inference.trained import evaluate_on, open_model
 

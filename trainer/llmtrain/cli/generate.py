@@ -25,6 +25,10 @@ def generate(
     ] = None,
 ) -> None:
     """Generate text with a trained model."""
+    from llmtrain.checkpoint.describe import existing
+
+    # A wrong folder is reported before PyTorch is loaded.
+    existing(source)
     with loading("PyTorch") as waiting:
         from llmtrain.inference.generate import Sampling
         from llmtrain.inference.trained import complete, open_model

@@ -45,7 +45,7 @@ def tables(found: Described) -> Iterator[Table | str]:
         if found["ranks_per_node"]
         else "one machine"
     )
-    yield f"{found['ranks']} ranks on {machine}"
+    yield f"{units.count(found['ranks'], 'rank')} on {machine}"
     yield ""
     yield table(
         ("tier", "ranks", "bandwidth", "latency"),

@@ -2,6 +2,7 @@
 
 from io import BytesIO
 
+from llmtrain_data import units
 from matplotlib.figure import Figure
 
 from llmtrain.plan.view import LABELS, PlanView
@@ -30,7 +31,7 @@ def memory_figure(view: PlanView) -> bytes:
     axes.set_xlabel("GiB on each rank's device")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    axes.set_title(f"{view.plan.name} on {view.plan.grid.world:,} ranks", loc="left", fontsize=10)
+    axes.set_title(f"{view.plan.name} on {units.count(view.plan.grid.world, 'rank')}", loc="left", fontsize=10)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
     file = BytesIO()
     figure.savefig(file, format="png")

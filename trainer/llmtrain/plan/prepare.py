@@ -28,12 +28,20 @@ def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) ->
 
     facts: the ranks and the device; `named_facts` adds the rest. others: see `check_folders`.
     """
-    check_given(recipe)
-    check_folders(recipe, others)
+    check_recipe(recipe, others)
     facts = named_facts(recipe, facts)
     plan = make_plan(recipe, facts)
     check(plan, facts)
     return plan
+
+
+def check_recipe(recipe: Recipe, others: Sequence[Path] = ()) -> None:
+    """Check what can be checked without a plan: keys that contradict each other, and files and folders. Raises
+    BadInputError. others: see `check_folders`."""
+    check_given(recipe)
+    check_folders(recipe, others)
+    if recipe.data.tokenizer is not None:
+        _tokenizer_size(recipe.data.tokenizer)
 
 
 def named_facts(recipe: Recipe, facts: Facts) -> Facts:

@@ -132,7 +132,8 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     """Yield tables and lines that show a view, in the order to print."""
     plan, fullest = view.plan, view.budget.fullest
     grid = " x ".join(f"{axis.value} {degree}" for axis, degree in plan.grid.degrees.items())
-    yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {plan.grid.world:,} ranks, {grid}"
+    ranks = units.count(plan.grid.world, "rank")
+    yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
     outside = list(_outside(view.budget))

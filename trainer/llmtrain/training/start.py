@@ -18,7 +18,7 @@ from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan, folders_above, named_facts
+from llmtrain.plan.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
@@ -41,10 +41,11 @@ def start(
     place = launched(os.environ, nproc)
     with _reported_once(place):
         recipe = load_recipe(name, overrides)
+        check_recipe(recipe, folders_above(name))
     gpus = _gpus(place)
     facts = _facts(place, nproc, gpus)
     with _reported_once(place):
-        plan = check_and_plan(recipe, facts, folders_above(name))
+        plan = check_and_plan(recipe, facts)
     too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
     here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
     problems = [problem for problem in (_mpi_problem(plan, place), too_large, *here) if problem]
@@ -68,7 +69,7 @@ def start(
 
 def _gpus(place: Launched | None) -> int:
     """Return how many GPUs this process sees."""
-    # torch is imported this late so that a mistake in the recipe's text is reported at once.
+    # torch is imported this late so that a mistake in the recipe's text or paths is reported at once.
     with loading("PyTorch", place is None or place.is_first):
         from llmtrain.comm.device import gpu_count
     return gpu_count()
