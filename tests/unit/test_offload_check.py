@@ -151,8 +151,9 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     assert view(states, "offload.optimizer=host").problem is None
     assert (refused := view(states - 1, "offload.optimizer=host").problem) is not None
     assert "1 B more than its share of cluster.node.host.memory" in refused
-    assert "set offload.optimizer to nvme" in refused
-    # Here the buffers of states in files are larger than these few states.
+    # Here the buffers of states in files are larger than these few states, and so are those of a smaller share.
+    assert "set checkpoint.async=false, which needs" in refused
+    assert view(states - 1, "offload.optimizer=host", "checkpoint.async=false").problem is None
     assert view(10**9, "offload.optimizer=nvme").problem is None
 
 

@@ -34,41 +34,43 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     if stated_memory(plan.cluster) is None and stated_host_memory(plan.cluster) is None:
         return None
     found = memory_budget(plan, facts.device) if budget is None else budget
-    if not found.excess:
-        return _host_refusal(plan, found)
-    assert plan.cluster is not None
-    assert plan.cluster.accelerator is not None
-    row = found.fullest
-    said = (
-        f"rank {row.role.rank} needs {units.size(row.total)}, {units.size(found.excess)} more than "
-        f"cluster.accelerator.memory ({plan.cluster.accelerator.memory})"
-    )
-    advised = advice(recipe, facts, plan)
+    if not found.excess and not found.host_excess:
+        return None
+    said = _device_excess(plan, found) if found.excess else _host_excess(plan, found)
+    advised = advice(recipe, facts, plan, found)
     if advised is None:
         return (
-            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel or "
-            "offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
+            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel, checkpoint "
+            "or offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
         )
     change, after = advised
-    needed = units.size(after.fullest.total)
+    needed = units.size(after.fullest.total if found.excess else after.host)
     return f"{said}; set {' '.join(change.keys)}, which needs {needed} (--force takes it as it is)"
 
 
-def _host_refusal(plan: Plan, budget: Budget) -> str | None:
-    if not budget.host_excess or plan.cluster is None or plan.cluster.node.host is None:
-        return None
-    # Copies of states for checkpoints do not depend on the share.
-    less = "" if plan.sharding.offload.tier == "none" else " or take a smaller offload.share"
+def _device_excess(plan: Plan, budget: Budget) -> str:
+    assert plan.cluster is not None
+    assert plan.cluster.accelerator is not None
+    row = budget.fullest
     return (
-        f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
-        f"share of cluster.node.host.memory ({plan.cluster.node.host.memory} for {plan.cluster.node.ranks} ranks); set "
-        f"offload.optimizer to nvme{less} (--force takes it as it is)"
+        f"rank {row.role.rank} needs {units.size(row.total)}, {units.size(budget.excess)} more than "
+        f"cluster.accelerator.memory ({plan.cluster.accelerator.memory})"
     )
 
 
-def advice(recipe: Recipe, facts: Facts, plan: Plan) -> tuple[Change, Budget] | None:
-    """Return the first of `changes` with which a recipe fits, and its memory; None if none does."""
-    for change in changes(recipe, plan):
+def _host_excess(plan: Plan, budget: Budget) -> str:
+    assert plan.cluster is not None
+    assert plan.cluster.node.host is not None
+    return (
+        f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
+        f"share of cluster.node.host.memory ({plan.cluster.node.host.memory} for {plan.cluster.node.ranks} ranks)"
+    )
+
+
+def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Change, Budget] | None:
+    """Return the first change with which a recipe fits, and its memory; None if none does. Where the host's memory
+    alone is exceeded, `host_changes` come before `changes`. budget: the plan's."""
+    for change in (*(host_changes(recipe, plan) if not budget.excess else ()), *changes(recipe, plan)):
         try:
             changed = make_plan(change.recipe, facts)
             check(changed, facts)
@@ -102,6 +104,26 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
         for tier in ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",):
             offload = replace(recipe.offload, optimizer=tier)
             yield Change((f"offload.optimizer={tier}",), replace(recipe, offload=offload))
+
+
+def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield the single changes that may take less of the host's memory: checkpoints that are written while training
+    waits, files instead of the host, a smaller share of what leaves the device, and none."""
+    if recipe.checkpoint.asynchronous:
+        yield Change(
+            ("checkpoint.async=false",), replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
+        )
+    given = recipe.offload
+    if given.optimizer == "none":
+        return
+    if given.optimizer == "host" and plan.cluster and plan.cluster.node.nvme:
+        yield Change(("offload.optimizer=nvme",), replace(recipe, offload=replace(given, optimizer="nvme")))
+    for tenths in range(9, 0, -1):
+        if tenths / 10 < given.share:
+            share = replace(given, share=tenths / 10)
+            yield Change((f"offload.share={tenths / 10}",), replace(recipe, offload=share))
+    if not given.paths:
+        yield Change(("offload.optimizer=none",), replace(recipe, offload=replace(given, optimizer="none")))
 
 
 def _checkpointing(recipe: Recipe, value: str) -> Change:
