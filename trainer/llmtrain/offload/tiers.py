@@ -109,8 +109,7 @@ class FileTier:
         """See StateTier; the copy is the caller's."""
         first, last = 4 * start // ALIGNMENT * ALIGNMENT, -(-4 * end // ALIGNMENT) * ALIGNMENT
         into = aligned_bytes(last - first)
-        with self._lock:
-            self._ring.flush()
+        self.settle()
         self._file.read(bucket, state * self._buckets[bucket].part + first, into)
         return into.view(torch.float32)[start - first // 4 : end - first // 4]
 
@@ -124,6 +123,11 @@ class FileTier:
                 self._file.read(bucket, place, staged)
             staged.view(torch.float32)[start : start + values.numel()].copy_(values)
             self._file.write(bucket, place, staged)
+
+    def settle(self) -> None:
+        """Wait until the files have all that was put back."""
+        with self._lock:
+            self._ring.flush()
 
     def close(self) -> None:
         """See StateTier. Waits for the transfers that run."""
