@@ -42,6 +42,7 @@ LAYOUTS = {
     "one": ("1",),
     "two": ("2",),
     "two-zero3": ("2", "zero.stage=3"),
+    "two-nvme": ("2", "zero.stage=2", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
     "two-tensor": ("2", "parallel.tensor=2", "parallel.sequence=true"),
     "four": ("4",),
     "four-zero3": ("4", "zero.stage=3", "checkpoint.async=false"),
@@ -202,6 +203,14 @@ def test_faults(corpus: Path, disk: Path) -> None:
     suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0)
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+def test_kills_with_states_in_files(kills: int, corpus: Path, disk: Path) -> None:
+    """Files of a killed run are of no use to the next: it resumes from the checkpoint alone, and none is left."""
+    before = sorted(Path().iterdir())
+    suffer_all("two-nvme", ["kill"] * kills, corpus, disk, seed=1)
+    assert sorted(Path().iterdir()) == before
+
+
 def last_words(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("llmtrain:")]
 
@@ -233,7 +242,7 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_faults(layout: str, part: int, corpus: Path, disk: Path) -> None:
-    """Eight layouts, three faults in each, four times: 96 faults; the tests on a network add more."""
+    """Nine layouts, three faults in each, four times: 108 faults; the tests on a network add more."""
     seed = 4 * list(LAYOUTS).index(layout) + part
     kinds = OF_ONE if LAYOUTS[layout][0] == "1" else OF_MORE
     suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, disk, seed)

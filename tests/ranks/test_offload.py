@@ -76,6 +76,15 @@ def test_one_overflows_and_all_are_clipped(trained: Trained) -> None:
         assert any((row["grad_norm"] or 0) > 0.05 for row in trained(case).rows)
 
 
+def test_rows_say_what_moved(trained: Trained) -> None:
+    """Steps that are applied read as many bytes as they write."""
+    rows = trained(OFFLOADED["stage 0", "nvme"]).rows
+    moved = [[*row["offload"]["read_bytes"].values(), *row["offload"]["written_bytes"].values()] for row in rows]
+    assert all(read > 0 and read % 4096 == 0 for read, _ in moved)
+    assert len({read for read, _ in moved[2:]}) == 1
+    assert "offload" not in trained(BESIDE["stage 0"]).rows[-1]
+
+
 @pytest.mark.parametrize("offload", ["host 0.3", "nvme"])
 def test_states_leave_the_memory(offload: str, trained: Trained) -> None:
     """What the engine holds beside the weights falls by the moments that left: the masters are the weights."""

@@ -1,5 +1,6 @@
 """Buckets of states that pass through memory: read ahead, stepped, and written behind."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ class _Slot:
 class BucketRing:
     """The buckets of a file, taken in order, again and again. Memory: `slots` buckets of the largest size.
 
-    Bucket number n of all that are ever taken passes through slot n modulo the number of slots. While it is in use, the
-    next `ahead` are read, and those before it are written.
+    waited: seconds that `take` and `flush` have waited for transfers. Bucket number n of all that are ever taken passes
+    through slot n modulo the number of slots. While it is in use, the next `ahead` are read, and those before it are
+    written.
     """
 
     def __init__(self, file: StripedFile, queue: DirectQueue, sizes: Sequence[int], slots: int, ahead: int) -> None:
@@ -33,6 +35,7 @@ class BucketRing:
         self._slots = [_Slot(one) for one in memory.split(max(sizes, default=1))]
         # Counts of buckets ever taken, and ever read.
         self._taken = self._started = 0
+        self.waited = 0.0
 
     def take(self, bucket: int) -> Tensor:
         """Return a bucket's bytes, which may change until it is put back."""
@@ -42,7 +45,7 @@ class BucketRing:
             self._start(self._started)
             self._started += 1
         slot = self._slots[self._taken % len(self._slots)]
-        self._file.finish(self._queue, _emptied(slot.read))
+        self._finish(slot.read)
         return slot.memory[: self._sizes[bucket]]
 
     def put(self, bucket: int) -> None:
@@ -54,7 +57,7 @@ class BucketRing:
     def flush(self) -> None:
         """Wait until the file has all that was put back."""
         for slot in self._slots:
-            self._file.finish(self._queue, _emptied(slot.write))
+            self._finish(slot.write)
 
     def forget(self) -> None:
         """Forget what was read ahead, because the file changes."""
@@ -67,19 +70,20 @@ class BucketRing:
 
     def _start(self, count: int) -> None:
         bucket, slot = count % len(self._sizes), self._slots[count % len(self._slots)]
-        self._file.finish(self._queue, _emptied(slot.write))
+        self._finish(slot.write)
         slot.read = self._file.start_read(self._queue, bucket, slot.memory[: self._sizes[bucket]])
 
     def _restart(self, bucket: int) -> None:
         self.flush()
         for slot in self._slots:
-            self._file.finish(self._queue, _emptied(slot.read))
+            self._finish(slot.read)
         # The next count of this bucket: counts go on, because they choose the slots.
         self._taken += (bucket - self._taken) % len(self._sizes)
         self._started = self._taken
 
-
-def _emptied(transfers: Transfers) -> Transfers:
-    found = transfers[:]
-    transfers.clear()
-    return found
+    def _finish(self, transfers: Transfers) -> None:
+        """Wait for transfers, and forget them."""
+        started, waiting = time.perf_counter(), transfers[:]
+        transfers.clear()
+        self._file.finish(self._queue, waiting)
+        self.waited += time.perf_counter() - started

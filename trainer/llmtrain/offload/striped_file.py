@@ -74,9 +74,10 @@ class StripedFile:
             with _failing(self._paths[volume], "failed"):
                 _whole(os.pwritev, self._files[volume], own, offset)
 
-    def moved(self, queue: DirectQueue) -> list[tuple[int, int]]:
-        """Return the bytes that a queue has read from and written to each volume."""
-        return [(queue.moved[file, "read"], queue.moved[file, "write"]) for file in self._files]
+    def moved(self, queue: DirectQueue) -> dict[str, tuple[int, int]]:
+        """Return the bytes that a queue has read from and written to each volume, by path."""
+        moved = [(queue.moved[file, "read"], queue.moved[file, "write"]) for file in self._files]
+        return dict(zip(self._paths, moved, strict=True))
 
     def close(self) -> None:
         """Close the files, which frees their space."""

@@ -1,8 +1,9 @@
 """Memory for buckets of optimizer states outside of the device: the host's memory, or files."""
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
@@ -11,6 +12,23 @@ from torch import Tensor
 from llmtrain.offload.bucket_ring import BucketRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
+
+
+@dataclass(frozen=True)
+class TierUsage:
+    """What a rank's tier has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited."""
+
+    read: Mapping[str, int] = field(default_factory=dict)
+    written: Mapping[str, int] = field(default_factory=dict)
+    waited: float = 0.0
+
+    def since(self, before: "TierUsage") -> dict[str, Any]:
+        """Return what was moved after `before`, as a row of the metrics."""
+        return {
+            "read_bytes": {path: count - before.read.get(path, 0) for path, count in self.read.items()},
+            "written_bytes": {path: count - before.written.get(path, 0) for path, count in self.written.items()},
+            "wait_s": self.waited - before.waited,
+        }
 
 
 class StateTier(Protocol):
@@ -30,6 +48,9 @@ class StateTier(Protocol):
 
     def close(self) -> None:
         """Free the memory."""
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +89,10 @@ class HostTier:
 
     def close(self) -> None:
         """See StateTier."""
+
+    def usage(self) -> TierUsage:
+        """See StateTier. Nothing moves."""
+        return TierUsage()
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +148,12 @@ class FileTier:
                 self._file.read(bucket, place, staged)
             staged.view(torch.float32)[start : start + values.numel()].copy_(values)
             self._file.write(bucket, place, staged)
+
+    def usage(self) -> TierUsage:
+        """See StateTier. Reads that `read` makes and writes that `write` makes are not counted."""
+        moved = self._file.moved(self._queue)
+        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
+        return TierUsage(read, written, self._ring.waited)
 
     def settle(self) -> None:
         """Wait until the files have all that was put back."""

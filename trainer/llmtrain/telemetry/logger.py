@@ -6,7 +6,7 @@ every call is a no-op.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -42,7 +42,8 @@ class StepRecord:
     nats. grad_norm: before clipping. seconds: wall time of the step, data included. skipped_steps: number of steps so
     far without an update, because of a spike or a number that is not finite. passed_batches: number of global batches
     that rewinds skipped. rank_seconds: each rank's seconds, waits for other ranks excluded; empty if the step is not
-    logged. loss_scale: None unless the run computes in fp16.
+    logged. loss_scale: None unless the run computes in fp16. offload: what the rank's offloaded states moved since the
+    last step: `read_bytes` and `written_bytes` of each volume, `wait_s`; None without them.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepRecord:
     passed_batches: int = 0
     rank_seconds: Sequence[float] = ()
     loss_scale: float | None = None
+    offload: Mapping[str, Any] | None = None
 
 
 class RunLogger:
@@ -248,6 +250,8 @@ class _MainLogger:
         }
         if len(record.rank_seconds) > 1:
             row["rank_compute_s"] = self._rank_compute(record.rank_seconds)
+        if record.offload is not None:
+            row["offload"] = record.offload
         return row if record.loss_scale is None else {**row, "loss_scale": record.loss_scale}
 
     def _rank_compute(self, seconds: Sequence[float]) -> Row:

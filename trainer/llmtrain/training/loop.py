@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from math import isfinite, sqrt
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from llmtrain_data.domain import validation_warnings
@@ -133,6 +133,7 @@ def train_step(run: Run, step: int) -> bool:
             passed_batches=run.progress.passed,
             rank_seconds=seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
+            offload=offload_usage(run),
         )
     )
     return stopping
@@ -187,6 +188,14 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
     for unit in run.engine.units.values():
         unit.step(numbers)
         run.engine.weights.update(unit)
+
+
+def offload_usage(run: Run) -> dict[str, Any] | None:
+    """Return what this rank's offloaded states moved since the last step; None without them."""
+    if run.offloaded is None:
+        return None
+    before, run.moved = run.moved, run.offloaded.usage()
+    return run.moved.since(before)
 
 
 def note_skipped(run: Run, finite: bool, spike: bool) -> None:
