@@ -26,7 +26,13 @@ NARROW = [
     for node in (1, 2, 4)
 ]
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
-CASES = list(dict.fromkeys([*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT]))
+OFFLOAD = [
+    Case(2, ("zero.stage=1", "offload.optimizer=host", "offload.share=0.3")),
+    Case(2, ("zero.stage=2", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=2048")),
+]
+CASES = list(
+    dict.fromkeys([*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT, *OFFLOAD])
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

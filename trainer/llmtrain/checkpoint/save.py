@@ -24,7 +24,7 @@ from llmtrain.errors import RunFailedError
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. host: the states of the shards in memory, in order, in host memory that does not change until the save
+    """One save. host: the states that are not read late, in order, in host memory that does not change until the save
     has ended. copied: waits until they are there.
     """
 
@@ -69,7 +69,7 @@ class Checkpointer:
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        # Set unless a save still has to read states from files.
+        # Set unless a save still has to read states.
         self._taken = threading.Event()
         self._taken.set()
         if ranks.is_main:
@@ -111,7 +111,7 @@ class Checkpointer:
             # `wait` returns it again: the end of a run must know whether its last checkpoint was saved.
             return self._failure
         self._idle.clear()
-        if any(shard.in_files for shard in shards):
+        if any(shard.read_late for shard in shards):
             self._taken.clear()
         self._queue.put(save)
         return failure
@@ -269,8 +269,8 @@ class Checkpointer:
 
 
 def _states(shards: Sequence[StateRange]) -> list[torch.Tensor]:
-    """Return the states of the shards in memory."""
-    held = [shard for shard in shards if not shard.in_files]
+    """Return the states that a save may copy before it begins."""
+    held = [shard for shard in shards if not shard.read_late]
     return [shard.read(name, shard.start, shard.end).detach() for shard in held for name in shard.names]
 
 
@@ -282,12 +282,12 @@ def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:
 
 
 def _contents(save: _Save) -> Iterator[Content]:
-    """Yield the bytes of each of `_ranges`. States in files are read when their bytes are taken."""
+    """Yield the bytes of each of `_ranges`. States that are read late are read when their bytes are taken."""
     host = iter(save.host)
     for shard in save.shards:
         ranges = shard.unit.tensor_ranges(shard.start, shard.end)
         for name in shard.names:
-            values, offset = None if shard.in_files else next(host), 0
+            values, offset = None if shard.read_late else next(host), 0
             for _, first, last in ranges:
                 end = offset + last - first
                 if values is None:

@@ -29,8 +29,8 @@ class StateRange(Protocol):
         """Names of the states: `master`, `m`, `v`."""
 
     @property
-    def in_files(self) -> bool:
-        """Whether the states rest in files, and `read` copies them into memory."""
+    def read_late(self) -> bool:
+        """Whether a checkpoint reads the states while it is written, and copies none before."""
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Return the elements `[first, last)` of the unit, fp32, of a state: as they are until the states change."""
@@ -47,7 +47,7 @@ class StateShard:
     start: int
     end: int
     states: dict[str, Tensor]
-    in_files: bool = False
+    read_late: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of the elements `[first, last)` of a state in files. A slice of them is read when it is taken."""
+    """The bytes of the elements `[first, last)` of a state that is read late: a slice when it is taken."""
 
     shard: StateRange
     name: str

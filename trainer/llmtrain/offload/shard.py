@@ -84,9 +84,9 @@ class OffloadedShard:
         return self._resident.nbytes + held
 
     @property
-    def in_files(self) -> bool:
-        """Whether `read` copies states from files."""
-        return self._outside.tier.in_files
+    def read_late(self) -> bool:
+        """Whether a checkpoint reads the states while it is written, and copies none before."""
+        return True
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the

@@ -56,15 +56,9 @@ class StateTier(Protocol):
     def nbytes(self) -> int:
         """Bytes of the host's memory."""
 
-    @property
-    def in_files(self) -> bool:
-        """Whether the states rest in files, and `read` copies them into memory."""
-
 
 class HostTier:
     """States in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
-
-    in_files = False
 
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
         sizes = [bucket.states * (bucket.end - bucket.start) for bucket in buckets]
@@ -105,8 +99,6 @@ class FileTier:
 
     Any thread may read; the others' calls come from the thread that steps. A read waits for the writes before it.
     """
-
-    in_files = True
 
     def __init__(self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = ()) -> None:
         """weights: relative bandwidths of the volumes; equal by default.

@@ -18,9 +18,8 @@ def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
     Ranks that hold the same optimizer shard copy an even share each. The first tensor-parallel rank alone copies
     TP-replicated parameters, and the first stage a tied embedding.
     """
-    offload = plan.sharding.offload
-    in_host = device == "cpu" or (offload.tier == "host" and offload.share == 1)
-    if in_host and not plan.checkpoint.asynchronous:
+    # A checkpoint reads the states of units that are offloaded, in part or whole, while it is written.
+    if plan.sharding.offload.share or (device == "cpu" and not plan.checkpoint.asynchronous):
         return 0
     first = plan.grid.coordinate(role.rank, Axis.TENSOR) == 0
     layouts = plan.stages_of(role.rank)
@@ -33,8 +32,5 @@ def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
         degrees, padded = placement.degrees, placement.padded(unit.numel)
         _, end = shard_range(placement.levels, 0, degrees.optimizer, padded)
         held = min(end, unit.numel if first else unit.replicated)
-        copied = -(-held // (degrees.ranks // degrees.optimizer))
-        # States in files are read from there.
-        resident = offload.resident(padded // degrees.optimizer) if offload.tier == "nvme" else copied
-        elements += min(copied, resident)
+        elements += -(-held // (degrees.ranks // degrees.optimizer))
     return STATE_BYTES * elements

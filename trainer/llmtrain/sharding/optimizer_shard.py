@@ -51,7 +51,7 @@ class OptimizerShard:
     another class can keep them elsewhere.
     """
 
-    in_files = False
+    read_late = False
 
     def __init__(self, spec: UnitSpec, held: Range, masters: Tensor, backend: str) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
@@ -112,8 +112,8 @@ class OptimizerStates(Protocol):
         """Bytes beside the weights."""
 
     @property
-    def in_files(self) -> bool:
-        """Whether `read` copies states from files."""
+    def read_late(self) -> bool:
+        """Whether a checkpoint reads the states while it is written, and copies none before."""
 
 
 class OptimizerStateRange:
@@ -125,9 +125,9 @@ class OptimizerStateRange:
         self.unit, self.start, self.end, self._shard = unit, start, end, shard
 
     @property
-    def in_files(self) -> bool:
-        """Whether the states rest in files, and `read` copies them into memory."""
-        return self._shard.in_files
+    def read_late(self) -> bool:
+        """Whether a checkpoint reads the states while it is written, and copies none before."""
+        return self._shard.read_late
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Return the elements `[first, last)` of the unit of a state, fp32: as they are until the next step."""
