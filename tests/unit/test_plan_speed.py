@@ -26,6 +26,8 @@ CASES = [
     ("plan", 1024, ("zero.stage=3",)),
     ("plan", 16384, ("zero.stage=3",)),
     ("plan", 16384, ("zero.stage=3", "zero.resident=3GB")),
+    # Memory for some of the weights, so that ways to fill it are compared.
+    ("plan", 1024, ("zero.stage=3", "cluster.accelerator.memory=18GB")),
     # Nothing fits, so that all changes are planned.
     ("plan", 16384, ("zero.stage=0", "cluster.accelerator.memory=5GB", "--force")),
     ("cluster show", 16384, ()),

@@ -1,6 +1,6 @@
 """From a recipe and the facts of a run to its plan. No torch in here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import sqrt
 from typing import Literal
@@ -13,6 +13,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
+from llmtrain.plan.auto_resident import Filling
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
@@ -87,7 +88,8 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
         logging=recipe.logging,
         record={},
     )
-    return replace(plan, record=record_of(recipe, zero, backend, plan))
+    zero = _filled(recipe, plan, zero, facts, sharding)
+    return replace(plan, sharding=sharding(zero), record=record_of(recipe, zero, backend, plan))
 
 
 def _batch(recipe: Recipe, grid: Layout) -> Batch:
@@ -180,6 +182,16 @@ def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig, offloa
         quantization=zero.quantization,
         offload=offload,
     )
+
+
+def _filled(
+    recipe: Recipe, plan: Plan, zero: ZeroSettings, facts: Facts, sharding: Callable[[ZeroSettings], Sharding]
+) -> ZeroSettings:
+    """Return settings in which `zero.resident: auto` fills the stated memory of a plan without it."""
+    if recipe.zero.resident != "auto":
+        return zero
+    may_copy = recipe.zero.secondary is None and recipe.zero.preset is None
+    return Filling(plan, facts.device, sharding, may_copy).filled(zero)
 
 
 def _placement(

@@ -43,8 +43,10 @@ class ZeroConfig:
     of the primary one (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes,
     then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes
     or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which
-    two units are gathered ahead; auto is 0. preset: mics, zero++ or topo set the keys above, and those of `quantize`,
-    that are left out.
+    two units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most room for
+    all units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of it is a
+    secondary copy if fewer bytes then cross slow links. preset: mics, zero++ or topo set the keys above, and those of
+    `quantize`, that are left out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
