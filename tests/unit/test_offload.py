@@ -15,7 +15,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.place import offload_states, open_tier
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.tiers import StateTier
+from llmtrain.offload.tiers import FileTier, StateTier
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, rounded, slots
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
@@ -184,10 +184,23 @@ def test_faster_volumes_get_more(tmp_path: Path) -> None:
 
 
 def test_a_volume_without_room(tmp_path: Path) -> None:
-    with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*; the last checkpoint is whole"):
+    with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*"):
         StripedFile([str(tmp_path)], [2**55])
     with pytest.raises(RunFailedError, match="cannot hold offloaded states: No such file or directory"):
         StripedFile([str(tmp_path / "nowhere")], [ALIGNMENT])
+
+
+def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:
+    """Whatever a step or a checkpoint waits for: one sentence."""
+    offload = Offload(tier="nvme", share=1.0, bucket=4096, paths=(str(tmp_path),))
+    said = "which failed: Bad file descriptor; the same command resumes from the last checkpoint"
+    with offloaded(torch.float32, offload) as (units, tier):
+        step(units, 1)
+        assert isinstance(tier, FileTier)
+        tier._file.close()
+        for use in (lambda: step(units, 2), lambda: states(units), lambda: write_odd_ranges(units[0], units[0])):
+            with pytest.raises(RunFailedError, match=said):
+                use()
 
 
 def test_a_bucket_in_a_file_is_whole_pages() -> None:

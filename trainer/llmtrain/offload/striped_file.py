@@ -12,6 +12,8 @@ from torch import Tensor
 
 from llmtrain.errors import RunFailedError
 
+_RESUME = "; the same command resumes from the last checkpoint"
+
 
 @dataclass(frozen=True)
 class _Stripe:
@@ -59,19 +61,19 @@ class StripedFile:
     def finish(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
         """Wait for transfers. Raises RunFailedError."""
         for volume, transfer in transfers:
-            with _failing(self._paths[volume], "failed"):
+            with _failing(self._paths[volume], "failed", _RESUME):
                 queue.finish(transfer)
 
     def read(self, region: int, start: int, into: Tensor) -> None:
         """Read bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them. Any thread may call it."""
         for volume, offset, own in self._parts(region, start, into):
-            with _failing(self._paths[volume], "failed"):
+            with _failing(self._paths[volume], "failed", _RESUME):
                 _whole(os.preadv, self._files[volume], own, offset)
 
     def write(self, region: int, start: int, values: Tensor) -> None:
         """Write bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them."""
         for volume, offset, own in self._parts(region, start, values):
-            with _failing(self._paths[volume], "failed"):
+            with _failing(self._paths[volume], "failed", _RESUME):
                 _whole(os.pwritev, self._files[volume], own, offset)
 
     def moved(self, queue: DirectQueue) -> dict[str, tuple[int, int]]:
@@ -143,10 +145,8 @@ def _whole(move: Callable[[int, list[memoryview], int], int], file: int, memory:
 
 
 @contextmanager
-def _failing(path: str, what: str) -> Iterator[None]:
+def _failing(path: str, what: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFailedError(
-            f"offload.paths has {path}, which {what}: {error.strerror}; the last checkpoint is whole"
-        ) from error
+        raise RunFailedError(f"offload.paths has {path}, which {what}: {error.strerror}{advice}") from error
