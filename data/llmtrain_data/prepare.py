@@ -18,9 +18,11 @@ from llmtrain_data.corpus import Corpus, no_text
 from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
+from llmtrain_data.output import Terminal
 from llmtrain_data.progress import Report, progress
 from llmtrain_data.ragged import ragged_batches
 from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
+from llmtrain_data.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,18 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     started = time.monotonic()
     # Modules and tokenizers live until exit. Without freeze, garbage collection over them takes some 0.05 s.
     gc.freeze()
-    size = tokenizer_size(tokenizer)
-    reference = load_tokenizer(tokenizer)
-    end = end_of_text_id(tokenizer, reference) if options.append_end else None
+    with _busy("loading the tokenizer"):
+        size = tokenizer_size(tokenizer)
+        reference = load_tokenizer(tokenizer)
+        end = end_of_text_id(tokenizer, reference) if options.append_end else None
     check_output(prefix, options.overwrite)
     with interruptible(prefix), ragged_batches():
-        chunks = corpus.chunks()
-        first = next(chunks, None)
-        if first is None:
-            raise no_text(corpus)
-        encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
+        with _busy("choosing the encoder"):
+            chunks = corpus.chunks()
+            first = next(chunks, None)
+            if first is None:
+                raise no_text(corpus)
+            encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
         dtype = token_dtype(size)
         gc.freeze()
         with _writing(prefix, dtype) as writer, progress("prepare", corpus.total, corpus.unit) as report:
@@ -96,6 +100,10 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
             writer.commit()
     seconds = time.monotonic() - started
     return _summary(writer, counts, encoder, seconds)
+
+
+def _busy(what: str) -> Waiting:
+    return Waiting(lambda: what, Terminal(stderr=True))
 
 
 def check_output(prefix: Path, overwrite: bool) -> None:

@@ -40,7 +40,7 @@ class Waiting:
             return self
         if is_live(self._console):
             self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+            self._live.start(refresh=True)
         else:
             threading.Thread(target=self._lines, daemon=True).start()
         return self

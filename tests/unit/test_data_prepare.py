@@ -3,11 +3,13 @@
 import gzip
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -377,6 +379,33 @@ def test_a_truncated_file_in_a_folder_can_be_left_out(
     assert prepared(texts, tokenizer, tmp_path) == 2
     assert capsys.readouterr().err.endswith("; mend or remove it, or leave it out with --glob\n")
     assert prepared(texts, tokenizer, tmp_path, "--glob", "*.txt") == 0
+
+
+def on_a_terminal(words: list[str]) -> str:
+    """Run a command on a terminal and return what it showed there."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "llmtrain", *words]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    # At the end of the terminal's last process, a read raises OSError.
+    with suppress(OSError):
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0, shown
+    return shown.decode()
+
+
+def test_a_terminal_always_shows_what_is_going_on(folder: Path, tmp_path: Path) -> None:
+    made = str(tmp_path / "made")
+    shown = on_a_terminal(["data", "tokenizer", str(folder), "--vocab-size", "300", "--output", made])
+    assert shown.index("loading the libraries") < shown.index("input      ")
+    shown = on_a_terminal(["data", "prepare", str(folder), "--tokenizer", made, "--output", str(tmp_path / "set")])
+    order = ("loading the libraries", "input      ", "loading the tokenizer", "choosing the encoder", "documents  ")
+    places = [shown.index(text) for text in order]
+    assert places == sorted(places)
 
 
 def test_training_a_tokenizer_says_that_it_merges(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from llmtrain_data.output import say, say_table
+from llmtrain_data.waiting import loading
 
 from llmtrain.errors import EXIT_FAILED, BadInputError, RunFailedError
 
@@ -62,13 +63,15 @@ def prepare(
 
     The pair appears when it is complete; stopped at any moment, the same command starts over.
     """
-    from llmtrain_data.corpus import open_corpus
-    from llmtrain_data.errors import PreparationStoppedError
-    from llmtrain_data.prepare import PrepareOptions
-    from llmtrain_data.prepare import prepare as prepare_corpus
+    with loading("the libraries") as waiting:
+        from llmtrain_data.corpus import open_corpus
+        from llmtrain_data.errors import PreparationStoppedError
+        from llmtrain_data.prepare import PrepareOptions
+        from llmtrain_data.prepare import prepare as prepare_corpus
 
-    options = PrepareOptions(append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers)
-    corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
+        options = PrepareOptions(append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers)
+        waiting.doing = lambda: f"opening {source}"
+        corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
     say(f"input      {corpus.description}")
     try:
         done = prepare_corpus(corpus, tokenizer, output, options)
@@ -92,11 +95,13 @@ def tokenizer(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, of the same kind as GPT-2's, as a Hugging Face folder."""
-    from llmtrain_data.corpus import open_corpus
-    from llmtrain_data.tokenizer import check_new_tokenizer, sampled_texts, train_tokenizer
+    with loading("the libraries") as waiting:
+        from llmtrain_data.corpus import open_corpus
+        from llmtrain_data.tokenizer import check_new_tokenizer, sampled_texts, train_tokenizer
 
-    check_new_tokenizer(vocab_size, output, overwrite)
-    corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
+        check_new_tokenizer(vocab_size, output, overwrite)
+        waiting.doing = lambda: f"opening {source}"
+        corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
     say(f"input      {corpus.description}")
     size = train_tokenizer(sampled_texts(corpus, sample_mb * 10**6), vocab_size, output, overwrite)
     short = "" if size == vocab_size else f" (the input has no more than that; {vocab_size} were asked for)"
