@@ -88,6 +88,14 @@ def test_an_end_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
     assert statuses([tmp_path])[0].state == "finished"
 
 
+def test_the_step_at_which_a_run_stopped(tmp_path: Path) -> None:
+    reason = "stopped after step 42 and saved; the same command resumes from there"
+    end = {"event": "end", "step": 42, "outcome": "preempted", "reason": reason}
+    (tmp_path / "metrics.jsonl").write_text(row(40) + json.dumps(end) + "\n")
+    (found,) = statuses([tmp_path])
+    assert (found.state, found.step, found.loss, found.detail) == ("preempted", 42, 1 / 40, reason)
+
+
 def test_names_and_reasons_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end = {"event": "end", "step": 4, "outcome": "failed", "reason": "[/__w/pytorch/gloo] Read error :x:"}
     (tmp_path / "x[small]").mkdir()

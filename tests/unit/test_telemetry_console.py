@@ -111,6 +111,15 @@ def test_a_live_line_for_what_is_waited_for_on_a_terminal() -> None:
         assert until(text, "loading the checkpoint: 45%")
 
 
+def test_the_live_line_of_a_resumed_run_begins_at_its_step() -> None:
+    text = StringIO()
+    run = RunConsole(73, Terminal(file=text, force_terminal=True, width=60), doing=lambda: "evaluating")
+    run.start("tiny", [], [], 71, 65.0)
+    assert until(text, "71/73  evaluating  elapsed 1:0")
+    run.close()
+    assert "0/73" not in text.getvalue()
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_first_step_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     monkeypatch.setattr(waiting, "PATIENCE", 0.1)

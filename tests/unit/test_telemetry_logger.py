@@ -23,6 +23,7 @@ from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry import wandb_sink
 from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.logger import RunLogger, StepRecord
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import checked_run_file
@@ -165,6 +166,16 @@ def test_a_finished_run_started_again_ends_as_before(tmp_path: Path) -> None:
     assert len(ends) == 1
     assert ends[0]["tokens_per_s"] == pytest.approx(128.0)
     assert ends[0]["first_validation_loss"] == 6 / 3
+
+
+def test_a_resumed_run_shows_the_step_that_it_continues_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    monkeypatch.setattr(RunConsole, "start", lambda self, name, facts, decisions, step, elapsed: shown.append(step))
+    for first in (0, 1):
+        with logger(tmp_path, recipe()) as log:
+            log.start(first, [])
+            log.step(record(first + 1))
+    assert shown == [0, 1]
 
 
 def test_a_resumed_run_whose_first_loss_was_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,8 +28,9 @@ _SHOWN = 3
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """One run. state: running, finished, preempted, failed, stopped (it ended without a report), or Slurm's state of
-    its job. step, loss: last logged. steps: of the whole run. seconds_left: of a running run. job: number of the
-    active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged or edited."""
+    its job. step: of the newest row. loss: last logged. steps: of the whole run. seconds_left: of a running run. job:
+    number of the active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged
+    or edited."""
 
     name: str
     folder: str
@@ -115,7 +116,9 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
         state = "stopped"
     elif job is not None:
         state = job.state.lower()
-    left = (steps - last["step"]) * last["step_time_s"] if holder and steps and last.get("step_time_s") else None
+    step = rows[-1]["step"] if rows else None
+    pace = last.get("step_time_s")
+    left = (steps - rows[-1]["step"]) * pace if holder and steps and pace else None
     # Edits after the end of a finished run do not concern it.
     edited = [] if state == "finished" else changed_sources(folder)
     found = [f"damaged: {sentence}" for sentence in damage]
@@ -127,7 +130,7 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
         name=folder.name,
         folder=str(folder),
         state=state,
-        step=last.get("step"),
+        step=step,
         steps=steps,
         loss=last.get("loss"),
         seconds_left=left,

@@ -30,8 +30,12 @@ class RunConsole:
         self._line = _LiveLine(steps, doing)
         self._waiting = Waiting(doing, self._console)
 
-    def start(self, name: str, facts: Iterable[tuple[str, str]], decisions: list[str]) -> None:
-        """Print the run's facts and the decisions that were made for it; then show the live line."""
+    def start(
+        self, name: str, facts: Iterable[tuple[str, str]], decisions: list[str], step: int = 0, elapsed: float = 0.0
+    ) -> None:
+        """Print the run's facts and the decisions that were made for it; then show the live line. step: after which the
+        run continues. elapsed: seconds until then."""
+        self._line.move(step, elapsed, None)
         rows = [*facts, *(("decided" if index == 0 else "", text) for index, text in enumerate(decisions))]
         if not is_live(self._console):
             self._print(f"run {name}")

@@ -151,7 +151,7 @@ class _MainLogger:
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
             shown.append(("continues after", f"step {resumed_step}"))
-        self.console.start(self._plan.name, shown, decisions)
+        self.console.start(self._plan.name, shown, decisions, resumed_step, self._elapsed())
 
     def rewind(self, step: int) -> None:
         if self._metrics is not None:

@@ -36,6 +36,8 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         resumes = start_states(run)
         if waiting is not None:
             waiting.stop()
+        # The live line, which begins now, must not say that the checkpoint is still being loaded.
+        ranks.activity.begin("preparing the first step")
         changed = [f"{change}, changed since the last start" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         warn_of_validation(run)
