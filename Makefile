@@ -26,7 +26,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "llmtrain needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@command -v $${CXX:-c++} > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
 	  { echo "llmtrain needs a C++ compiler: install g++ or clang++, or set CXX" >&2; exit 2; }
+	@echo "creating a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
+	@echo "downloading and installing PyTorch and other packages into $(VENV), which takes some minutes"
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
 	  -c constraints.txt -e '.[dev]'
 	touch $@
