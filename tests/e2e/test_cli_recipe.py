@@ -97,6 +97,10 @@ BROKEN_RECIPES = [
     ("MPI without mpirun", GOOD, ["--nproc", "2", "parallel.pipeline=2", "pipeline.transport=mpi"], "no MPI has started this run; start it with mpirun -n 2"),
     ("no ranks", GOOD, ["--nproc", "0"], "--nproc"),
     ("ranks in words", GOOD, ["--nproc", "two"], "--nproc"),
+    ("steps in words", GOOD, ["--nproc", "2.5"], "'2.5' is not a whole number\n"),
+    ("misspelt family", GOOD, ["model.preset=null", "model.family=lama"], "model.family is lama; expected one of gpt2, llama, neox; did you mean llama?"),
+    ("folder as data", GOOD, ["data.path=texts"], "data.path is texts, but there is no file texts.bin; texts itself is there: if it is text, prepare it with `llmtrain data prepare texts --tokenizer DIR --output PREFIX`, and set data.path to PREFIX"),
+    ("folder of a prepared set", GOOD, ["data.path=."], "there is no file ..bin; did you mean prepared?"),
     ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),
 ]  # fmt: skip
 
@@ -106,6 +110,8 @@ BROKEN_COMMANDS = [
     (["--verbose"], "No such option: --verbose"),
     (["run"], "Missing argument 'RECIPE'"),
     (["run", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
+    (["generate", "run", "--temperature", "hot"], "'hot' is not a number\n"),
+    (["run", "frist.yaml"], "there is no recipe frist.yaml; did you mean first.yaml?"),
     (["run", "quickstrat"], "there is no recipe quickstrat; did you mean quickstart?"),
     (["run", "."], "is a folder; expected a recipe's YAML file"),
     (["run", "prepared.bin"], "model is missing"),
@@ -123,6 +129,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for suffix in ("bin", "idx"):
         Path(f"prepared.{suffix}").touch()
+    Path("texts").mkdir()
+    Path("first.yaml").write_text(GOOD)
     Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
     return tmp_path
 

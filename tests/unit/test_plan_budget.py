@@ -319,6 +319,11 @@ def test_stated_speeds_bound_the_time_of_a_step(
     assert least["optimizer"] == (None if bandwidth is None else pytest.approx(moved / bandwidth))
 
 
+def test_a_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny.yaml", "--ranks", "1"]) == 0
+    assert " parameters on 1 rank, pipeline 1 " in capsys.readouterr().out
+
+
 def test_tables_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "memory.png"
     keys = ("parallel.pipeline=2", "parallel.tensor=2", cluster(8 * 10**10))

@@ -20,6 +20,14 @@ from llmtrain.launch.stop import end_early
 # Longest error, in characters.
 _LONGEST = 1500
 
+# typer's words for a type of number, and the usual ones.
+_NUMBERS = {
+    "float": "a number",
+    "float range": "a number",
+    "int": "a whole number",
+    "int range": "a whole number",
+}
+
 VERBS = {
     "run": "Train: start the run that a recipe describes, or resume it from its last checkpoint.",
     "plan": "Show the memory that a run will take on each rank, before it starts.",
@@ -61,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, DataError) as error:
         return _say(error, error.exit_code)
     except typer.TyperException as error:
-        return _say(error.format_message(), error.exit_code) if error.format_message() else 0
+        message = error.format_message()
+        for words, plain in _NUMBERS.items():
+            message = message.replace(f"is not a valid {words}.", f"is not {plain}")
+        return _say(message, error.exit_code) if message else 0
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:

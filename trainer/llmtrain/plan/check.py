@@ -66,10 +66,7 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
             if not Path(f"{prefix}{suffix}").is_file():
                 raise BadInputError(
                     f"data.path is {prefix}, but there is no file {prefix}{suffix}; "
-                    + (
-                        found_elsewhere(prefix, suffix, others)
-                        or "expected the prefix that `llmtrain data prepare` wrote"
-                    )
+                    + (found_elsewhere(prefix, suffix, others) or _data_advice(Path(prefix)))
                 )
     _expect_writable(Path(recipe.logging.dir), recipe.name)
 
@@ -80,6 +77,18 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
         if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
             return f"there is one in {folder}: run from there, or give {folder / path}"
     return ""
+
+
+def _data_advice(path: Path) -> str:
+    """Return what to do about a data.path that is no prefix of a prepared set."""
+    if not path.exists():
+        return "expected the prefix that `llmtrain data prepare` wrote"
+    if sets := sorted(path.glob("*.idx")):
+        return f"did you mean {sets[0].with_suffix('')}?"
+    return (
+        f"{path} itself is there: if it is text, prepare it with `llmtrain data prepare {path} --tokenizer DIR "
+        "--output PREFIX`, and set data.path to PREFIX"
+    )
 
 
 def check(plan: Plan, facts: Facts) -> None:

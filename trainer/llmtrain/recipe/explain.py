@@ -1,14 +1,17 @@
 """An error of pydantic about a recipe, as one sentence."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from pydantic import ValidationError
 
 from llmtrain.recipe.keys import INDEX, nearest_key, recipe_keys
-from llmtrain.yaml.expected import expected
+from llmtrain.yaml.expected import choices, expected
 from llmtrain.yaml.shown import shown, shown_key
 
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
+# Characters of a value that are compared with the words that a key accepts.
+_LONGEST_WORD = 60
 
 
 def explain(error: ValidationError, source: str) -> str:
@@ -34,7 +37,10 @@ def explain(error: ValidationError, source: str) -> str:
         return f"{key} is missing; set it in the recipe" + (
             "" if "[" in key else f" or on the command line as {key}=..."
         )
-    return f"{key} is {shown(details['input'])}; expected {expected(recipe_keys()[INDEX.sub('[]', key)])}"
+    hint = recipe_keys()[INDEX.sub("[]", key)]
+    near = get_close_matches(str(details["input"])[:_LONGEST_WORD], choices(hint), n=1)
+    advice = f"; did you mean {near[0]}?" if near else ""
+    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{advice}"
 
 
 def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:

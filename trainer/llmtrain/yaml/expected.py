@@ -35,6 +35,11 @@ def expected(hint: Any) -> str:
     return _WORDS.get(hint, str(hint))
 
 
+def choices(hint: Any) -> list[str]:
+    """Return the words that a key of this type accepts; empty if it accepts others."""
+    return [value for option in _options(hint) if get_origin(option) is Literal for value in map(str, get_args(option))]
+
+
 def _bounds(extras: Iterable[Any]) -> str:
     """Return the bounds of a number, as words that follow `a number`."""
     rules = [asdict(rule) for extra in extras for rule in getattr(extra, "metadata", ())]

@@ -1,12 +1,16 @@
 """Finding recipes: shipped ones by name, the user's own by path."""
 
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from llmtrain_data.untrusted import reason
 
 import llmtrain
 from llmtrain.errors import BadInputError
+
+# Files that a misspelt name is compared with.
+_MOST_FILES = 1000
 
 
 def shipped_folder() -> Path:
@@ -36,9 +40,16 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
             return path
     except (OSError, ValueError) as error:
         raise BadInputError(f"{name_or_path[:100]!r} cannot be read as a recipe's path: {reason(error)}") from error
-    near = get_close_matches(path.stem, shipped_names(), n=1)
-    advice = f"did you mean {near[0]}?" if near else f"expected a YAML file, or one of {_names()}"
+    known = {name: name for name in shipped_names()} | _recipes_beside(path)
+    near = get_close_matches(path.stem, known, n=1)
+    advice = f"did you mean {known[near[0]]}?" if near else f"expected a YAML file, or one of {_names()}"
     raise BadInputError(f"there is no recipe {path}; {advice}")
+
+
+def _recipes_beside(path: Path) -> dict[str, str]:
+    """Return the YAML files in the folder of `path` by their stems."""
+    found = (entry for entry in path.parent.glob("*") if entry.suffix in (".yaml", ".yml") and entry.is_file())
+    return {entry.stem: str(entry) for entry in islice(found, _MOST_FILES)}
 
 
 def _names() -> str:
