@@ -1,0 +1,93 @@
+"""What a preparation leaves out of a folder or replaces in a file, and errors about files in it."""
+
+import gzip
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llmtrain.cli.main import main
+from llmtrain_data.tokenizer import train_tokenizer
+
+TEXT = "def f(x):\n    return x + 1  # na\u00efve\n\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_tokenizer(iter([[TEXT]]), 300, folder)
+    return folder
+
+
+def test_files_that_are_left_out_are_told_with_the_reason(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    (texts / ".git").mkdir(parents=True)
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"text {number}")
+    for number in range(5):
+        (texts / f"{number}.png").write_bytes(b"\x89PNG\0\0\0\r" * 9)
+    (texts / ".git" / "HEAD").write_text("ref")
+    (texts / "nothing.txt").touch()
+    os.mkfifo(texts / "pipe")
+    assert main(["data", "prepare", str(texts), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "set")]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert re.fullmatch(r"left out   5 binary files: \d.png, \d.png, \d.png and 2 more", said[0])
+    assert sorted(said[1:]) == [
+        "left out   1 empty file: nothing.txt",
+        "left out   1 hidden file: HEAD",
+        "left out   1 not regular file: pipe",
+    ]
+
+
+def prepared(source: Path, tokenizer: Path, folder: Path, *options: str) -> int:
+    words = ["data", "prepare", str(source), "--tokenizer", str(tokenizer), "--output", str(folder / "set")]
+    return main([*words, *options])
+
+
+@pytest.mark.parametrize("name", ["l.txt", "l.txt.gz", "l.jsonl"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_files_with_bytes_that_are_not_utf8_are_named(
+    name: str, alone: bool, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    content = b'{"text": "' + b"A caf\xe9 in Paris. " * 200_000 + b'"}\n'
+    (texts / name).write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+    if not alone:
+        (texts / "good.txt").write_text("Grüße " * 100)
+    assert prepared(texts / name if alone else texts, tokenizer, tmp_path) == 0
+    said = f"note       1 file has bytes that are not UTF-8, which became U+FFFD: {name}\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+def test_a_folder_without_texts_says_what_it_left_out(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "nothing.txt").touch()
+    assert prepared(texts, tokenizer, tmp_path) == 2
+    assert capsys.readouterr().err.endswith("matches --glob '*'; left out 1 empty file: nothing.txt\n")
+    (texts / "a.png").write_bytes(b"\x89PNG\0\0\0\r")
+    assert prepared(texts, tokenizer, tmp_path) == 2
+    assert capsys.readouterr().err.endswith(
+        "the input has no text: 1 file in a fixed shuffled order; left out 1 empty file: nothing.txt; "
+        "left out 1 binary file: a.png\n"
+    )
+
+
+def test_a_truncated_file_in_a_folder_can_be_left_out(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    random = np.random.default_rng(0)
+    content = gzip.compress(bytes(random.integers(97, 123, 100_000).astype(np.uint8)))
+    (texts / "cut.txt.gz").write_bytes(content[: len(content) // 2])
+    (texts / "good.txt").write_text(TEXT)
+    assert prepared(texts, tokenizer, tmp_path) == 2
+    assert capsys.readouterr().err.endswith("; mend or remove it, or leave it out with --glob\n")
+    assert prepared(texts, tokenizer, tmp_path, "--glob", "*.txt") == 0
