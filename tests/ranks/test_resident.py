@@ -43,3 +43,12 @@ def test_more_memory_sends_fewer_bytes(name: str, trained: Trained) -> None:
     assert sent[-1] < sent[0]
     gathered = results[-1].rows[5]["comm_bytes"]["weights"]["all_gather"]
     assert gathered == trained(CASES["plain"][-1]).rows[5]["comm_bytes"]["weights"]["all_gather"]
+
+
+@pytest.mark.parametrize("keys", [(), ("quantize.weights=int8",)], ids=str)
+def test_a_copy_that_is_not_rounded_changes_no_result(keys: tuple[str, ...], trained: Trained) -> None:
+    """So `zero.resident: auto` may choose one."""
+    stage3 = ("zero.stage=3", "zero.resident=0", *keys)
+    whole, copied = (trained(Case(4, (*stage3, *more), node=2, accumulation=4)) for more in ((), ("zero.secondary=2",)))
+    assert copied.curve == whole.curve
+    assert all(torch.equal(state, copied.states()[key]) for key, state in whole.states().items())
