@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from llmtrain.cluster.layout import Axis, Layout, even_share
 from llmtrain.model.config import GPTConfig
@@ -37,7 +38,7 @@ def roles(plan: Plan) -> list[Role]:
 
 def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayout]]) -> list[Role]:
     """Return every role. stages: stages of each rank of the pipeline, by chunk."""
-    slices = _slices(model_units(model), grid.degree(Axis.TENSOR))
+    slices = _slices(model, grid.degree(Axis.TENSOR))
     first_of_pipeline, first_of_tensor = grid.group_of(0, Axis.PIPELINE), grid.group_of(0, Axis.TENSOR)
     found: list[Role] = []
     for pipeline, held in enumerate(stages):
@@ -54,8 +55,11 @@ def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayo
     return found
 
 
-def _slices(units: Sequence[UnitSpec], parts: int) -> list[tuple[int, int, list[UnitSpec]]]:
-    """Return the slices that tensor-parallel ranks hold: (first place, number of places, units) for each size."""
+@lru_cache(maxsize=8)
+def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, list[UnitSpec]]]:
+    """Return the slices that tensor-parallel ranks hold: (first place, number of places, units) for each size. Cached,
+    because all changes that may make a run fit ask for them."""
+    units = model_units(model)
     rows = sorted({tensor.shape[0] for unit in units for tensor in unit.tensors if tensor.split})
     places: dict[tuple[int, ...], list[int]] = {}
     for place in range(parts):
