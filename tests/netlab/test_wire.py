@@ -18,6 +18,8 @@ ONCE, MANY = 1, 3
 SMALL, LARGE = (2, 2), (2, 4)
 # At most this share of a card's bytes is headers, acknowledgements and barriers.
 HEADERS = 0.03
+# At most this share of a card's bytes is not in the plan.
+PLANNED = 0.02
 Measured = Callable[[tuple[int, int]], dict[tuple[str, int], Sent]]
 
 
@@ -40,6 +42,7 @@ EACH = [
 def test_what_each_strategy_sends(shape: tuple[int, int], name: str, count: int, measured: Measured) -> None:
     sent, strategy, setting = measured(shape)[name, count], strategies(*shape)[name], Setting(*shape, count)
     assert sent.metered <= sent.counted <= sent.metered * (1 + HEADERS)
+    assert sent.planned <= sent.counted <= sent.planned * (1 + PLANNED)
     assert sent.counted == pytest.approx(strategy.ours(setting), rel=0.05)
     assert strategy.ours(setting) <= strategy.paper(setting)
     assert sent.counted <= strategy.paper(setting) * (1 + HEADERS)

@@ -94,6 +94,21 @@ def compared(name: str, fixed: bool, verbose: bool) -> tuple[list[list[str]], in
     return rows, max(left) - min(left)
 
 
+def text(rows: Sequence[Sequence[str]], spreads: Sequence[Sequence[str]]) -> str:
+    """Return the section's text."""
+    return "\n\n".join(
+        (
+            "## Memory: planned and measured",
+            f"`python -m tools.bench.memory`. {machine()}. Peak of a process's own memory in three steps, an "
+            "evaluation and a checkpoint, without mapped files, and with glibc's threshold for blocks of their own at "
+            "128 KiB; planned without the process's context. MiB. The difference is Python and torch before the first "
+            "tensor, minus temporaries that are not there at the peak.",
+            table(("strategy", "parameters", "planned", "measured", "difference"), rows),
+            table(("strategy", "spread of the difference over models", "within 64 MiB"), spreads),
+        )
+    )
+
+
 def main() -> None:
     """Measure, and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -108,18 +123,10 @@ def main() -> None:
         rows += found
         spreads.append([name, f"{spread / 2**20:.1f}", "yes" if spread <= GOAL else "no"])
         print(spreads[-1], flush=True)
-    text = "\n\n".join(
-        (
-            "## Memory: planned and measured",
-            f"{machine()}. Peak of a process's own memory in three steps, an evaluation and a checkpoint, without "
-            "mapped files; planned without the process's context. MiB.",
-            table(("strategy", "parameters", "planned", "measured", "difference"), rows),
-            table(("strategy", "spread of the difference over models", "within 64 MiB"), spreads),
-        )
-    )
-    print(text)
+    markdown = text(rows, spreads)
+    print(markdown)
     if given.write:
-        write_section(given.write, "memory", text)
+        write_section(given.write, "memory", markdown)
 
 
 if __name__ == "__main__":

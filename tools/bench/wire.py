@@ -14,6 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.program.step_calls import Call, StepCalls
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.schema import Recipe
+
 from tools.bench.labs import answer, write_set
 from tools.bench.table import table, write_section
 from tools.netlab.lab import Lab
@@ -173,10 +180,11 @@ def _node_strategies(all_ranks: int, node: int) -> dict[str, Strategy]:
 @dataclass(frozen=True)
 class Sent:
     """Bytes that a node sent in one step, in M. counted: by the card, including headers. metered: by the run's byte
-    counter."""
+    counter. planned: by the run's plan, call by call."""
 
     counted: float
     metered: float
+    planned: float
 
 
 def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> dict[tuple[str, int], Sent]:
@@ -198,7 +206,9 @@ def measure(nodes: int, ranks_per_node: int, microbatches: tuple[int, ...]) -> d
                 run = folder / "runs" / f"{number}-{count}"
                 weights = 2 * json.loads((run / "run.json").read_text())["parameters"]
                 metered = _metered(run, strategy, lab.spec.world, ranks_per_node)
-                found[label, count] = Sent(counted[run.name] / weights, metered / weights)
+                recipe = load_recipe(str(folder / "wire.yaml"), runs[run.name])
+                planned = planned_bytes(recipe, lab.spec.world, ranks_per_node)
+                found[label, count] = Sent(counted[run.name] / weights, metered / weights, planned / weights)
         return found
 
 
@@ -210,6 +220,27 @@ def _metered(run: Path, strategy: Strategy, ranks: int, ranks_per_node: int) -> 
         # In a ring of all ranks, only one rank per node sends to another node.
         metered -= (ranks_per_node - 1) * row["comm_bytes"]["weights"]["all_gather"] * (ranks - 1) / ranks
     return float(metered)
+
+
+def planned_bytes(recipe: Recipe, world: int, ranks_per_node: int) -> int:
+    """Return the bytes that a recipe's plan has the first node's ranks send to other nodes in a step."""
+    facts = Facts(world=world, device="cpu", ranks_per_node=ranks_per_node)
+    plan = make_plan(recipe, facts)
+    programs = programs_of(plan)
+    calls = (
+        (rank, call) for rank in range(ranks_per_node) for call in StepCalls(plan, rank, programs(rank), "cpu").all()
+    )
+    return sum(call.times * _crossing(call, rank, ranks_per_node) for rank, call in calls)
+
+
+def _crossing(call: Call, rank: int, ranks_per_node: int) -> int:
+    """Return the bytes of a call that its rank sends to other nodes."""
+    nodes = [other // ranks_per_node for other in call.ranks]
+    if len(set(nodes)) == 1:
+        return 0
+    # Either the ranks are each on a node of their own, or they form a ring, in which each sends to the next.
+    following = nodes[(call.ranks.index(rank) + 1) % len(nodes)]
+    return 0 if following == rank // ranks_per_node else call.traffic.sent
 
 
 def rank_main(wanted: dict[str, Any]) -> None:
