@@ -23,6 +23,7 @@ from llmtrain_data.streams import (
     TextPiece,
     blocks,
     count_lines,
+    is_utf8,
     line_end,
     not_text,
     separated,
@@ -78,7 +79,7 @@ class TextChunk:
 
     def encodable(self) -> list[bytes]:
         """Return the texts as UTF-8."""
-        return [piece if _is_utf8(piece) else piece.decode("utf-8", "replace").encode() for piece in self.pieces]
+        return [piece if is_utf8(piece) else piece.decode("utf-8", "replace").encode() for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -166,13 +167,13 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
         )
     if separator is not None:
         for document in separated(path, separator.encode()):
-            if not _is_utf8(document.content):
+            if not is_utf8(document.content):
                 left_out.replaced(path)
             yield document
         return
     piece = WHOLE_FILE if whole else min(max(size // 1000, 4 << 10), 64 << 10)
     for block, done, last in blocks(path, max(piece, CHUNK), whole_lines=False):
-        if not _is_utf8(block):
+        if not is_utf8(block):
             left_out.replaced(path)
         start = 0
         while start < len(block):
@@ -187,7 +188,7 @@ def read_jsonl(path: Path, key: str, left_out: LeftOut) -> Iterator[Chunk]:
     invalid UTF-8."""
     start = 0
     for block, done, _ in blocks(path, CHUNK, whole_lines=True):
-        if not _is_utf8(block):
+        if not is_utf8(block):
             left_out.replaced(path)
         yield LinesChunk(block, key, path, start, done)
         start += len(block)
@@ -309,17 +310,6 @@ class _TextChunks:
             ends = np.array([piece.ends for piece in pieces])
             contents = [piece.content for piece in pieces]
             yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces))
-
-
-def _is_utf8(text: bytes) -> bool:
-    """Return whether bytes are valid UTF-8."""
-    if text.isascii():
-        return True
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:

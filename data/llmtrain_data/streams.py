@@ -1,6 +1,7 @@
 """Decompressed byte streams of files: blocks, lines and documents of bounded length."""
 
 import io
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ separators has no limit, because it is read in pieces.
 
 PROBE = 8192
 """Bytes at the beginning of a file that decide whether it is text or binary."""
+
+LARGE = 64 << 10
+"""From this many bytes on, importing Arrow to validate UTF-8 is worth its time."""
 
 BROKEN_SHARE = 0.1
 """A file is binary if more than this share of the probed characters are invalid UTF-8."""
@@ -133,6 +137,31 @@ def not_text(path: Path) -> str | None:
     if broken > 1 and broken > BROKEN_SHARE * len(characters):
         return f"{broken} of its first {len(characters)} characters are not UTF-8"
     return None
+
+
+def is_utf8(content: bytes) -> bool:
+    """Return whether bytes are valid UTF-8."""
+    if content.isascii():
+        return True
+    if len(content) >= LARGE:
+        return _is_large_utf8(content)
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_large_utf8(content: bytes) -> bool:
+    """Let Arrow validate: it takes a half to a sixth of the time of `decode`, and lets other threads run."""
+    import pyarrow as pa
+
+    ends = pa.py_buffer(array("q", (0, len(content))))
+    try:
+        pa.Array.from_buffers(pa.large_string(), 1, [None, ends, pa.py_buffer(content)]).validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmtrain.cli.main import main
+from llmtrain_data.streams import LARGE, is_utf8
 from llmtrain_data.tokenizer import train_tokenizer
 
 TEXT = "def f(x):\n    return x + 1  # na\u00efve\n\n"
@@ -61,6 +62,17 @@ def test_files_with_bytes_that_are_not_utf8_are_named(
     assert prepared(texts / name if alone else texts, tokenizer, tmp_path) == 0
     said = f"note       1 file has bytes that are not UTF-8, which became U+FFFD: {name}\n"
     assert capsys.readouterr().out.endswith(said)
+
+
+@pytest.mark.parametrize("size", [100, 2 * LARGE])
+def test_utf8_is_told_from_other_bytes(size: int) -> None:
+    cut = ("漢字 Grüße 🙂 " * size).encode()[:size].decode(errors="ignore").encode()
+    for good in (b"a" * size, cut, b""):
+        assert is_utf8(good)
+    # A byte of latin-1, a character cut at the end, a surrogate, and a character that is longer than it needs to be.
+    for bad in (b"caf\xe9", "é".encode()[:1], b"\xed\xa0\x80", b"\xc0\xaf"):
+        assert not is_utf8(cut + bad)
+        assert not is_utf8(bad + cut)
 
 
 def test_a_folder_without_texts_says_what_it_left_out(
