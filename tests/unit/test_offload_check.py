@@ -73,7 +73,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("offload.optimizer=nvme",), "neither offload.paths nor the cluster file's node.nvme names a folder"),
         (("offload.paths=[/scratch]",), "paths is given, but optimizer is none"),
-        ((*nvme("/scratch"), "offload.share=0"), "offload.share is 0"),
+        ((*nvme("/scratch"), "offload.share=-0.1"), "offload.share is -0.1"),
         ((*nvme("/scratch"), "offload.share=1.01"), "offload.share is 1.01"),
         ((*nvme("/scratch"), "offload.bucket=1023"), "offload.bucket is 1023"),
         (("offload.optimizer=disk",), "offload.optimizer is disk; expected one of none, host, nvme"),
@@ -146,17 +146,48 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     def view(bytes_of_a_rank: int, *keys: str) -> PlanView:
         host = f"host: {{memory: {2 * bytes_of_a_rank}B}}, nvme: [{{path: /scratch}}]"
         cluster = f"cluster={{accelerator: {{name: A100-80GB, memory: 80GB}}, node: {{ranks: 2, {host}}}}}"
-        compute = "precision.compute=fp32"
-        return view_recipe(str(tmp_path / "r.yaml"), [cluster, compute, *keys], 2)
+        fixed = ("precision.compute=fp32", "offload.share=1")
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, *fixed, *keys], 2)
 
     states = view(10**9, "offload.optimizer=host").budget.host
     assert view(states, "offload.optimizer=host").problem is None
     assert (refused := view(states - 1, "offload.optimizer=host").problem) is not None
     assert "1 B more than its share of cluster.node.host.memory" in refused
-    # Here the buffers of states in files are larger than these few states, and so are those of a smaller share.
-    assert "set checkpoint.async=false, which needs" in refused
-    assert view(states - 1, "offload.optimizer=host", "checkpoint.async=false").problem is None
+    # The buffers of states in files are larger than these few states.
+    assert "set offload.share=0.9, which needs" in refused
+    assert view(states - 1, "offload.optimizer=host", "offload.share=0.9").problem is None
     assert view(10**9, "offload.optimizer=nvme").problem is None
+
+
+@pytest.mark.parametrize("device", ["A100-80GB", None])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_the_least_share_that_fits_leaves(tier: str, device: str | None, tmp_path: Path) -> None:
+    """Shares are multiples of 1/64; the next smaller one does not fit. device: a GPU, or a CPU, on which states in the
+    host's memory save nothing."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    def view(memory: int, share: float | str) -> PlanView:
+        name = "" if device is None else f"name: {device}, "
+        cluster = f"cluster={{accelerator: {{{name}memory: {memory}B}}, node: {{ranks: 2, nvme: [{{path: /s}}]}}}}"
+        keys = (cluster, "precision.compute=bf16", f"offload.optimizer={tier}", f"offload.share={share}")
+        return view_recipe(str(tmp_path / "r.yaml"), keys, 2)
+
+    def total(share: float) -> int:
+        return view(10**12, share).budget.fullest.total
+
+    assert view(10**12, "auto").plan.sharding.offload.share == 0
+    half = view(total(0.5), "auto")
+    if total(1) < total(0.5):
+        assert half.problem is None
+        assert half.plan.sharding.offload.share == half.plan.record["offload"]["share"] == 0.5
+        assert "offload.share: auto -> 0.5" in half.auto
+        assert view(total(0.5) - 1, "auto").plan.sharding.offload.share > 0.5
+    assert view(total(1) - 1, "auto").plan.sharding.offload.share == 1
+    assert view(total(1) - 1, "auto").problem is not None
+
+
+def test_all_leave_where_no_memory_is_stated(tmp_path: Path) -> None:
+    assert planned(tmp_path, "offload.optimizer=host").sharding.offload.share == 1
 
 
 def test_offload_is_advised(tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def planned(
     """Return the exit code of `plan` on a cluster file, what it shows of memory, and its error."""
     node = {"ranks": 8, "host": {"memory": host}, "nvme": [{"path": "/scratch"}]}
     Path("cluster.json").write_text(json.dumps({"accelerator": {"memory": memory}, "node": node}))
-    words = [f"{key}={value}" for key, value in keys.items()]
+    # auto would fill the memory, or offload no more than it must.
+    fixed = {"zero.resident": "0", "offload.share": "1"}
+    words = [f"{key}={value}" for key, value in (fixed | keys).items()]
     code = main(["plan", "small.yaml", *words, "cluster=cluster.json", "--ranks", str(RANKS), "--json"])
     said = capsys.readouterr()
     return code, json.loads(said.out)["memory"], said.err

@@ -14,6 +14,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.auto_resident import Filling
+from llmtrain.plan.auto_share import least_share
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
@@ -38,6 +39,17 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
     ranks.
     """
+    given = recipe.offload
+    if given.optimizer == "none" or given.share != "auto":
+        return _plan(recipe, facts)
+    # The memory that is left goes to gathered weights after that.
+    zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
+    all_leave = _plan(replace(recipe, zero=zero, offload=replace(given, share=1.0)), facts)
+    return _plan(replace(recipe, offload=replace(given, share=least_share(all_leave, facts.device))), facts)
+
+
+def _plan(recipe: Recipe, facts: Facts) -> Plan:
+    """Return the plan of a recipe whose offloaded share is a number, if it offloads."""
     model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers

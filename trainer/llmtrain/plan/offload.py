@@ -49,7 +49,7 @@ class Offload:
         bucket = BUCKET if recipe.bucket == "auto" else recipe.bucket
         return cls(
             tier=recipe.optimizer,
-            share=recipe.share,
+            share=1.0 if recipe.share == "auto" else recipe.share,
             paths=paths if recipe.optimizer == "nvme" else (),
             weights=_weights(paths, volumes),
             bucket=rounded(bucket),

@@ -119,7 +119,7 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     if given.optimizer == "host" and plan.cluster and plan.cluster.node.nvme:
         yield Change(("offload.optimizer=nvme",), replace(recipe, offload=replace(given, optimizer="nvme")))
     for tenths in range(9, 0, -1):
-        if tenths / 10 < given.share:
+        if tenths / 10 < plan.sharding.offload.share:
             share = replace(given, share=tenths / 10)
             yield Change((f"offload.share={tenths / 10}",), replace(recipe, offload=share))
     if not given.paths:

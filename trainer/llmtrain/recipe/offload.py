@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-Share = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 BucketSize = Annotated[int, Field(ge=1024, le=2**30)]
 
 
@@ -15,7 +15,8 @@ class OffloadConfig:
 
     optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host, where
     the CPU steps them; ZeRO-Offload, section 4) or nvme (files, which pass through the memory of the host in buckets
-    while the CPU steps them; ZeRO-Infinity, section 6). share: part of these states that leaves, above 0 and up to 1.
+    while the CPU steps them; ZeRO-Infinity, section 6). share: part of these states that leaves, from 0 to 1; auto is
+    the least with which the run fits `cluster.accelerator.memory`, and 1 where that is not stated.
     paths: folders for nvme, one for each volume, over which buckets are striped; by default those of the cluster file's
     node.nvme. bucket: elements of a bucket; auto is
     524288.
@@ -24,7 +25,7 @@ class OffloadConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     optimizer: Literal["none", "host", "nvme"] = "none"
-    share: Share = 1.0
+    share: Share | Literal["auto"] = "auto"
     paths: tuple[str, ...] = ()
     bucket: BucketSize | Literal["auto"] = "auto"
 
