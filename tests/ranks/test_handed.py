@@ -13,6 +13,7 @@ from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.logger import is_logged
+from llmtrain.telemetry.metrics import read_metrics
 from strategies import COVERING as SHARDED
 from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, every, every_zero
@@ -50,6 +51,10 @@ def check(case: Case, trained: Trained) -> None:
     """Compare every rank's calls with its plan, in every step but the first, whose count also has the update of the
     initial weights."""
     result = trained(case)
+    # The run's own counters leave out the sums of TP-replicated gradients and of scalars.
+    end = read_metrics(result.folder / "metrics.jsonl")[-1]
+    assert end["planned"]["comm_bytes"] == end["measured"]["comm_bytes"]
+    assert end["planned"]["memory_bytes"] > 0 < end["measured"]["memory_bytes"]
     for rank, steps in enumerate(result.notes("handed")):
         assert len(steps) == 3
         for step, found in enumerate(steps[1:], 2):

@@ -171,3 +171,26 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInputError, match=r"file cannot take the report .*--output"):
         write_report(tmp_path, tmp_path / "file")
+
+
+def test_planned_beside_measured(tmp_path: Path) -> None:
+    """From the end's row, or, before the end, from the run's file and the last step."""
+    planned = {"memory_bytes": 5 * 2**30, "comm_bytes": {"data": {"all_reduce": 1536}, "weights": {"all_gather": 2048}}}
+    folder = leave(tmp_path / "run", [step_row(1)], run_file(planned=planned))
+    page = write_report(folder).read_text()
+    assert "<tr><td>peak memory</td><td>5.00 GiB</td><td>4.00 GiB</td></tr>" in page
+    assert "<tr><td>data all_reduce</td><td>1.50 KiB</td><td>1.50 KiB</td></tr>" in page
+    assert "<tr><td>weights all_gather</td><td>2.00 KiB</td><td>-</td></tr>" in page
+    measured = {"memory_bytes": 6 * 2**30, "comm_bytes": {"data": {"all_reduce": 1024}}}
+    end = {"event": "end", "step": 1, "outcome": "finished", "planned": planned, "measured": measured}
+    page = write_report(leave(tmp_path / "run", [step_row(1), end])).read_text()
+    assert "<tr><td>peak memory</td><td>5.00 GiB</td><td>6.00 GiB</td></tr>" in page
+    assert "<tr><td>data all_reduce</td><td>1.50 KiB</td><td>1.00 KiB</td></tr>" in page
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [], {"memory_bytes": "x", "comm_bytes": [1]}, {"comm_bytes": {"a": 5}}])
+def test_wrong_plans_are_left_out(wrong: object, tmp_path: Path) -> None:
+    end = {"event": "end", "step": 1, "outcome": "finished", "planned": wrong, "measured": wrong}
+    for rows in ([step_row(1)], [step_row(1), end]):
+        page = write_report(leave(tmp_path / "run", rows, run_file(planned=wrong))).read_text()
+        assert ("Planned and measured" in page) == (len(rows) == 1)

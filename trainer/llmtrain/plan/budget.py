@@ -79,11 +79,12 @@ def surely_exceeds(plan: Plan, device: Device) -> bool:
 def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None) -> Budget:
     """Return the memory of a plan's ranks. device: what they compute on. programs: of the ranks, if they are known."""
     made = programs or programs_of(plan)
-    rows = (_role_memory(plan, role, device, made(role.rank)) for role in roles(plan))
+    rows = (role_memory(plan, role, device, made(role.rank)) for role in roles(plan))
     return Budget(tuple(rows), stated_memory(plan.cluster), stated_host_memory(plan.cluster))
 
 
-def _role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
+def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
+    """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
     outside = offload_memory(plan, role.rank)
     host = {
         "host_states": outside.host,

@@ -16,6 +16,7 @@ from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.meters import measured_peak
+from llmtrain.telemetry.planned import planned_figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -
             measured_peak(about.device, DTYPES[precision]), _peak_before(before or {}, name, precision)
         ),
         "unigram_entropy": about.unigram_entropy,
+        "planned": planned_figures(plan, "cpu" if is_cpu(about.device) else "cuda"),
     }
 
 

@@ -26,6 +26,7 @@ from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
 from llmtrain.telemetry.stragglers import Stragglers
 from llmtrain.telemetry.wandb_sink import WandbSink
@@ -141,6 +142,8 @@ class _MainLogger:
         self._first_seconds: deque[float] = deque(maxlen=FIRST_STEPS + 1)
         self._stragglers = Stragglers(plan.grid)
         self._evaluations: list[Row] = []
+        # Of the last step; empty before the first one of this start.
+        self._comm_bytes: Row = {}
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
@@ -197,6 +200,7 @@ class _MainLogger:
     def step(self, record: StepRecord, sent: Row) -> None:
         self._last, self._tokens, self._skipped = record.step, record.tokens, record.skipped_steps
         self._window.append(record.seconds)
+        self._comm_bytes = sent["comm_bytes"]
         self._seconds += record.seconds
         self._timed += 1
         self._warn_if_long(record.seconds)
@@ -325,6 +329,10 @@ class _MainLogger:
             "unigram_entropy": entropy,
             "validation_over_unigram": last / entropy if last is not None and entropy else None,
             "skipped_steps": self._skipped,
+            "planned": run["planned"],
+            "measured": measured_figures(
+                memory_bytes(self._about.device, self._about.model_state_bytes), self._comm_bytes
+            ),
         }
 
     def _elapsed(self) -> float:
@@ -361,4 +369,6 @@ def _end_facts(row: Row) -> list[tuple[str, str]]:
         found.append(("tokens/s, mean", units.number(row["tokens_per_s"])))
     if row["skipped_steps"]:
         found.append(("skipped steps", str(row["skipped_steps"])))
+    for name, planned, measured in planned_and_measured(row["planned"], row["measured"]):
+        found.append((name, f"{planned} planned, {measured} measured"))
     return found

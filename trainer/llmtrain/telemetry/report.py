@@ -18,6 +18,7 @@ from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 from llmtrain.errors import BadInputError
 from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
 from llmtrain.telemetry.metrics import Row, read_metrics
+from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file
 from llmtrain.yaml.file import LARGEST_BYTES
 
@@ -80,6 +81,7 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
         _section("Run", _table(_facts(run, run_dir))),
         _section("Decided", _table(((), *((text,) for text in _decisions(run))))),
         _section("Evaluations", _table((("step", "split", "loss", "perplexity"), *map(_evaluation, evaluations)))),
+        _section("Planned and measured", _table(_planned(run, rows))),
         _section("Bytes handed to collectives in the last logged step", _table(_communication(steps[-1]))),
         _section("Bandwidth of the links, both directions together", _table(_bandwidth(rows))),
         _section("Recipe", _recipe(run_dir)),
@@ -158,6 +160,18 @@ def _decisions(run: Row) -> list[str]:
 def _evaluation(row: Row) -> tuple[str, ...]:
     loss, perplexity = number_at(row, "loss"), number_at(row, "perplexity")
     return str(row.get("step")), str(row.get("split")), f"{loss:.4f}", units.number(perplexity)
+
+
+def _planned(run: Row, rows: list[Row]) -> list[tuple[str, ...]]:
+    """Return what was planned beside what the run measured until its end, or until now."""
+    last = rows[-1]
+    if "measured" in last:
+        found = planned_and_measured(last.get("planned"), last["measured"])
+    else:
+        step = [row for row in rows if "event" not in row][-1]
+        measured = measured_figures(step.get("memory_bytes"), step.get("comm_bytes"))
+        found = planned_and_measured(run.get("planned"), measured) if "planned" in run else iter(())
+    return [("", "planned", "measured"), *found]
 
 
 def _communication(row: Row) -> list[tuple[str, ...]]:

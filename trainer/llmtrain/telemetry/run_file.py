@@ -11,6 +11,8 @@ from llmtrain_data.untrusted import UnreadableError, read_bytes
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from llmtrain.telemetry.planned import in_words
+
 _LARGEST = 2**20
 
 
@@ -90,6 +92,8 @@ def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
         ("precision", str(run["precision"])),
         ("peak per rank", _peaks(run)),
     ]
+    if planned := in_words(run.get("planned")):
+        found.append(("planned", f"{planned}, on the main rank"))
     if run["unigram_entropy"] is not None:
         found.append(("unigram entropy", f"{run['unigram_entropy']:.4f} nats (validation tokens)"))
     return found

@@ -1,0 +1,78 @@
+"""What the plan says of the main rank's memory and collectives, beside what a run measures. No torch in here."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmtrain_data import units
+
+from llmtrain.plan.budget import role_memory
+from llmtrain.plan.facts import Device
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.program.step_calls import StepCalls
+from llmtrain.plan.roles import roles
+from llmtrain.telemetry.metrics import Row
+
+_NOT_COUNTED = ("replicated", "scalars")
+"""Purposes of small sums that the run's counters leave out."""
+
+_NOT_TENSORS = ("context", "communicators", "fragmentation")
+"""Memory of a GPU that torch's allocator does not count."""
+
+
+def planned_figures(plan: Plan, device: Device) -> Row:
+    """Return what is planned for rank 0, which logs the run: memory_bytes, and comm_bytes of a step as `CommMeter` has
+    them. device: what it computes on. On a GPU the memory is that of tensors, on a CPU that of the process."""
+    programs = programs_of(plan)(0)
+    memory = role_memory(plan, roles(plan)[0], device, programs).device
+    counted: dict[str, Counter[str]] = {}
+    for call in StepCalls(plan, 0, programs, device).all():
+        if call.traffic.purpose not in _NOT_COUNTED:
+            counted.setdefault(call.traffic.purpose, Counter())[call.traffic.op] += call.times * call.traffic.size
+    left_out = _NOT_TENSORS if device == "cuda" else ()
+    return {
+        "memory_bytes": sum(count for name, count in memory.items() if name not in left_out),
+        "comm_bytes": {group: dict(ops) for group, ops in counted.items()},
+    }
+
+
+def measured_figures(memory: object, comm_bytes: object) -> Row:
+    """Return what is measured of the same. memory: as `memory_bytes` returns it. comm_bytes: of the last step."""
+    peaks = _numbers(memory)
+    peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
+    return {"memory_bytes": peak, "comm_bytes": comm_bytes}
+
+
+def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, planned, measured) for each figure that either has. Takes any JSON."""
+    sides = [side if isinstance(side, dict) else {} for side in (planned, measured)]
+    memory = [_numbers(side).get("memory_bytes") for side in sides]
+    if any(memory):
+        yield "peak memory", _size(memory[0]), _size(memory[1])
+    handed = [dict(_operations(side.get("comm_bytes"))) for side in sides]
+    for name in dict.fromkeys([*handed[0], *handed[1]]):
+        yield name, _size(handed[0].get(name)), _size(handed[1].get(name))
+
+
+def in_words(planned: object) -> str:
+    """Return what is planned as a sentence's part; empty if nothing is."""
+    found = planned if isinstance(planned, dict) else {}
+    memory = _numbers(found).get("memory_bytes")
+    handed = sum(size for _, size in _operations(found.get("comm_bytes")))
+    return "" if memory is None else f"{_size(memory)} of memory, {_size(handed)} handed to collectives in a step"
+
+
+def _operations(groups: object) -> Iterator[tuple[str, float]]:
+    for group, ops in (groups if isinstance(groups, dict) else {}).items():
+        for op, size in _numbers(ops).items():
+            yield f"{group} {op}", size
+
+
+def _numbers(value: object) -> Mapping[str, float]:
+    entries: Mapping[Any, Any] = value if isinstance(value, dict) else {}
+    return {str(key): one for key, one in entries.items() if isinstance(one, int | float) and abs(one) < 2**63}
+
+
+def _size(count: float | None) -> str:
+    return "-" if count is None else units.size(count)
