@@ -40,8 +40,8 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     advised = advice(recipe, facts, plan, found)
     if advised is None:
         return (
-            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel, checkpoint "
-            "or offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
+            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel or "
+            "offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
         )
     change, after = advised
     needed = units.size(after.fullest.total if found.excess else after.host)
@@ -107,12 +107,8 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
-    """Yield the single changes that may take less of the host's memory: checkpoints that are written while training
-    waits, files instead of the host, a smaller share of what leaves the device, and none."""
-    if recipe.checkpoint.asynchronous:
-        yield Change(
-            ("checkpoint.async=false",), replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
-        )
+    """Yield the single changes that may take less of the host's memory: files instead of the host, a smaller share of
+    what leaves the device, and none."""
     given = recipe.offload
     if given.optimizer == "none":
         return
