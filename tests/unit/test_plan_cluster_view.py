@@ -2,11 +2,16 @@
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.topology import nodes_of
+from llmtrain.plan.cluster_source import run_on
+from llmtrain.plan.cluster_view import describe
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -124,3 +129,27 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_description_takes_keys_of_any_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert described(capsys, "two-sites", "data.sequence_length=64") == described(capsys, "two-sites")
+
+
+def test_work_grows_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of each group is looked up a few times, however many ranks and groups there are."""
+    looked_up = [0]
+
+    def counting(cluster: Cluster, ranks: Iterable[int]) -> Sequence[int]:
+        found = list(ranks)
+        looked_up[0] += len(found)
+        return nodes_of(cluster, found)
+
+    for module in ("llmtrain.cluster.nic", "llmtrain.plan.cluster_view"):
+        monkeypatch.setattr(f"{module}.nodes_of", counting)
+    counts = []
+    for nodes in (64, 256):
+        looked_up[0] = 0
+        given = (
+            f"cluster={{node: {{ranks: 8}}, clusters: [{{name: a, nodes: {nodes}}}, {{name: b, nodes: {nodes}}}], "
+            "between: {kind: ethernet}}"
+        )
+        described = describe(*run_on(None, [given, "parallel.pipeline=8", "parallel.tensor=8"], None))
+        assert described["ranks"] == 16 * nodes
+        counts.append(looked_up[0] / described["ranks"])
+    assert counts[0] == counts[1] <= 3 * 3
