@@ -14,7 +14,11 @@ from llmtrain.recipe.keys import recipe_keys
 CLUSTER: dict[str, Any] = {
     "name": "sites",
     "accelerator": {"name": "A100-80GB", "memory": "80GB", "peak": {"bf16": "312TFLOP/s"}, "bandwidth": "2TB/s"},
-    "node": {"ranks": 8, "tiers": [{"name": "die", "ranks": 2, "bandwidth": "400GB/s", "latency": "1us"}]},
+    "node": {
+        "ranks": 8,
+        "tiers": [{"name": "die", "ranks": 2, "bandwidth": "400GB/s", "latency": "1us"}],
+        "host": {"memory": "1TB"},
+    },
     "clusters": [
         {"name": "ib", "nodes": 1, "nic": {"kind": "infiniband", "interface": "ib0"}, "speed": 1.0},
         {"name": "roce", "nodes": 1, "nics": [{"kind": "roce", "interface": "eth1", "bandwidth": "200Gbit/s"}]},
@@ -33,6 +37,7 @@ OTHER: dict[str, Any] = {
     "node.tiers[].ranks": 4,
     "node.tiers[].bandwidth": "100GB/s",
     "node.tiers[].latency": "5us",
+    "node.host.memory": "2TB",
     "clusters[].name": "another",
     "clusters[].nodes": 3,
     "clusters[].nic.kind": "slingshot",
@@ -49,8 +54,8 @@ OTHER: dict[str, Any] = {
     "between.bandwidth": "1Gbit/s",
     "between.latency": "1ms",
 }
-# Offload will use them.
-LATER = ("node.host", "node.nvme")
+# node.nvme is for offload alone. Nothing uses the others of these yet.
+LATER = ("node.host.bandwidth", "node.host.cores", "node.host.sockets", "node.nvme")
 
 
 def leaves() -> Iterator[str]:
