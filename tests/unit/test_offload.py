@@ -14,6 +14,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.place import offload_states, open_tier
+from llmtrain.offload.staging import InPlace
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.tiers import FileTier, StateTier
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, rounded, slots
@@ -53,7 +54,7 @@ def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[Shard
     tier = open_tier(offload, buckets, CPU)
     assert tier is not None
     for unit in units:
-        offload_states(unit, offload, buckets, tier)
+        offload_states(unit, offload, buckets, tier, InPlace())
     yield units, tier
     tier.close()
 

@@ -91,7 +91,7 @@ def test_bad_keys(keys: tuple[str, ...], message: str, tmp_path: Path) -> None:
 def test_planned_memory_is_what_a_tier_takes(compute: str, share: float, bucket: str | int, tmp_path: Path) -> None:
     keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
     for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
-        expected = offload_memory(plan, 0)
+        expected = offload_memory(plan, 0, "cpu")
         tier = open_tier(plan.sharding.offload, rank_buckets(plan, 0), torch.device("cpu"))
         assert tier is not None
         pages = 2 * 4096 if plan.sharding.offload.tier == "nvme" else 0
@@ -125,11 +125,14 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     copies = 12 * beside.role.parameters // 2
     assert beside.host == {"host_states": 0, "offload_buffers": 0, "checkpoint_copies": copies}
     # A checkpoint reads offloaded states while it is written, and copies none.
-    assert host.host == {"host_states": beside.device["optimizer"], "offload_buffers": 0, "checkpoint_copies": 0}
+    # Two slots of a bucket's fp32 gradients and bf16 weights.
+    slots = 2 * max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
+    assert host.host == {"host_states": beside.device["optimizer"], "offload_buffers": slots, "checkpoint_copies": 0}
+    assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slots
     assert files.host == {
-        "host_states": 0, "offload_buffers": offload_memory(plan, 0).buffers, "checkpoint_copies": 0
+        "host_states": 0, "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_copies": 0
     }  # fmt: skip
-    assert (host.files, files.files) == (0, offload_memory(plan, 0).files)
+    assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
     assert files.files >= beside.device["optimizer"]
     # A CPU's own memory is the host's.
     (row,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cpu").rows
@@ -205,7 +208,7 @@ def test_offload_is_advised(tmp_path: Path) -> None:
 def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert rank_buckets(plan, 0) == []
-    assert offload_memory(plan, 0) == OffloadMemory()
+    assert offload_memory(plan, 0, "cuda") == OffloadMemory()
 
 
 def test_a_plans_record_makes_the_same_plan(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 from llmtrain.offload.shard import OffloadedShard, TierBuckets
+from llmtrain.offload.staging import InPlace
 from llmtrain.offload.tiers import FileTier
 from llmtrain.plan.offload import BUCKET, Bucket, Offload
 from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
@@ -65,7 +66,9 @@ class Stepped:
         buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(numel)]
         self._buckets, self._tier = buckets, FileTier(buckets, paths)
         resident = OptimizerShard(unit, (0, 0), torch.empty(0), "cpu")
-        self._shard = OffloadedShard(resident, TierBuckets(self._tier, 0, buckets), StepRule(unit, numel, "cpu"), None)
+        self._shard = OffloadedShard(
+            resident, TierBuckets(self._tier, InPlace(), 0, buckets), StepRule(unit, numel, "cpu"), None
+        )
         self._gradient, self._weight = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
 
     def pass_through(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from llmtrain.offload.shard import OffloadedShard, TierBuckets
+from llmtrain.offload.staging import Staging
 from llmtrain.offload.tiers import FileTier, HostTier, StateTier
 from llmtrain.plan.offload import Bucket, Offload
 from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
@@ -20,12 +21,15 @@ def open_tier(offload: Offload, buckets: Sequence[Bucket], device: torch.device)
     return FileTier(buckets, offload.paths, offload.weights)
 
 
-def offload_states(unit: ShardedUnit, offload: Offload, buckets: Sequence[Bucket], tier: StateTier) -> None:
-    """Move a part of a new unit's optimizer states to a tier. buckets: of all units, as the tier has them."""
+def offload_states(
+    unit: ShardedUnit, offload: Offload, buckets: Sequence[Bucket], tier: StateTier, staging: Staging
+) -> None:
+    """Move a part of a new unit's optimizer states to a tier. buckets: of all units, as the tier has them. staging:
+    shared by all units."""
     own = [bucket for bucket in buckets if bucket.unit == unit.spec.name]
     if not own:
         return
-    outside, before = TierBuckets(tier, buckets.index(own[0]), own), unit.optimizer
+    outside, before = TierBuckets(tier, staging, buckets.index(own[0]), own), unit.optimizer
     (start, end), cut = before.held, before.held[0] + own[0].start
     together = unit.masters_are_weights
     masters = before.read("master", start, end)

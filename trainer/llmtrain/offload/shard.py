@@ -7,6 +7,7 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.offload.staging import Staging
 from llmtrain.offload.tiers import StateTier
 from llmtrain.plan.offload import Bucket
 from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, StepRule
@@ -14,9 +15,10 @@ from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, Ste
 
 @dataclass(frozen=True)
 class TierBuckets:
-    """The buckets of one unit in a tier. first: number of the first of them."""
+    """The buckets of one unit in a tier. staging: how they move. first: number of the first of them."""
 
     tier: StateTier
+    staging: Staging
     first: int
     buckets: Sequence[Bucket]
 
@@ -39,18 +41,7 @@ class OffloadedShard:
         """See `OptimizerShard.step`. within: all elements."""
         stays = self._resident.held[1] - self.held[0]
         self._resident.step(self._resident.held, gradient[:stays], numbers, None if weight is None else weight[:stays])
-        tier = self._outside.tier
-        for number, bucket in enumerate(self._outside.buckets, self._outside.first):
-            own = slice(bucket.start, bucket.end)
-            states = dict(zip(self._names, tier.take(number).unbind(), strict=True))
-            if self._masters is not None:
-                states["master"] = self._masters[own]
-            written = None if weight is None else _on_host(weight[own])
-            part = (self.held[0] + bucket.start, self.held[0] + bucket.end)
-            self._rule.step(states, part, _on_host(gradient[own]), numbers, written)
-            if weight is not None and written is not None:
-                _take_back(weight[own], written)
-            tier.put(number)
+        self._step_outside(gradient, numbers, weight)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See `OptimizerShard.read`; the copy is the caller's where states rest in files."""
@@ -88,6 +79,20 @@ class OffloadedShard:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
+    def _step_outside(self, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None) -> None:
+        outside, tier, staging = self._outside, self._outside.tier, self._outside.staging
+        staging.begin(gradient, weight, [slice(bucket.start, bucket.end) for bucket in outside.buckets])
+        for place, bucket in enumerate(outside.buckets):
+            states = dict(zip(self._names, tier.take(outside.first + place).unbind(), strict=True))
+            if self._masters is not None:
+                states["master"] = self._masters[bucket.start : bucket.end]
+            came, goes = staging.take(place)
+            within = (self.held[0] + bucket.start, self.held[0] + bucket.end)
+            self._rule.step(states, within, came, numbers, goes)
+            staging.put(place)
+            tier.put(outside.first + place)
+        staging.end()
+
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the
         part from `start`."""
@@ -101,12 +106,3 @@ def _common(one: Range, other: Range) -> list[Range]:
     """Return what two ranges have in common: one range, or none."""
     start, end = max(one[0], other[0]), min(one[1], other[1])
     return [(start, end)] if start < end else []
-
-
-def _on_host(values: Tensor) -> Tensor:
-    return values if values.device.type == "cpu" else values.cpu()
-
-
-def _take_back(to: Tensor, values: Tensor) -> None:
-    if to.device != values.device:
-        to.copy_(values)

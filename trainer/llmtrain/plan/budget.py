@@ -85,7 +85,7 @@ def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None
 
 def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
     """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
-    outside = offload_memory(plan, role.rank)
+    outside = offload_memory(plan, role.rank, device)
     host = {
         "host_states": outside.host,
         "offload_buffers": outside.buffers,

@@ -96,6 +96,11 @@ class Bucket:
         return self.states * self.part
 
 
+def largest(buckets: Sequence[Bucket]) -> int:
+    """Return the elements of the largest bucket."""
+    return max(bucket.end - bucket.start for bucket in buckets)
+
+
 def slots(buckets: int) -> int:
     """Return how many of a rank's buckets are in memory at once."""
     return min(SLOTS, buckets)

@@ -22,7 +22,7 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     if not paths:
         return None
     ranks = min(ranks_per_node, plan.grid.world)
-    needed = ranks * max(offload_memory(plan, role.rank).files for role in roles(plan)) // len(paths)
+    needed = ranks * max(offload_memory(plan, role.rank, "cpu").files for role in roles(plan)) // len(paths)
     problems = [problem for path in paths for problem in _problems(Path(path), needed, ranks)]
     return next(iter([*problems, *_shared(paths)]), None)
 

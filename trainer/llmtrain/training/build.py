@@ -11,6 +11,7 @@ from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.offload.place import offload_states, open_tier
+from llmtrain.offload.staging import staging_for
 from llmtrain.offload.tiers import StateTier
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
@@ -18,6 +19,7 @@ from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
+from llmtrain.plan.offload import largest
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import GroupName, Pools
@@ -75,14 +77,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     pools = Pools.of(plan, ranks.rank, programs, "cpu" if is_cpu(ranks.device) else "cuda")
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
-    buckets = rank_buckets(plan, ranks.rank)
-    tier = open_tier(plan.sharding.offload, buckets, ranks.device)
-    units = []
-    for unit in _units(model, plan, ranks, pools):
-        # One unit after the other: together, the states of all units may not fit the memory.
-        if tier is not None:
-            offload_states(unit, plan.sharding.offload, buckets, tier)
-        units.append(unit)
+    units, tier = _offloaded(_units(model, plan, ranks, pools), plan, ranks)
     sharding = _sharding(plan, ranks, pools)
     engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:
@@ -115,6 +110,20 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[Shard
         yield ShardedUnit(
             spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )
+
+
+def _offloaded(units: Iterator[ShardedUnit], plan: Plan, ranks: Ranks) -> tuple[list[ShardedUnit], StateTier | None]:
+    """Return the units, and the tier of those of their states that rest outside; None without offload."""
+    offload, buckets = plan.sharding.offload, rank_buckets(plan, ranks.rank)
+    tier = open_tier(offload, buckets, ranks.device)
+    if tier is None:
+        return list(units), None
+    staging, found = staging_for(ranks.device, largest(buckets), DTYPES[plan.compute]), []
+    for unit in units:
+        # One unit after the other: together, the states of all units may not fit the memory.
+        offload_states(unit, offload, buckets, tier, staging)
+        found.append(unit)
+    return found, tier
 
 
 def _sharding(plan: Plan, ranks: Ranks, pools: Pools) -> ShardingSpec:
