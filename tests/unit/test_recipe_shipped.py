@@ -9,11 +9,12 @@ from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.states import STATES_SHARE, most_states
+from llmtrain.plan.view import view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
 NEEDS = re.compile(
-    r"Needs (\d+) (GPUs of|CPU with) (\d+) GB(?: of memory)?; model states take ([\d.]+) ([GM]B) of (?:each|it)\. "
+    r"Needs (\d+) (GPUs? of|CPU with) (\d+) GB(?: of memory)?; model states take ([\d.]+) ([GM]B) of (?:each|it)\. "
     r"([\d.]+e\d+) FLOPs, (?:(\S+) GPU-hours at 300 TFLOP/s|minutes)\."
 )
 UNIT = {"GB": 1e9, "MB": 1e6}
@@ -52,3 +53,14 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
     assert hours is None or float(hours) == pytest.approx(work / 300e12 / 3600, rel=0.01)
     stated = re.search(r"([\d.]+) billion tokens", comment)
     assert stated is None or float(stated[1]) == pytest.approx(tokens / 1e9, rel=0.02)
+
+
+def test_offload_fills_the_card() -> None:
+    """The recipe fits its card with a part of the states on the host, and does not fit without."""
+    keys = ["data.path=corpus", "data.tokenizer=null"]
+    view = view_recipe("offload-llama-1b", keys, 1)
+    assert view.problem is None
+    assert 0 < view.plan.sharding.offload.share < 1
+    assert view.budget.limit is not None
+    assert view.budget.fullest.total > 0.98 * view.budget.limit
+    assert view_recipe("offload-llama-1b", [*keys, "offload.optimizer=none"], 1).problem is not None

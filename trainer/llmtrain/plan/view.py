@@ -38,7 +38,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "checkpoint_copies": "copies of states for checkpoints",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
-        "offload_buffers": "buffers of states in files",
+        "offload_buffers": "buffers of offloaded states",
         "temporaries": "temporaries",
         "context": "context of the process",
         "communicators": "communicators",
