@@ -182,3 +182,13 @@ def test_mics_sends_no_weights_between_nodes(trained: Trained) -> None:
     _, degrees, units = facts(result)
     assert degrees == Degrees(4, 2, 2, 2)
     assert {row["comm_sent_bytes"]["all"] for row in result.rows} == {2 * 4 * sum(units) // 4}
+
+
+def test_tensor_parallel_sums_stay_in_a_node(trained: Trained) -> None:
+    """Two nodes of one tensor-parallel group each: gradients alone cross between them."""
+    result = trained(Case(4, ("zero.stage=0",), node=2, tensor=2))
+    for row in result.rows:
+        tensor, replicas = row["comm_bytes"]["tensor"], row["comm_bytes"]["replicas"]
+        # Of two ranks, each sends the size of what is summed, and half of what is exchanged or gathered.
+        node = tensor["all_reduce"] + tensor["all_gather"] // 2
+        assert row["comm_sent_bytes"] == {"node": node, "all": sum(replicas.values()) // 2}

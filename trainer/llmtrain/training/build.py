@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.tiers import axis_tiers
+from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
@@ -94,7 +94,8 @@ def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
     if degree == 1:
         return TensorMesh()
     collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)), pools.groups["tensor"])
-    tier = axis_tiers(ranks.tiers, layout, Axis.TENSOR)[-1].name
+    group = layout.group_of(ranks.rank, Axis.TENSOR)
+    tier = tier_between(ranks.tiers, min(group), max(group))
     place = layout.coordinate(ranks.rank, Axis.TENSOR)
     counted = count_as_tensor(count, tier)
     return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.tiers import axis_tiers, tier_between
+from llmtrain.cluster.tiers import tier_between
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
@@ -73,7 +73,7 @@ class StepCalls:
             for sized, each in Counter(calls.of(kind, layout, separate)).items():
                 found[sized] += times * each
         for (op, size), times in found.items():
-            yield Call(group, self._traffic("tensor", op, Axis.TENSOR, size, len(group)), times)
+            yield Call(group, self._traffic("tensor", op, group, size), times)
 
     def messages(self) -> Iterator[Call]:
         """Yield the messages that this rank sends to the ranks of other pipeline stages."""
@@ -96,7 +96,7 @@ class StepCalls:
         tensor = plan.grid.group_of(self.rank, Axis.TENSOR)
         if plan.sequence_parallel and len(tensor) > 1:
             for size, times in self._partial_sums(units):
-                traffic = self._traffic("replicated", "all_reduce", Axis.TENSOR, size, len(tensor))
+                traffic = self._traffic("replicated", "all_reduce", tensor, size)
                 yield Call(tuple(tensor), traffic, times)
         if plan.sharding.quantization.gradients and len(tensor) > 1:
             stage = tuple(plan.grid.group_of(self.rank, Axis.DATA, Axis.TENSOR))
@@ -181,8 +181,8 @@ class StepCalls:
             live += 1 if action.kind is Kind.F else -1
         return found
 
-    def _traffic(self, purpose: str, op: str, axis: Axis, size: int, ranks: int) -> Traffic:
-        tier = axis_tiers(self.plan.tiers, self.plan.grid, axis)[-1].name
+    def _traffic(self, purpose: str, op: str, group: Sequence[int], size: int) -> Traffic:
+        tier, ranks = tier_between(self.plan.tiers, min(group), max(group)), len(group)
         if op == "all_reduce":
             return self._sum(purpose, tier, size, ranks)
         return Traffic(purpose, op, tier, size, size // ranks * (ranks - 1), packed=False)
