@@ -41,6 +41,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.soak  # It measures time.
 @pytest.mark.parametrize(("verb", "ranks", "keys"), CASES)
 def test_large_runs_are_planned_quickly(verb: str, ranks: int, keys: tuple[str, ...], tmp_path: Path) -> None:
     pipeline = PIPELINE[ranks]
