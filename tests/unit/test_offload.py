@@ -175,6 +175,18 @@ def test_regions_are_striped_evenly(tmp_path: Path) -> None:
     file.close()
 
 
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a file loses its name as soon as it is open."""
+    monkeypatch.setattr("os.O_TMPFILE", 0)
+    file, queue, values = StripedFile([str(tmp_path)], [ALIGNMENT]), DirectQueue(), aligned_bytes(ALIGNMENT)
+    assert [*tmp_path.iterdir()] == []
+    file.finish(queue, file.start_write(queue, 0, values.fill_(7)))
+    file.read(0, 0, into := aligned_bytes(ALIGNMENT))
+    assert torch.equal(into, values)
+    queue.close()
+    file.close()
+
+
 def test_faster_volumes_get_more(tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     (tmp_path / "slow").mkdir()

@@ -41,6 +41,11 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["zero.hierarchical=true"], None),
         (["zero.resident=2GB"], "zero.resident is 2000000000, but every rank holds all weights"),
         (["zero.resident=2GB", "zero.stage=3"], None),
+        (
+            ["offload={share: 0.5, bucket: 2048}"],
+            "offload.share is 0.5 and offload.bucket is 2048, but offload.optimizer",
+        ),
+        (["offload={share: 0.5, bucket: 2048, optimizer: host}"], None),
     ],
 )
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:

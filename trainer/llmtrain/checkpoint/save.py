@@ -124,7 +124,9 @@ class Checkpointer:
 
     def wait_until_taken(self) -> None:
         """Wait until the current save needs the states no longer: they may change."""
-        self._taken.wait()
+        if not self._taken.is_set():
+            self._ranks.activity.begin("waiting until the checkpoint has read the states")
+            self._taken.wait()
 
     def warning(self) -> str:
         """Return the warning of a save that succeeded, only once; empty on all ranks but the main one."""

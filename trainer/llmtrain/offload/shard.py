@@ -39,6 +39,7 @@ class OffloadedShard:
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
         """See `OptimizerShard.step`. within: all elements."""
+        assert within == self.held
         stays = self._resident.held[1] - self.held[0]
         self._resident.step(self._resident.held, gradient[:stays], numbers, None if weight is None else weight[:stays])
         self._step_outside(gradient, numbers, weight)

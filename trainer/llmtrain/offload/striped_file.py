@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from tempfile import mkstemp
 
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue
 from torch import Tensor
@@ -29,8 +29,8 @@ class StripedFile:
     """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
 
     paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. weights: relative bandwidths
-    of the volumes, by which bytes are shared out; equal by default. The files take their space
-    at once: a later write cannot find the volume full. Raises RunFailedError.
+    of the volumes, by which bytes are shared out; equal by default. The files take their space at once: a later write
+    cannot find the volume full. Raises RunFailedError.
     """
 
     def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
@@ -126,13 +126,14 @@ def _nameless_file(path: str) -> int:
     with _failing(path, "cannot hold offloaded states"):
         try:
             return os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        except (IsADirectoryError, OSError):
+        except OSError:
             # Not every file system makes files without a name.
-            named = Path(path, f".llmtrain-{os.getpid()}")
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
-            file = os.open(named, flags, 0o600)
-            named.unlink()
-            return file
+            empty, named = mkstemp(prefix=".llmtrain-", dir=path)
+            os.close(empty)
+            try:
+                return os.open(named, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            finally:
+                os.unlink(named)
 
 
 def _whole(move: Callable[[int, list[memoryview], int], int], file: int, memory: Tensor, offset: int) -> None:

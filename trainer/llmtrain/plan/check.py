@@ -162,6 +162,10 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
             "out, or set pipeline.schedule to message-driven"
         )
+    offload = plan.record["offload"]
+    unused = [f"offload.{key} is {offload[key]}" for key in ("share", "bucket") if offload[key] != "auto"]
+    if offload["optimizer"] == "none" and unused:
+        yield f"{' and '.join(unused)}, but offload.optimizer is none, so that nothing leaves; set it to host or nvme"
     placements = sharding.placements.values()
     if any(not one.hierarchical and one.degrees.weights == 1 and one.degrees.ranks > 1 for one in placements):
         yield (

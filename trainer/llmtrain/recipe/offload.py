@@ -14,12 +14,11 @@ class OffloadConfig:
     """Which model states rest outside of the memory that computes.
 
     optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host, where
-    the CPU steps them; ZeRO-Offload, section 4) or nvme (files, which pass through the memory of the host in buckets
-    while the CPU steps them; ZeRO-Infinity, section 6). share: part of these states that leaves, from 0 to 1; auto is
-    the least with which the run fits `cluster.accelerator.memory`, and 1 where that is not stated.
-    paths: folders for nvme, one for each volume, over which buckets are striped; by default those of the cluster file's
-    node.nvme. bucket: elements of a bucket; auto is
-    524288.
+    the CPU steps them; ZeRO-Offload, section 4; on a CPU that is the memory that computes) or nvme (files, which pass
+    through the memory of the host in buckets while the CPU steps them; ZeRO-Infinity, section 6). share: part of these
+    states that leaves, from 0 to 1; auto is the least with which the run fits `cluster.accelerator.memory`, and 1 where
+    that is not stated. paths: folders for nvme, one for each volume, over which buckets are striped; by default those
+    of the cluster file's node.nvme. bucket: elements of a bucket; auto is 524288.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

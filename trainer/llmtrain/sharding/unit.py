@@ -77,8 +77,8 @@ class ShardedUnit:
 
     @property
     def masters(self) -> Tensor:
-        """The fp32 masters of `ranges.optimizer`, read-only."""
-        return self.optimizer.read("master", *self.ranges.optimizer)
+        """The fp32 masters of `ranges.optimizer`, read-only, on the device that computes."""
+        return self.optimizer.read("master", *self.ranges.optimizer).to(self.weight.device)
 
     def own(self, place: int) -> int:
         """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""
