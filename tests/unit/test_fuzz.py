@@ -17,6 +17,7 @@ from llmtrain_data.indexed import IndexedData, IndexedWriter
 from llmtrain_data.readers import column_chunks
 
 from tools.fuzz.cases import Case
+from tools.fuzz.mutate import nested, places
 from tools.fuzz.pool import case_of, run, summary
 from tools.fuzz.targets import TARGETS, Target
 
@@ -137,3 +138,9 @@ def test_what_a_find_quotes_never_steers_the_terminal(
     monkeypatch.setattr(sys, "argv", ["fuzz", "--count", "1", "--finds", str(tmp_path)])
     assert program.main() == 1
     assert "ValueError: \\ud800\\x1b[2J" in capsys.readouterr().out
+
+
+def test_places_of_a_deep_document() -> None:
+    """A generator of inputs must not fail on an input of its own."""
+    assert len(list(places(nested(5000, as_list=True)))) == 5000
+    assert [key for _, key in places({"a": [1, {"b": 2}], "c": 3})] == ["a", 0, 1, "b", "c"]

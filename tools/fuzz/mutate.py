@@ -85,11 +85,17 @@ def nested(depth: int, as_list: bool) -> Any:
 
 
 def places(value: Any) -> Iterator[Place]:
-    """Yield the place of every value inside `value`."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(entries):
-        yield value, key
-        yield from places(inner)
+    """Yield the place of every value inside `value`, each before those inside of it. It may be nested to any depth."""
+    left: list[Place] = _entries(value)[::-1]
+    while left:
+        holder, key = left.pop()
+        yield holder, key
+        left += _entries(holder[key])[::-1]
+
+
+def _entries(value: Any) -> list[Place]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [(value, key) for key in keys]
 
 
 def change_document(document: Any, random: Random) -> Any:
