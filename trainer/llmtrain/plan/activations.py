@@ -79,13 +79,14 @@ def live_activations(plan: Plan, rank: int) -> int:
     """Return the most bytes that a rank of the run keeps between two of its actions: all chunks and all microbatches
     that are alive at once. What happens inside of an action comes on top, such as `recomputed_peak`.
 
-    Message-driven: the most that `limit` allows, which the order of arrivals need not reach.
+    Message-driven: the most that `limit` allows, which the order of arrivals need not reach. The last stage runs each
+    backward pass directly after the forward pass.
     """
     schedule, layouts = plan.pipeline.schedule, plan.stages_of(rank)
     place = plan.grid.coordinate(rank, Axis.TENSOR)
     kept = [stage_activations(plan, layout, place) for layout in layouts]
     if schedule.message_driven:
-        most = min(plan.pipeline.limit, schedule.microbatches)
+        most = 1 if layouts[0].closes else min(plan.pipeline.limit, schedule.microbatches)
         losses = LOSS_BYTES * (schedule.microbatches - most) if layouts[0].closes else 0
         return most * kept[0] + losses
     changes = {
