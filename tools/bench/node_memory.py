@@ -1,0 +1,225 @@
+"""The largest models that DeepSpeed and its peers train on one node (Hanindhito et al. 2024), beside our plan's.
+
+The paper's GB are GiB: the tools that it read memory with print those, and the 129 that it found on a drive are 12
+bytes of each of 11.4e9 parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench.planned import GIB, planned
+from tools.bench.table import table
+
+DEEPSPEED = """
+name: one-node
+model: {family: gpt2, layers: 26, hidden: 2048, heads: 16, vocab: 50257, positions: 1024}
+data: {path: set, sequence_length: 256}
+train: {global_batch: 64, microbatch: 16}
+precision: {compute: fp16}
+zero: {resident: 0}
+activation_checkpointing: full
+cluster:
+  accelerator: {name: A100-40GB, memory: 39.59GiB}
+  node: {ranks: 4, host: {memory: 1TiB}, nvme: [{path: /scratch}]}
+"""
+# What nvidia-smi found on each of its GPUs, with the largest models.
+LEAST_USED, MOST_USED = 154 * GIB / 4, 157 * GIB / 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train. keys: ours for it. billions: parameters of the largest model that the paper trained with it.
+    gradients, optimizer: GPUs over which it shards them."""
+
+    name: str
+    keys: tuple[str, ...]
+    billions: float
+    gradients: int
+    optimizer: int
+    ranks: int = 4
+
+
+PLAIN, TWO = "activation_checkpointing=none", "train.global_batch=128"
+METHODS = (
+    Method("DDP", ("zero.stage=0",), 1.4, 1, 1),
+    Method("DDP, without recomputation", ("zero.stage=0", PLAIN), 1.4, 1, 1),
+    Method("Megatron-LM, tensor 4", ("parallel.tensor=4",), 5.5, 4, 4),
+    Method("Megatron-LM, tensor 4, without recomputation", ("parallel.tensor=4", PLAIN), 5.5, 4, 4),
+    Method("ZeRO-1", ("zero.stage=1",), 4.4, 1, 4),
+    Method("ZeRO-2", ("zero.stage=2",), 5.2, 4, 4),
+    Method("ZeRO-3", ("zero.stage=3",), 6.6, 4, 4),
+    Method("2 nodes: Megatron-LM, tensor 8", ("parallel.tensor=8", TWO), 11.4, 8, 8, 8),
+    Method("2 nodes: Megatron-LM, tensor 8, without recomputation", ("parallel.tensor=8", TWO, PLAIN), 11.4, 8, 8, 8),
+    Method("2 nodes: ZeRO-1", ("zero.stage=1", TWO), 1.45 * 4.4, 1, 8, 8),
+    Method("2 nodes: ZeRO-3", ("zero.stage=3", TWO), 1.18 * 11.4, 8, 8, 8),
+)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A way to train 11.4e9 parameters on one node with states outside of its GPUs. device, host, files: GiB on the
+    whole node that the paper found; None if it says that the model does not fit."""
+
+    name: str
+    keys: tuple[str, ...]
+    device: int | None
+    host: int | None = None
+    files: int = 0
+
+
+CONSOLIDATED = 11.4
+HOST, NVME = ("offload.optimizer=host", "offload.share=1"), ("offload.optimizer=nvme", "offload.share=1")
+OUTSIDE = (
+    Outside("ZeRO-1, optimizer on the host", ("zero.stage=1", *HOST), None),
+    Outside("ZeRO-2, optimizer on the host", ("zero.stage=2", *HOST), 127, 353),
+    Outside("ZeRO-3, optimizer on the host", ("zero.stage=3", *HOST), 157, 295),
+    Outside("ZeRO-3, optimizer on NVMe", ("zero.stage=3", *NVME), 108, 317, 129),
+)
+LARGEST = Method("ZeRO-3, optimizer on NVMe", ("zero.stage=3", *NVME), 33.3, 4, 4)
+
+
+def of_layers(method: Method | Outside, layers: int, ranks: int = 4) -> dict[str, Any]:
+    """Return the plan of paper 1's model with so many layers."""
+    return planned(DEEPSPEED, [*method.keys, f"model.layers={layers}"], ranks)
+
+
+def layers_of(billions: float) -> int:
+    """Return the layers with which paper 1's model is nearest to a size."""
+    hidden, rows = 2048, 50257 + 1024 + 2
+    return round((billions * 1e9 - rows * hidden) / (12 * hidden**2 + 13 * hidden))
+
+
+def largest(method: Method) -> dict[str, Any]:
+    """Return the plan of as many layers as fit."""
+    first = layers_of(method.billions) // 2
+    small, large = (_missing(of_layers(method, layers, method.ranks)) for layers in (first, 2 * first))
+    # Memory is nearly linear in the layers.
+    layers = max(1, int(first - small * first / (large - small)))
+    found = of_layers(method, layers, method.ranks)
+    step = -1 if _missing(found) > 0 else 1
+    while (_missing(found) > 0) == (step < 0):
+        before, layers = found, layers + step
+        found = of_layers(method, layers, method.ranks)
+    return before if step > 0 else found
+
+
+def _missing(plan: Mapping[str, Any]) -> float:
+    """Return the bytes that the fullest GPU lacks; below 0 those that are left."""
+    return _fullest(plan) - float(plan["memory"]["limit"])
+
+
+def node_rows() -> list[list[str]]:
+    """Return a row for each method without offload: the plan at the paper's size, compared, and our largest size."""
+    rows = []
+    for method in METHODS:
+        plan = of_layers(method, layers_of(method.billions), method.ranks)
+        alike, ratio = node_alike(method, plan)
+        most = largest(method)["parameters"] / 1e9
+        psi = plan["parameters"]
+        rows.append(
+            [
+                method.name,
+                f"{method.billions:.1f}",
+                f"{_fullest(plan) / GIB:.1f}",
+                f"-{2 * psi / method.gradients / GIB:.1f}",
+                f"+{4 * psi / method.optimizer / GIB:.1f}",
+                f"{alike / GIB:.1f}",
+                f"{ratio:.2f}",
+                f"{most:.1f}",
+                f"{most / method.billions:.2f}",
+            ]
+        )
+    return rows
+
+
+def node_alike(method: Method, plan: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bytes of a plan's fullest GPU with fp16 gradients and fp32 ones for the step, as the peers hold them,
+    and their ratio to the mean of what the paper found."""
+    psi = plan["parameters"]
+    alike = _fullest(plan) - 2 * psi / method.gradients + 4 * psi / method.optimizer
+    return alike, 2 * alike / (LEAST_USED + MOST_USED)
+
+
+def _fullest(plan: Mapping[str, Any]) -> float:
+    return float(max(role["total"] for role in plan["memory"]["roles"]))
+
+
+def outside_rows() -> list[list[str]]:
+    """Return a row for each method with offload, at 11.4B parameters on one node of 4 GPUs."""
+    rows = []
+    for method in OUTSIDE:
+        plan = of_layers(method, layers_of(CONSOLIDATED))
+        (role,) = plan["memory"]["roles"]
+        sums = role["ranks"] * role["device"]["gradients"]
+        ours = (
+            role["ranks"] * role["total"],
+            role["ranks"] * sum(role["host"].values()),
+            role["ranks"] * role["files"],
+        )
+        fits = "no" if plan["memory"]["excess"] else "yes"
+        theirs = (method.device, method.host, method.files or None)
+        cells = (
+            cell
+            for mine, other in zip(ours, theirs, strict=True)
+            for cell in ("" if other is None else f"{other}", f"{mine / GIB:.0f}" if mine else "")
+        )
+        rows.append(
+            [method.name, "no" if method.device is None else "yes", fits, *cells, f"{(ours[0] - sums) / GIB:.0f}"]
+        )
+    return rows
+
+
+def deepspeed_text() -> str:
+    """Return the section on DeepSpeed."""
+    most = largest(LARGEST)["parameters"] / 1e9
+    return "\n\n".join(
+        (
+            "## DeepSpeed's largest models on 4 A100 of 40 GB",
+            "`python -m tools.bench.papers_memory`, from `llmtrain plan --json`. Hanindhito et al. 2024: hidden 2048, "
+            "16 heads, 256 tokens, 16 sequences on each GPU, fp16, as many layers as fit. It found 38.5 to 39.25 GiB "
+            "in use on each GPU. `plan` is that of its number of parameters, in GiB on a GPU.",
+            table(
+                (
+                    "method",
+                    "its largest, B",
+                    "plan",
+                    "fp16 sums",
+                    "fp32 for the step",
+                    "as it holds them",
+                    "of 38.9",
+                    "our largest, B",
+                    "of its",
+                ),
+                node_rows(),
+            ),
+            DEEPSPEED_LINES,
+            "With states outside of the GPUs, 11.4B parameters; GiB on the whole node:",
+            table(
+                ("method", "fits", "ours fits", "GPU", "ours", "host", "ours", "NVMe", "ours", "GPU without our sums"),
+                outside_rows(),
+            ),
+            OUTSIDE_LINES,
+            f"The largest model with optimizer states on NVMe is 33.3B in the paper; by our plan {most:.1f}B fit.",
+        )
+    )
+
+
+DEEPSPEED_LINES = """\
+- *fp16 sums*: we sum gradients in fp32, 4 bytes; its methods hold them in fp16, 2 bytes.
+- *fp32 for the step*: its methods convert gradients to fp32 for the step (AxoNN counts the same): 4 bytes more of each
+  parameter that a GPU steps. Our kernel reads the sums.
+- The paper does not say where it recomputes activations. ZeRO's models cannot fit without; of the others, both are
+  here. It says that Megatron-LM runs four microbatches, with tensor 4 and pipeline 4, which would need 16 GPUs.
+- On 2 nodes its text gives no sizes of ZeRO, but ratios: 1.45 of one node's ZeRO-1, and 1.18 of Megatron-LM's. Of all
+  buffers ours alone are known, so the difference of ZeRO-1 is not explained: 2 bytes of weights, 2 of gradients and
+  12 + 4 of an eighth of 6.4B parameters leave 3 GiB on its GPUs for everything else, and ours takes 8.
+- The vocabulary is GPT-2's; the paper does not say."""
+
+OUTSIDE_LINES = """\
+- DeepSpeed keeps gradients on the host too; ours are fp32 sums on the GPU, which the last column omits.
+- ZeRO-3 takes what the GPU has for parameters that it fetches ahead and keeps; our memory for gathered weights is the
+  least that runs (`zero.resident: 0`).
+- On the host ours are 12 bytes of each parameter (or the buffers for NVMe). Beside the same 12, the paper's figure has
+  gradients, what the node uses without offload (18 to 25 GiB), and double buffers, whose sizes it does not give.
+- NVMe has the same 12 bytes in both."""
