@@ -70,6 +70,7 @@ bench: $(INSTALLED)
 	$(BIN)/python tools/bench/adamw.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/rounding.py --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.memory --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.recipes_memory --write docs/memory.md
 	$(BIN)/python -m tools.bench.papers_memory --write docs/memory.md
 	$(BIN)/python -m tools.bench.pipeline --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.offload --write docs/benchmarks.md

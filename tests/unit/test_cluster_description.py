@@ -64,7 +64,8 @@ def test_shipped_descriptions(name: str) -> None:
     world = sum(group.nodes or 2 for group in cluster.clusters) * cluster.node.ranks
     found = tiers(cluster, world, cluster.node.ranks)
     assert found[-1].ranks == world
-    assert found[-1].bandwidth is not None
+    # One rank has no links.
+    assert (found[-1].bandwidth is not None) == (world > 1)
 
 
 def test_figures_of_the_papers() -> None:

@@ -32,6 +32,9 @@ def needs(name: str) -> tuple[re.Match[str], str]:
 def plan_on(name: str, ranks: int, device: Literal["cpu", "cuda"]) -> Plan:
     # Keys that the user must set; quickstart's vocabulary is the size of its tokenizer.
     overrides = ["data.path=corpus", "data.tokenizer=null", *(["model.vocab=2048"] if name == "quickstart" else [])]
+    # The cluster file names the volumes, but how much leaves is to be decided without its memory.
+    if load_recipe(name, overrides).offload.optimizer == "nvme":
+        overrides.append("offload.paths=[/scratch]")
     return make_plan(load_recipe(name, overrides), Facts(world=ranks, device=device, ranks_per_node=min(ranks, 8)))
 
 
@@ -55,12 +58,20 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
     assert stated is None or float(stated[1]) == pytest.approx(tokens / 1e9, rel=0.02)
 
 
-def test_offload_fills_the_card() -> None:
-    """The recipe fits its card with a part of the states on the host, and does not fit without."""
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name.startswith("offload-")])
+def test_offload_fills_the_card(name: str) -> None:
+    """The recipe fits its machine with a part of the states outside of the card, and does not fit without."""
     keys = ["data.path=corpus", "data.tokenizer=null"]
-    view = view_recipe("offload-llama-1b", keys, 1)
+    view = view_recipe(name, keys, 1)
     assert view.problem is None
     assert 0 < view.plan.sharding.offload.share < 1
     assert view.budget.limit is not None
+    assert view.budget.host_limit is not None
     assert view.budget.fullest.total > 0.98 * view.budget.limit
-    assert view_recipe("offload-llama-1b", [*keys, "offload.optimizer=none"], 1).problem is not None
+    assert view_recipe(name, [*keys, "offload.optimizer=none"], 1).problem is not None
+
+
+def test_two_volumes() -> None:
+    view = view_recipe("offload-llama-8b", ["data.path=corpus", "data.tokenizer=null"], 1)
+    assert view.plan.sharding.offload.paths == ("/scratch0", "/scratch1")
+    assert view.budget.fullest.files > 0
