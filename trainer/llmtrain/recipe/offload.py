@@ -31,3 +31,5 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.optimizer != "nvme" and self.paths:
             raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
+        if "" in self.paths:
+            raise ValueError("paths has an empty path; give a folder of each NVMe volume")
