@@ -185,8 +185,10 @@ def test_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: state(True, 100) for name in [*names, "lo"]})
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    bound: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    bound: list[frozenset[int]] = []
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda thread, cores: bound.append(cores) if thread == os.getpid() else None
+    )
 
     ranks = [this_machine(rank, 4, sys=tmp_path) for rank in range(4)]
     assert [each.socket for each in ranks] == [0, 0, 1, 1]

@@ -63,8 +63,9 @@ class NodeTier:
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """The machine around the accelerators of a node. memory: size, such as 512GiB, which the offloaded states of its
-    ranks may not exceed. bandwidth: bandwidth of the memory. cores: cores of all processors. sockets: number of
-    processors.
+    ranks may not exceed. bandwidth: bandwidth of the memory, for the least time of the optimizer's step there. cores:
+    cores of all processors; each rank steps offloaded states with an even share of them. sockets: number of processors,
+    among which the ranks are divided evenly; by default as many as `node.nvme` names.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -82,7 +83,7 @@ class Host:
 class Nvme:
     """A solid-state drive of every node. path: a folder on it, for `offload.optimizer: nvme`. bandwidth: bandwidth in
     one direction, by which bytes are shared out over several drives. socket: number of the processor that it is
-    attached to.
+    attached to, from 0; ranks of that processor use it first.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -120,6 +121,19 @@ class Node:
                 above = f"a multiple of the {smaller} of the tier before it, and" if smaller > 1 else "above 1, and"
                 raise ValueError(f"{key}; expected {above} a divisor of the node's {self.ranks}")
             smaller = tier.ranks
+        for index, drive in enumerate(self.nvme):
+            if drive.socket is not None and drive.socket >= self.sockets:
+                raise ValueError(
+                    f"nvme[{index}].socket is {drive.socket}; expected a number below host.sockets, which is "
+                    f"{self.sockets}"
+                )
+
+    @property
+    def sockets(self) -> int:
+        """The number of processors: as stated, or else as many as the drives name."""
+        if self.host is not None and self.host.sockets is not None:
+            return self.host.sockets
+        return max((drive.socket + 1 for drive in self.nvme if drive.socket is not None), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)

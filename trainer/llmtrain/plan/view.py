@@ -1,7 +1,7 @@
 """What a run will take before it starts, as plain data and as tables. No torch in here."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -17,8 +17,9 @@ from llmtrain.plan.budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.check import advice, check
 from llmtrain.plan.described import described_run
 from llmtrain.plan.facts import Device
-from llmtrain.plan.least_time import LeastTime, least_time
+from llmtrain.plan.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
@@ -64,6 +65,16 @@ class PlanView:
     auto: Sequence[str]
     advice: Sequence[str]
 
+    @property
+    def step_threads(self) -> int | None:
+        """The threads with which each rank steps offloaded states; None where torch decides."""
+        return None if self.device == "cpu" else step_threads(self.plan)
+
+    @property
+    def volumes(self) -> Sequence[VolumeShare]:
+        """What the NVMe volumes of a node get."""
+        return volume_shares(self.plan)
+
     def as_data(self) -> dict[str, Any]:
         """Return the view as plain data, for JSON; bytes, seconds."""
         plan, budget = self.plan, self.budget
@@ -86,6 +97,8 @@ class PlanView:
             },
             "sent": [_traffic(row) for row in self.traffic],
             "least_seconds": asdict(self.least),
+            "step_threads": self.step_threads,
+            "volumes": [asdict(one) for one in self.volumes],
             "problem": self.problem,
             "advice": list(self.advice),
             "auto": list(self.auto),
@@ -121,7 +134,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
-        least=least_time(plan),
+        least=least_time(plan, facts.device),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
         advice=advice(plan),
@@ -140,6 +153,11 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if outside:
         yield ""
         yield table(("elsewhere", "bytes", "share"), outside)
+    if any(one.socket is not None for one in volume_shares(plan)):
+        yield ""
+        yield table(
+            ("volume", "socket", "part of the files", "from other sockets"), list(_volumes(volume_shares(plan)))
+        )
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
@@ -202,6 +220,11 @@ def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
         yield "offloaded optimizer states, in files", units.size(row.files), ""
 
 
+def _volumes(shares: Sequence[VolumeShare]) -> Iterator[Sequence[object]]:
+    for one in shares:
+        yield one.path, "-" if one.socket is None else one.socket, f"{one.share:.1%}", f"{one.far:.1%}"
+
+
 _COLUMNS = ("ranks", "from rank", "pipeline", "layers", "parameters", "model states", "rest", "total", "")
 
 
@@ -246,10 +269,14 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         f"{batch.sequences} sequences of {batch.sequence_length} tokens, in {batch.microbatches} "
         f"microbatch{'' if batch.microbatches == 1 else 'es'} of {batch.microbatch} on each replica",
     )
-    known: Sequence[tuple[str, float | None, Callable[[float], str], str]] = (
-        ("compute", view.least.compute, units.seconds, "at the accelerator's peak"),
-        ("optimizer", view.least.optimizer, units.seconds, "at the bandwidth of the accelerator's memory"),
+    threads = view.step_threads
+    stepping = "" if threads is None else f", on {units.count(threads, 'thread')} of each rank"
+    known = (
+        ("compute", view.least.compute, "at the accelerator's peak"),
+        ("optimizer", view.least.optimizer, "at the bandwidth of the accelerator's memory"),
+        ("optimizer on the host", view.least.host, f"at the bandwidth of the host's memory{stepping}"),
+        ("optimizer's files", view.least.volumes, "at the bandwidth of the volumes"),
     )
-    for name, value, shown, why in known:
+    for name, value, why in known:
         if value is not None:
-            yield name, f"at least {shown(value)}, {why}"
+            yield name, f"at least {units.seconds(value)}, {why}"

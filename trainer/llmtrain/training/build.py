@@ -19,6 +19,7 @@ from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
+from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.offload import largest
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
@@ -65,6 +66,7 @@ class Assembly:
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     """Return this rank's part of a plan's model. count: called with every collective. Collective."""
+    plan = for_rank(plan, ranks.rank)
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
     # The first stage hands back no gradient.
     hands_back = schedule.hands_back and not all(stage_layout.opens for stage_layout in stage_layouts)

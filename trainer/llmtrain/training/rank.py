@@ -4,8 +4,12 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
+from llmtrain_data import units
 from llmtrain_data.waiting import Waiting
 
+from llmtrain.comm.cores import bind_to_socket
+from llmtrain.comm.device import gpus
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
 from llmtrain.launch.ending import end_together
@@ -13,6 +17,7 @@ from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
 from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.least_time import step_threads
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.plan.record import decisions
@@ -29,6 +34,7 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
         die_with_launcher()
         said.append(f"{place.world} ranks, started by {place.by}")
     restore_handlers()
+    said += _bound(plan, place)
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         if splits_by_speed(recipe, plan, facts):
@@ -36,6 +42,20 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
             said.append(sentence)
         train(plan, ranks, [*said, *decisions(recipe, plan.record), *advice(plan)], waiting)
     disconnect(ranks)
+
+
+def _bound(plan: Plan, place: Launched | None) -> list[str]:
+    """Bind this rank to the processor of its GPU, and set the threads that step offloaded states; return a sentence if
+    the rank is bound. Call it before anything is allocated."""
+    here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
+    cards = [gpu.address for gpu in gpus()]
+    bound, stated = bind_to_socket(here, cards), step_threads(plan) if cards else None
+    threads = torch.get_num_threads() if bound is None else min(bound.threads, torch.get_num_threads())
+    if stated is not None:
+        threads = min(stated, len(os.sched_getaffinity(0)))
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    return [] if bound is None else [f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}"]
 
 
 def _connected(plan: Plan, place: Launched | None) -> Ranks:

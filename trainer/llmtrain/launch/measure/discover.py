@@ -18,9 +18,10 @@ import psutil
 from llmtrain_data import units
 
 from llmtrain.cluster.description import Cluster, Host, Nic, Node, NodeGroup
+from llmtrain.cluster.sockets import SYS, Cores, cores_by_socket, device_socket, file_text, own_socket
+from llmtrain.comm.cores import bind
 from llmtrain.errors import BadInputError
 
-SYS = Path("/sys")
 # The kernel's number for InfiniBand in a card's file `type`.
 _INFINIBAND = "32"
 _BEST_FIRST = ("infiniband", "roce", "ethernet")
@@ -64,14 +65,12 @@ def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = No
     accelerator: PCI address of the rank's accelerator, whose socket it takes; without one, neighbouring ranks share a
     socket. sys: the folder of the kernel's files.
     """
-    cores = _cores_by_socket(sys)
-    allowed = os.sched_getaffinity(0)
-    usable = [number for number, own in sorted(cores.items()) if own & allowed] or [0]
-    near = _socket_of(sys / "bus/pci/devices" / accelerator, cores) if accelerator else None
-    mine = near if near in usable else usable[local_rank * len(usable) // local_ranks]
-    if len(usable) > 1:
-        os.sched_setaffinity(0, cores[mine] & allowed)
-    return Machine(tuple(_cards(cores, sys)), max(1, len(cores)), mine)
+    cores, allowed = cores_by_socket(sys), frozenset(os.sched_getaffinity(0))
+    near = device_socket(sys / "bus/pci/devices" / accelerator, cores) if accelerator else None
+    mine = own_socket(cores, allowed, (local_rank, local_ranks), near)
+    if mine is not None:
+        bind(cores[mine], allowed)
+    return Machine(tuple(_cards(cores, sys)), max(1, len(cores)), mine or 0)
 
 
 def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bool) -> Cluster:
@@ -134,7 +133,7 @@ def _best(cards: Sequence[Card]) -> tuple[Nic, ...]:
     return tuple(Nic(kind=kind, interface=card.interface) for card in cards if card.kind == kind)
 
 
-def _cards(cores: Mapping[int, set[int]], sys: Path) -> list[Card]:
+def _cards(cores: Cores, sys: Path) -> list[Card]:
     found, state = [], psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         folder = sys / "class/net" / name
@@ -144,36 +143,12 @@ def _cards(cores: Mapping[int, set[int]], sys: Path) -> list[Card]:
             continue
         network = str(ip_interface(f"{own.address}/{own.netmask}").network)
         found.append(
-            Card(name, _kind(folder), own.address, network, state[name].speed, _socket_of(folder / "device", cores))
+            Card(name, _kind(folder), own.address, network, state[name].speed, device_socket(folder / "device", cores))
         )
     return found
 
 
 def _kind(folder: Path) -> str:
-    if _text(folder / "type") == _INFINIBAND:
+    if file_text(folder / "type") == _INFINIBAND:
         return "infiniband"
     return "roce" if (folder / "device/infiniband").exists() else "ethernet"
-
-
-def _cores_by_socket(sys: Path) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
-    for file in (sys / "devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"):
-        if (text := _text(file)).isdigit():
-            found.setdefault(int(text), set()).add(int(file.parts[-3].removeprefix("cpu")))
-    return found
-
-
-def _socket_of(device: Path, cores: Mapping[int, set[int]]) -> int | None:
-    """Return the CPU socket that a device is attached to, None if unknown."""
-    local = _text(device / "local_cpulist")
-    if not local or _text(device / "numa_node") == "-1":
-        return None
-    first = int(local.replace(",", "-").split("-")[0])
-    return next((number for number, own in cores.items() if first in own), None)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -1,0 +1,95 @@
+"""Which part of a rank's files lies on which NVMe volume: on those of its own socket first. No torch in here.
+
+Every volume gets bytes of all ranks of a node in proportion to its bandwidth, as one that gets more would be waited
+for. Among the ways to do so, the one is taken that moves the fewest bytes between sockets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmtrain.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class VolumeShare:
+    """What a volume gets of the files of a node's ranks. path: its folder. socket: that it is attached to; None if it
+    is not stated. share: part of all bytes. far: part of all bytes that come from ranks of other sockets."""
+
+    path: str
+    socket: int | None
+    share: float
+    far: float
+
+
+def for_rank(plan: Plan, rank: int) -> Plan:
+    """Return the plan with the weights of volumes as a rank of the run uses them."""
+    by_socket = _weights_by_socket(plan)
+    if by_socket is None:
+        return plan
+    offload = replace(plan.sharding.offload, weights=by_socket[socket_of(plan, rank)])
+    return replace(plan, sharding=replace(plan.sharding, offload=offload))
+
+
+def volume_shares(plan: Plan) -> list[VolumeShare]:
+    """Return the shares of the volumes of a node, in the order of the plan's paths."""
+    offload, by_socket = plan.sharding.offload, _weights_by_socket(plan)
+    sockets, total = _volume_sockets(plan), sum(offload.weights)
+    ranks, found = _ranks_of_sockets(plan), []
+    for place, path in enumerate(offload.paths):
+        far = 0.0
+        if by_socket is not None:
+            others = (socket for socket in range(len(ranks)) if socket != sockets[place])
+            far = sum(by_socket[one][place] * ranks[one] / sum(ranks) for one in others if ranks[one])
+        found.append(VolumeShare(path, sockets[place], offload.weights[place] / total, far))
+    return found
+
+
+def socket_of(plan: Plan, rank: int) -> int:
+    """Return the socket of a rank of the run on a described node: neighbouring ranks share one."""
+    if plan.cluster is None:
+        return 0
+    node = plan.cluster.node
+    return rank % node.ranks * node.sockets // node.ranks
+
+
+def _weights_by_socket(plan: Plan) -> list[tuple[float, ...]] | None:
+    """Return the shares of a rank's bytes that the volumes get, for the ranks of each socket; None where the sockets of
+    volumes are not stated, or where there is but one."""
+    sockets, ranks = _volume_sockets(plan), _ranks_of_sockets(plan)
+    if len(ranks) < 2 or len(sockets) < 2 or None in sockets:
+        return None
+    weights, total = plan.sharding.offload.weights, sum(plan.sharding.offload.weights)
+    # Both in parts of all bytes of a node: what the ranks of a socket have, and what its volumes take.
+    has = [count / sum(ranks) for count in ranks]
+    room = [sum(w for w, own in zip(weights, sockets, strict=True) if own == one) / total for one in range(len(ranks))]
+    near = [min(one, other) for one, other in zip(has, room, strict=True)]
+    # What is left of both goes to the other sockets, in proportion.
+    left = sum(has) - sum(near)
+
+    def share(socket: int, place: int) -> float:
+        at = sockets[place]
+        assert at is not None
+        own = near[socket] if at == socket else 0.0
+        far = (has[socket] - near[socket]) * (room[at] - near[at]) / left if left > 1e-12 else 0.0
+        return (own + far) / has[socket] * weights[place] / total / room[at]
+
+    return [
+        tuple(share(socket, place) if has[socket] else 0.0 for place in range(len(sockets)))
+        for socket in range(len(ranks))
+    ]
+
+
+def _volume_sockets(plan: Plan) -> Sequence[int | None]:
+    """Return the socket of each of the plan's volumes; None if the description does not state it."""
+    described = {} if plan.cluster is None else {one.path: one.socket for one in plan.cluster.node.nvme}
+    return [described.get(path) for path in plan.sharding.offload.paths]
+
+
+def _ranks_of_sockets(plan: Plan) -> Sequence[int]:
+    """Return the number of a node's ranks on each socket."""
+    if plan.cluster is None:
+        return [1]
+    ranks = [0] * plan.cluster.node.sockets
+    for rank in range(plan.cluster.node.ranks):
+        ranks[socket_of(plan, rank)] += 1
+    return ranks
