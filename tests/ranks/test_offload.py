@@ -16,6 +16,9 @@ OFFLOADS = {
     "host": ("offload.optimizer=host", "offload.bucket=2048"),
     "host 0.3": ("offload.optimizer=host", "offload.bucket=2048", "offload.share=0.3"),
     "nvme": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
+    "weights host": ("offload.parameters=host",),
+    "weights nvme": ("offload.parameters=nvme", "offload.paths=[.]"),
+    "all nvme": ("offload.parameters=nvme", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
     "nvme 0.3": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=3072", "offload.share=0.3"),
 }
 OVERFLOWS = ("precision.compute=fp16", "precision.loss_scale=1.0e+9")
@@ -46,7 +49,7 @@ OFFLOADED = {
 
 
 # The others are soak tests.
-SOON = ("host 0.3", "nvme")
+SOON = ("host 0.3", "all nvme")
 
 
 def marked(offload: str, *values: object) -> ParameterSet:

@@ -47,7 +47,7 @@ def least_and_whole(plan: Plan, given: Facts) -> tuple[int, int]:
     """Return the bytes of the fullest rank with the least memory for gathered weights, and those that all add."""
     row = memory_budget(plan, given.device).fullest
     spec = ProgramSpec.of(plan, row.role.rank)
-    whole = sum(size for name, size in spec.padded.items() if spec.is_cut(name)) * plan.compute_bytes
+    whole = sum(size for name, size in spec.padded.items() if spec.is_gathered(name)) * plan.compute_bytes
     return row.total, whole - row.device["gathered_weights"]
 
 

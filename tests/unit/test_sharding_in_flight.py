@@ -1,27 +1,17 @@
 """Gathers and reductions in flight keep their order, their buffers, and errors."""
 
-from typing import cast
-
 import pytest
 import torch
-from llmtrain.comm.stream import Stream, ThreadStream
+from llmtrain.comm.stream import Job, Stream, ThreadStream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.collectives import HopStep
-from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 
 CPU = torch.device("cpu")
 
 
-class OnStream:
-    """The part of a hop that in-flight operations need."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-
-def step(stream: Stream, job: object) -> HopStep:
-    return HopStep(cast(Hop, OnStream(stream)), job)  # type: ignore[arg-type]
+def step(stream: Stream, job: Job) -> HopStep:
+    return HopStep(stream, job)
 
 
 def test_every_workspace_has_room_for_the_largest_unit() -> None:

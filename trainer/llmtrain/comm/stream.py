@@ -35,6 +35,11 @@ def new_stream(device: torch.device, name: str, activity: Activity) -> Stream:
     return CudaStream(device, activity) if device.type == "cuda" else ThreadStream(name, activity)
 
 
+def waiting_stream(device: torch.device, name: str, activity: Activity) -> Stream:
+    """Return a new stream for jobs in which the host waits, such as reads of files."""
+    return CudaThreadStream(device, name, activity) if device.type == "cuda" else ThreadStream(name, activity)
+
+
 class ThreadStream:
     """Runs jobs in a thread. gloo and ctypes release the interpreter's lock, so the main thread computes meanwhile."""
 
@@ -93,6 +98,43 @@ class CudaStream:
 
     def close(self) -> None:
         """Do nothing: the stream is freed with its last reference."""
+
+
+class CudaThreadStream:
+    """Runs jobs in a thread, on a CUDA stream of their own: for jobs in which the host waits, such as reads of files.
+    The thread that submits does not wait."""
+
+    def __init__(self, device: torch.device, name: str, activity: Activity | None = None) -> None:
+        self._stream, self._activity = torch.cuda.Stream(device), activity or Activity()
+        self._thread = ThreadStream(name, activity)
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue `job`, behind what the current stream holds so far."""
+        before, stream = torch.cuda.current_stream().record_event(), self._stream
+        done = torch.cuda.Event()
+
+        def run() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(before)
+                job()
+                done.record()
+
+        return _BothTickets(self._thread.submit(run), _StreamTicket(done, self._activity))
+
+    def close(self) -> None:
+        """End the thread after the queued jobs."""
+        self._thread.close()
+
+
+class _BothTickets:
+    """Stands for a job in a thread that has queued work on a CUDA stream."""
+
+    def __init__(self, host: Ticket, device: Ticket) -> None:
+        self._host, self._device = host, device
+
+    def wait(self) -> None:
+        self._host.wait()
+        self._device.wait()
 
 
 class _StreamTicket:

@@ -1,15 +1,95 @@
-"""From a plan to the tier of this rank's offloaded states, and to the units whose states rest there."""
+"""From a plan to the memory and files outside of this rank's device, and to the units whose states rest there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from llmtrain.comm.device import is_cpu
+from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.stream import new_stream, waiting_stream
+from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.shard import OffloadedShard, TierBuckets
-from llmtrain.offload.staging import Staging
+from llmtrain.offload.staging import Staging, staging_for
 from llmtrain.offload.tiers import FileTier, HostTier, StateTier
-from llmtrain.plan.offload import Bucket, Offload
+from llmtrain.offload.usage import TierUsage
+from llmtrain.offload.weight_stores import FileWeights, HostWeights
+from llmtrain.plan.offload import Bucket, Offload, largest
+from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
+from llmtrain.sharding.outside_weights import OutsideWeights
 from llmtrain.sharding.unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. None: nothing.
+    moving: all of it."""
+
+    states: StateTier | None
+    weights: OutsideWeights | None
+    moving: Sequence["Moving"]
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+        return sum((one.usage() for one in self.moving), TierUsage())
+
+    def close(self) -> None:
+        """Free the memory and the files. Nothing moves any more."""
+        if self.weights is not None:
+            self.weights.reads.close()
+            self.weights.writes.close()
+        for one in self.moving:
+            one.close()
+
+
+class Moving(Protocol):
+    """Memory or files whose content moves."""
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+
+    def close(self) -> None:
+        """Free the memory or the files."""
+
+
+def open_outside(plan: Plan, ranks: Ranks) -> Outside:
+    """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
+    offload = plan.sharding.offload
+    states = open_tier(offload, rank_buckets(plan, ranks.rank), ranks.device)
+    weights, store = _open_weights(plan, ranks)
+    return Outside(states, weights, [one for one in (states, store) if one is not None])
+
+
+def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Moving | None]:
+    sizes, dtype, pinned = outside_shards(plan, ranks.rank), DTYPES[plan.compute], not is_cpu(ranks.device)
+    if not sizes:
+        return None, None
+    offload = plan.sharding.offload
+    in_files = offload.parameters == "nvme"
+    store: HostWeights | FileWeights = (
+        FileWeights(sizes, dtype, pinned, offload.paths, offload.weights)
+        if in_files
+        else HostWeights(sizes, dtype, pinned)
+    )
+    made = waiting_stream if in_files else new_stream
+    reads, writes = (made(ranks.device, f"{what} of weights", ranks.activity) for what in ("reads", "writes"))
+    return OutsideWeights(store, reads, writes), store
+
+
+def place_units(units: Iterable[ShardedUnit], plan: Plan, ranks: Ranks, outside: Outside) -> list[ShardedUnit]:
+    """Move the offloaded states of units to their tier, and return the units."""
+    buckets, found = rank_buckets(plan, ranks.rank), []
+    staging = staging_for(ranks.device, largest(buckets), DTYPES[plan.compute]) if buckets else None
+    for unit in units:
+        # One unit after the other: together, the states of all units may not fit the memory.
+        if outside.states is not None and staging is not None:
+            offload_states(unit, plan.sharding.offload, buckets, outside.states, staging)
+        found.append(unit)
+    return found
 
 
 def open_tier(offload: Offload, buckets: Sequence[Bucket], device: torch.device) -> StateTier | None:

@@ -1,9 +1,8 @@
 """Memory for buckets of optimizer states outside of the device: the host's memory, or files."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
@@ -11,24 +10,8 @@ from torch import Tensor
 
 from llmtrain.offload.bucket_ring import BucketRing
 from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.usage import TierUsage
 from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
-
-
-@dataclass(frozen=True)
-class TierUsage:
-    """What a rank's tier has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited."""
-
-    read: Mapping[str, int] = field(default_factory=dict)
-    written: Mapping[str, int] = field(default_factory=dict)
-    waited: float = 0.0
-
-    def since(self, before: "TierUsage") -> dict[str, Any]:
-        """Return what was moved after `before`, as a row of the metrics."""
-        return {
-            "read_bytes": {path: count - before.read.get(path, 0) for path, count in self.read.items()},
-            "written_bytes": {path: count - before.written.get(path, 0) for path, count in self.written.items()},
-            "wait_s": self.waited - before.waited,
-        }
 
 
 class StateTier(Protocol):

@@ -36,7 +36,8 @@ class Filling:
         Gathers have to match within a group of ranks, and all ranks have one budget, that of the fullest.
         """
         plan = self.plan
-        gathers = zero.degrees.weights > 1 and not plan.pipeline.schedule.message_driven
+        moved = zero.degrees.weights > 1 or plan.sharding.offload.parameters != "device"
+        gathers = moved and not plan.pipeline.schedule.message_driven
         if stated_memory(plan.cluster) is None or not gathers or surely_exceeds(plan, self.device):
             return zero
         units = self._room(zero)
@@ -66,7 +67,7 @@ class Filling:
     def _whole(self) -> int:
         """Return the most bytes of units that a rank gathers."""
         specs = [ProgramSpec.of(self.plan, role.rank) for role in roles(self.plan)]
-        wholes = (sum(size for name, size in spec.padded.items() if spec.is_cut(name)) for spec in specs)
+        wholes = (sum(size for name, size in spec.padded.items() if spec.is_gathered(name)) for spec in specs)
         return max(wholes) * self.plan.compute_bytes
 
     def _with(self, zero: ZeroSettings) -> Plan:

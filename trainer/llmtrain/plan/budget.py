@@ -115,7 +115,8 @@ def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict
     collectives and messages."""
     weights = gradients = 0
     # A program of many microbatches takes long to make.
-    if any(degrees.weights > 1 or degrees.gradients > 1 for degrees in programs.spec.degrees.values()):
+    spec = programs.spec
+    if any(spec.is_gathered(unit) or degrees.gradients > 1 for unit, degrees in spec.degrees.items()):
         weights, gradients = programs.step.weights, programs.step.gradients
     return {
         "gathered_weights": weights * plan.compute_bytes,

@@ -172,7 +172,7 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
             "changes no gather; leave it out, or set zero.stage to 3"
         )
-    if sharding.resident and all(one.degrees.weights == 1 for one in placements):
+    if sharding.resident and all(one.degrees.weights == 1 and not one.moves_weights for one in placements):
         yield (
             f"zero.resident is {sharding.resident}, but every rank holds all weights (zero.partition.weights is 1), so "
             "that none are gathered; leave it out, or set zero.stage to 3"

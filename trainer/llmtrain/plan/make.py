@@ -19,7 +19,7 @@ from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.model_shape import model_shape
-from llmtrain.plan.offload import Offload
+from llmtrain.plan.offload import Offload, placed_outside
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
@@ -61,9 +61,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
 
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, backend)
-        # The CPU cannot step masters that are weights on a GPU.
-        apart = offload.share > 0 and facts.device != "cpu"
-        return _sharding(zero, replace(placement, masters="separate") if apart else placement, model, offload)
+        return _sharding(zero, placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device), model, offload)
 
     zero = zero_settings(
         recipe,
@@ -181,7 +179,7 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees:
     # Recomputed activations and gathered weights would have to stay until the weights' gradients are computed, and
     # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more: in
     # most passes of GPipe, and with message-driven in passes that arriving messages choose.
-    held = recipe.train.compile or recompute or degrees.weights > 1
+    held = recipe.train.compile or recompute or degrees.weights > 1 or recipe.offload.parameters != "none"
     gathers_again = recipe.parallel.sequence and pipeline.name in ("gpipe", "message-driven")
     hands_back = pipeline.schedule.ranks > 1 and not held and not gathers_again
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))

@@ -1,14 +1,16 @@
 """Where optimizer states rest outside of the memory that computes, and in which buckets they move. No torch in here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import lcm
 from typing import Literal
 
 from llmtrain.cluster.description import Nvme
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
-from llmtrain.plan.placement import Backend
+from llmtrain.plan.facts import Device
+from llmtrain.plan.placement import PAGE, Backend, Memory, Placement
 from llmtrain.recipe.offload import OffloadConfig
 
 # Ranges outside are cut at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
@@ -21,15 +23,16 @@ SLOTS, READ_AHEAD = 6, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where a part of each unit's optimizer states rests.
+    """Where a part of each unit's optimizer states rests, and where its weights do.
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
-    paths: folders of files, one for each volume. weights: relative bandwidths of the volumes. bucket: most elements
-    that move at once. backend: the kernel that steps the part, on the CPU.
+    parameters: where all weights rest. paths: folders of files, one for each volume. weights: relative bandwidths of
+    the volumes. bucket: most elements that move at once. backend: the kernel that steps the part, on the CPU.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
     share: float = 0.0
+    parameters: Memory = "device"
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     bucket: int = BUCKET
@@ -38,19 +41,20 @@ class Offload:
     @classmethod
     def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme]) -> "Offload":
         """Return what a recipe asks for. volumes: of the cluster's nodes. Raises BadInputError."""
-        if recipe.optimizer == "none":
-            return cls()
-        paths = recipe.paths or tuple(volume.path for volume in volumes)
-        if recipe.optimizer == "nvme" and not paths:
+        in_files = [key for key in ("optimizer", "parameters") if getattr(recipe, key) == "nvme"]
+        paths = (recipe.paths or tuple(volume.path for volume in volumes)) if in_files else ()
+        if in_files and not paths:
             raise BadInputError(
-                "offload.optimizer is nvme, but neither offload.paths nor the cluster file's node.nvme names a folder; "
-                "give a folder of each NVMe volume"
+                f"offload.{in_files[0]} is nvme, but neither offload.paths nor the cluster file's node.nvme names a "
+                "folder; give a folder of each NVMe volume"
             )
         bucket = BUCKET if recipe.bucket == "auto" else recipe.bucket
+        share = 1.0 if recipe.share == "auto" else recipe.share
         return cls(
             tier=recipe.optimizer,
-            share=1.0 if recipe.share == "auto" else recipe.share,
-            paths=paths if recipe.optimizer == "nvme" else (),
+            share=0.0 if recipe.optimizer == "none" else share,
+            parameters="device" if recipe.parameters == "none" else recipe.parameters,
+            paths=paths,
             weights=_weights(paths, volumes),
             bucket=rounded(bucket),
             backend=backend,
@@ -65,6 +69,20 @@ class Offload:
         """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps."""
         cuts = [*range(self.resident(stepped), stepped, self.bucket), stepped]
         return list(pairwise(cuts)) if self.share else []
+
+
+def placed_outside(placement: Placement, offload: Offload, compute_bytes: int, device: Device) -> Placement:
+    """Return a placement with what an offload changes in it. compute_bytes: of an element of the compute dtype. device:
+    what computes."""
+    # The CPU cannot step masters that are weights on a GPU, and weights elsewhere are not there to be stepped.
+    apart = (offload.share > 0 and device != "cpu") or offload.parameters != "device"
+    aligned = lcm(placement.alignment, PAGE // compute_bytes if offload.parameters == "nvme" else 1)
+    return replace(
+        placement,
+        masters="separate" if apart else placement.masters,
+        alignment=aligned,
+        weights_on=offload.parameters,
+    )
 
 
 def _weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:

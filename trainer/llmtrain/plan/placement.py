@@ -10,6 +10,12 @@ from llmtrain.cluster.levels import Degrees, Level
 # A shard begins at a multiple of this many elements: aligned for every kernel, and even, as INT4 packs two in a byte.
 ALIGNMENT = 32
 
+# Bytes at whose multiples files are read and written past the page cache.
+PAGE = 4096
+
+Memory = Literal["device", "host", "nvme"]
+"""Where a state rests: in the memory of the device that computes, in the host's, or in files on NVMe volumes."""
+
 # Kernels of the AdamW step.
 Backend = Literal["cpu", "torch", "apex", "reference"]
 
@@ -23,7 +29,8 @@ class Placement:
     each matrix. degrees: the number of those ranks that shard each state; the others hold copies. levels: the digits of
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. backend: kernel of the
-    optimizer step. alignment: every shard begins at a multiple of this many elements.
+    optimizer step. alignment: every shard begins at a multiple of this many elements. weights_on: where weight shards
+    rest; elsewhere than on the device, they are brought to it before they are used.
     """
 
     axes: tuple[Axis, ...]
@@ -33,10 +40,17 @@ class Placement:
     masters: Literal["weights", "separate"] = "separate"
     backend: Backend = "torch"
     alignment: int = ALIGNMENT
+    weights_on: Memory = "device"
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the weights rest elsewhere than on the device."""
+        return self.weights_on != "device"
 
     def padded(self, numel: int) -> int:
-        """Return the elements of a unit of `numel` with the padding that makes its shards equal."""
-        multiple = self.degrees.ranks * self.alignment if self.degrees.ranks > 1 else 1
+        """Return the elements of a unit of `numel` with the padding that makes its shards equal, and whole pages of a
+        file."""
+        multiple = self.degrees.ranks * self.alignment if self.degrees.ranks > 1 or self.moves_weights else 1
         return -(-numel // multiple) * multiple
 
 

@@ -74,7 +74,8 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
 def unit_states(
     numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
 ) -> StateBytes:
-    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded."""
+    """Return the model states of one rank for a unit of `numel` elements, without those that rest elsewhere
+    than on the device."""
     padded, degrees = placement.padded(numel), placement.degrees
     stepped = padded // degrees.optimizer
     stepped = stepped if offload is None else offload.resident(stepped)
@@ -84,7 +85,7 @@ def unit_states(
         packed = quantization.secondary
         secondary = packed_bytes(copied, packed, quantization.block) if packed else copied * compute_bytes
     return StateBytes(
-        weights=padded // degrees.weights * compute_bytes,
+        weights=0 if placement.moves_weights else padded // degrees.weights * compute_bytes,
         gradients=padded // degrees.gradients * 4,
         masters=stepped * 4 if placement.masters == "separate" else 0,
         moments=stepped * 8,

@@ -8,7 +8,7 @@ import torch
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from torch import Tensor
 
-from llmtrain.comm.stream import Job
+from llmtrain.comm.stream import Job, Stream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.sharding.hops import Hop
@@ -16,18 +16,18 @@ from llmtrain.sharding.hops import Hop
 
 @dataclass(frozen=True)
 class HopStep:
-    """A step of a gather or a reduction. The job runs on the stream of `hop`, without gradients."""
+    """A step of a gather or a reduction. The job runs on `stream`, without gradients."""
 
-    hop: Hop
+    stream: Stream
     job: Job
 
     def then(self, job: Job) -> "HopStep":
         """Return this step with `job` after it."""
-        return HopStep(self.hop, lambda: (self.job(), job()))
+        return HopStep(self.stream, lambda: (self.job(), job()))
 
     def first(self, job: Job) -> "HopStep":
         """Return this step with `job` before it."""
-        return HopStep(self.hop, lambda: (job(), self.job()))
+        return HopStep(self.stream, lambda: (job(), self.job()))
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def reduce_scatter(
 
 
 def _gather_over(hop: Hop, region: Tensor) -> HopStep:
-    return HopStep(hop, lambda: hop.collectives.all_gather(region).wait())
+    return HopStep(hop.stream, lambda: hop.collectives.all_gather(region).wait())
 
 
 def _exchange(values: Tensor, hop: Hop, wire: torch.dtype, packing: Packing | None, total: Tensor) -> HopStep:
     if packing is not None:
-        return HopStep(hop, lambda: _exchange_packed(values, hop, packing, total))
-    return HopStep(hop, lambda: hop.collectives.reduce_scatter(values, total, wire).wait())
+        return HopStep(hop.stream, lambda: _exchange_packed(values, hop, packing, total))
+    return HopStep(hop.stream, lambda: hop.collectives.reduce_scatter(values, total, wire).wait())
 
 
 def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) -> None:

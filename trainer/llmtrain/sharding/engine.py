@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.plan.pipeline.actions import Action
@@ -64,7 +65,7 @@ class Engine:
         for name in self.units:
             # A tied head computes with the embedding's weights too.
             needed = (name, "embedding") if name == "head" and programs.spec.tied else (name,)
-            if any(self.units[one].degrees.optimizer > 1 for one in needed):
+            if any(self.units[one].degrees.optimizer > 1 or one in self.weights.gathered for one in needed):
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before, needed))
                 module.register_forward_hook(partial(self._after, needed))
@@ -73,8 +74,8 @@ class Engine:
     def training_pass(self) -> Iterator[None]:
         """Enclose all forward and backward passes of one optimizer step."""
         # Autograd saves a reference in place of a gathered weight; the weight is gathered again when it is used.
-        cut = bool(self.weights.cut)
-        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if cut else nullcontext()
+        gathers = bool(self.weights.gathered)
+        kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if gathers else nullcontext()
         with self._running(self._programs.step), kept:
             yield
         self.gradients.finish()
@@ -117,9 +118,17 @@ class Engine:
         self.gradients.take_in(received, products)
         self.gradients.check()
 
+    def step(self, numbers: AdamWStep) -> None:
+        """Step every unit, and start to update the weights of all ranks. Collective."""
+        for unit in self.units.values():
+            self.weights.open(unit)
+            unit.step(numbers)
+            self.weights.update(unit)
+
     def update(self) -> None:
         """Update all weights from masters that something else than a step wrote. Collective."""
         for unit in self.units.values():
+            self.weights.open(unit)
             unit.publish()
             self.weights.update(unit)
 
@@ -171,7 +180,7 @@ class Engine:
         """Return a unit's weights, flat; they stay until `_done`."""
         if name in self._busy:
             return self.weights.buffer(name)
-        if name in self.weights.cut:
+        if name in self.weights.gathered:
             self._issue(self._cursor.reach(At.USE, name))
             self._busy.add(name)
         return self.weights.wait(name)

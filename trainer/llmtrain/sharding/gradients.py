@@ -15,6 +15,7 @@ from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count
+from llmtrain.sharding.arena import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction
 from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
@@ -206,12 +207,6 @@ class GradientReducer:
         offset, size = self._reduces[name].offset, self._units[name].ranges.padded
         assert offset is not None
         buffer = self.arena[offset : offset + size]
-        while any(_overlap(buffer, sent) for _, sent in self._sent):
+        while any(overlap(buffer, sent) for _, sent in self._sent):
             self._sent.popleft()[0].wait()
         return buffer
-
-
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two parts of one arena share elements."""
-    start, end = first.storage_offset(), first.storage_offset() + first.numel()
-    return start < second.storage_offset() + second.numel() and second.storage_offset() < end

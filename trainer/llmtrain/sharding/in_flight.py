@@ -18,8 +18,8 @@ class _Slot:
 
 
 class InFlight:
-    """Starts gathers or reductions on their hops' streams. At most `count` are in flight at once, each with buffers of
-    its own."""
+    """Starts gathers or reductions on the streams of their steps. At most `count` are in flight at once, each with
+    buffers of its own."""
 
     def __init__(self, device: torch.device, count: int, sizes: Mapping[str, int]) -> None:
         """sizes: bytes of each buffer of one workspace, by name."""
@@ -33,7 +33,7 @@ class InFlight:
         tickets: list[Ticket] = []
         before = slot.ticket
         for step in build(slot.workspace):
-            before = step.hop.stream.submit(_after(before, step.job))
+            before = step.stream.submit(_after(before, step.job))
             tickets.append(before)
         slot.ticket = before
         return tickets

@@ -26,9 +26,10 @@ class ReplicatedParameters:
 
     def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
         """Return the steps that update them, and the weight shard, from the masters, which are sharded over `hops`."""
-        found = [HopStep(hop, partial(self._sum, hop)) for hop in hops]
+        found = [HopStep(hop.stream, partial(self._sum, hop)) for hop in hops]
+        weight, start = self._unit.weight, self._unit.ranges.weights[0]
         found[0] = found[0].first(self._take)
-        found[-1] = found[-1].then(lambda: self.put(self._unit.weight, self._unit.ranges.weights[0]))
+        found[-1] = found[-1].then(lambda: self.put(weight, start))
         return found
 
     def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:

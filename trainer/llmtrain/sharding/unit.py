@@ -15,6 +15,9 @@ from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range
 from llmtrain.sharding.parameters import UnitParameters
 
+# Elements of masters in files that are read at once.
+CHUNK = 2**22
+
 
 @dataclass(frozen=True)
 class ShardRanges:
@@ -36,8 +39,9 @@ class ShardRanges:
 class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
-    hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype. gradient:
-    fp32 sum over microbatches. optimizer: the fp32 masters and AdamW's moments. parameters: the module's.
+    hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
+    it rests elsewhere than on the device. gradient: fp32 sum over microbatches. optimizer: the fp32 masters and AdamW's
+    moments. parameters: the module's.
     """
 
     def __init__(
@@ -48,15 +52,17 @@ class ShardedUnit:
         self.spec, self.hops = spec, hops
         self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
         start, end = ranges.optimizer
-        self.weight = torch.zeros(ranges.weights[1] - ranges.weights[0], dtype=dtype, device=device)
+        held = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
+        self.weight = torch.zeros(held, dtype=dtype, device=device)
         self.gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
         masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
         if drawn > start:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
         self.optimizer: OptimizerStates = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
-        self.parameters = UnitParameters(spec, module, self.weight, ranges.weights == (0, ranges.padded))
-        self.publish()
+        self.parameters = UnitParameters(spec, module, self.weight, held == ranges.padded)
+        if held:
+            self.publish()
 
     @property
     def degrees(self) -> Degrees:
@@ -98,8 +104,12 @@ class ShardedUnit:
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them."""
-        if not self.masters_are_weights:
-            self.owned_weight.copy_(self.masters)
+        if self.masters_are_weights:
+            return
+        (start, end), weight = self.ranges.optimizer, self.owned_weight
+        for first in range(start, end, CHUNK):
+            last = min(first + CHUNK, end)
+            weight[first - start : last - start].copy_(self.optimizer.read("master", first, last))
 
     @property
     def nbytes(self) -> int:

@@ -37,8 +37,12 @@ class ShardGather:
 
     def traffic(self) -> list[Traffic]:
         """See WeightSource."""
-        unit = self._unit
-        return gather_traffic("weights", self._hops, unit.ranges.padded, unit.weight.itemsize, self._packing)
+        return shard_traffic(self._unit, self._hops, self._packing)
+
+
+def shard_traffic(unit: ShardedUnit, hops: tuple[Hop, ...], packing: Packing | None) -> list[Traffic]:
+    """Return the collectives of a gather of a unit's weight shards."""
+    return gather_traffic("weights", hops, unit.ranges.padded, unit.weight.itemsize, packing)
 
 
 class SharedShards:
@@ -73,7 +77,7 @@ class SharedShards:
             for place, shard in zip(self._hop.collectives.order, self._shards, strict=True):
                 places[place].copy_(shard)
 
-        return [HopStep(self._hop, read)]
+        return [HopStep(self._hop.stream, read)]
 
     def traffic(self) -> list[Traffic]:
         """See WeightSource."""
@@ -108,7 +112,7 @@ class SecondaryCopy:
         """See WeightSource."""
         if not self._hops:
             # Every rank holds the whole copy. Copy it on the stream of a hop, in parallel with the computation.
-            return [HopStep(self._unit.hops.weights[0], lambda: self._restore(buffer))]
+            return [HopStep(self._unit.hops.weights[0].stream, lambda: self._restore(buffer))]
         return _gathered(buffer, self._copy, self._hops, self._packing, workspace, packed=self._packing is not None)
 
     def traffic(self) -> list[Traffic]:

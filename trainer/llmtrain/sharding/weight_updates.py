@@ -8,6 +8,7 @@ from llmtrain.plan.traffic import Count, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.outside_weights import OutsideWeights
 from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -15,25 +16,32 @@ from llmtrain.sharding.unit import ShardedUnit
 class WeightUpdates:
     """Gathers each unit's stepped weights into every rank's weight shard: rounded already, or packed from the masters.
 
-    replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed.
+    replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed. outside: where
+    weight shards go after that; None where they stay.
     """
 
     def __init__(
-        self, packing: Packing | None, replicated: Mapping[str, ReplicatedParameters], in_flight: InFlight, count: Count
-    ) -> None:
-        self._packing, self._replicated, self._in_flight, self._count = packing, replicated, in_flight, count
+        self, packing: Packing | None, replicated: Mapping[str, ReplicatedParameters], outside: OutsideWeights | None,
+        in_flight: InFlight, count: Count,
+    ) -> None:  # fmt: skip
+        self._packing, self._replicated, self._outside = packing, replicated, outside
+        self._in_flight, self._count = in_flight, count
         self._tickets: dict[str, Ticket] = {}
 
     def start(self, unit: ShardedUnit) -> None:
         """Start the update of a unit whose masters were stepped and published. Collective."""
-        packing, replicated = self._packing, self._replicated.get(unit.spec.name)
+        packing, replicated, outside = self._packing, self._replicated.get(unit.spec.name), self._outside
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
-        if not hops and replicated is None:
+        moves, weight = unit.hops.placement.moves_weights, unit.weight
+        if not hops and replicated is None and not moves:
             return
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = _gathers(unit, hops, packing, workspace) if hops else []
-            return found if replicated is None else [*found, *replicated.steps(all_hops)]
+            found += [] if replicated is None else replicated.steps(all_hops)
+            if moves and outside is not None:
+                found.append(HopStep(outside.writes, lambda: outside.store.store(unit.spec.name, weight)))
+            return found
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
         if replicated is not None:

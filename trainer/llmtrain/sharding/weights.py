@@ -1,17 +1,18 @@
 """The gathered weights of units, in one arena at the offsets that the program has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Drop, Gather
 from llmtrain.plan.traffic import Count
+from llmtrain.sharding.arena import new_arena, overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.outside_weights import OutsideGather, OutsideWeights
 from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weight_gathers import SecondaryCopy, ShardGather, WeightSource, share_shards
@@ -21,11 +22,15 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 @dataclass(frozen=True)
 class WeightPolicy:
     """How weights travel. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
-    tensor-parallel ranks hold replicated parameters, which are then sent unpacked."""
+    tensor-parallel ranks hold replicated parameters, which are then sent unpacked. outside: where the shards rest that
+    are not on the device. updated: by unit with such a shard, the first element of the arena that holds its new shard
+    after a step until it is stored."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     tensor_parallel: bool = False
+    outside: OutsideWeights | None = None
+    updated: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,25 @@ class GatheredWeights:
         """elements: of the arena."""
         self._units, self._policy, self._count = units, policy, count
         some = next(iter(units.values())).weight
-        self.cut = {name: unit for name, unit in units.items() if unit.degrees.weights > 1}
-        self.arena = torch.zeros(elements, dtype=some.dtype, device=some.device)
+        outside = {name for name, unit in units.items() if unit.hops.placement.moves_weights}
+        self.gathered = {name: unit for name, unit in units.items() if unit.degrees.weights > 1 or name in outside}
+        self.arena = new_arena(elements, some.dtype, some.device)
         self.in_flight = in_flight
         self._gathered: dict[str, _Gathered] = {}
         self._secondary = {
             name: SecondaryCopy(unit, policy.secondary) for name, unit in units.items() if unit.degrees.secondary
         }
         self._replicated = {name: ReplicatedParameters(unit) for name, unit in units.items() if _is_apart(unit, policy)}
-        self.updates = WeightUpdates(policy.packing, self._replicated, self.in_flight, count)
-        self._shared = share_shards(self.cut.values()) if policy.packing is None else {}
-        gathers = {name: ShardGather(unit, policy.packing) for name, unit in self.cut.items()}
-        self._sources: dict[str, WeightSource] = {**gathers, **self._shared}
+        self.updates = WeightUpdates(policy.packing, self._replicated, policy.outside, self.in_flight, count)
+        inside = [unit for name, unit in self.gathered.items() if name not in outside]
+        self._shared = share_shards(inside) if policy.packing is None else {}
+        gathers = {unit.spec.name: ShardGather(unit, policy.packing) for unit in inside}
+        brought = {
+            name: OutsideGather(units[name], policy.packing, policy.outside) for name in outside if policy.outside
+        }
+        self._sources: dict[str, WeightSource] = {**gathers, **self._shared, **brought}
+        # The parts of the arena from which new shards are being stored.
+        self._storing: dict[str, Tensor] = {}
 
     @property
     def secondary_bytes(self) -> int:
@@ -69,7 +81,7 @@ class GatheredWeights:
     def wait(self, name: str) -> Tensor:
         """Wait for a unit's weights and return them, flat; its parameters become views into them."""
         unit = self._units[name]
-        if name not in self.cut:
+        if name not in self.gathered:
             self.updates.wait(name)
             return unit.weight
         gathered = self._gathered[name]
@@ -79,7 +91,7 @@ class GatheredWeights:
 
     def buffer(self, name: str) -> Tensor:
         """Return the weights of a unit that was waited for, flat."""
-        return self._gathered[name].buffer if name in self.cut else self._units[name].weight
+        return self._gathered[name].buffer if name in self.gathered else self._units[name].weight
 
     def owner_of(self, tensor: Tensor) -> str | None:
         """Return the unit whose gathered weights `tensor` is a part of, if any."""
@@ -91,11 +103,30 @@ class GatheredWeights:
                 return name
         return None
 
+    def open(self, unit: ShardedUnit) -> None:
+        """Give a unit whose shard rests elsewhere memory for a new shard, in which `update` finds it."""
+        name = unit.spec.name
+        if not unit.hops.placement.moves_weights:
+            return
+        (start, end), offset = unit.ranges.weights, self._policy.updated[name]
+        place = self.arena[offset : offset + end - start]
+        self._wait_until_stored(place)
+        unit.weight = self._storing[name] = place
+
     def update(self, unit: ShardedUnit) -> None:
         """Update the weights of all ranks after a step of the unit's masters. Collective."""
         if unit.spec.name in self._shared:
             self._shared[unit.spec.name].wrote()
         self.updates.start(unit)
+        if unit.hops.placement.moves_weights:
+            unit.weight = unit.weight[:0]
+
+    def read(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
+        """Return the elements `[start, end)` of a unit, of its shard on this rank, after all updates."""
+        first, outside = unit.ranges.weights[0], self._policy.outside
+        if unit.hops.placement.moves_weights and outside is not None:
+            return outside.store.read(unit.spec.name, start - first, end - first)
+        return unit.weight[start - first : end - first]
 
     def drop(self, drop: Drop) -> None:
         """Free the place of a unit in the arena."""
@@ -111,8 +142,10 @@ class GatheredWeights:
         source = self._secondary[name] if gather.secondary else self._sources[name]
         replicated = self._replicated.get(name)
         fills = self._secondary[name] if gather.fills else None
+        self._wait_until_stored(buffer)
         # The update of these weights runs on other streams, so the gather has to wait for it explicitly.
         update = self.updates.take(name)
+        self._storing.pop(name, None)
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = source.steps(buffer, workspace)
@@ -126,6 +159,12 @@ class GatheredWeights:
 
         self._count(source.traffic())
         self._gathered[name] = _Gathered(buffer, self.in_flight.start(steps)[-1])
+
+    def _wait_until_stored(self, place: Tensor) -> None:
+        """Wait until no new shard that lies in a part of the arena is still being stored."""
+        for name in [name for name, other in self._storing.items() if overlap(place, other)]:
+            self.updates.wait(name)
+            del self._storing[name]
 
 
 def _is_apart(unit: ShardedUnit, policy: WeightPolicy) -> bool:

@@ -10,9 +10,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.place import offload_states, open_tier
-from llmtrain.offload.staging import staging_for
-from llmtrain.offload.tiers import StateTier
+from llmtrain.offload.place import Outside, open_outside, place_units
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
@@ -20,13 +18,12 @@ from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.near_volumes import for_rank
-from llmtrain.plan.offload import largest
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import GroupName, Pools
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.program.stored import stored_offsets
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
@@ -39,14 +36,14 @@ from llmtrain.training.build_pipeline import build_executor
 
 @dataclass(frozen=True)
 class Assembly:
-    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, and the tier of
-    offloaded states."""
+    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, and what rests
+    elsewhere than on its device."""
 
     model: GPT
     engine: Engine
     executor: Executor
     mesh: TensorMesh
-    offloaded: StateTier | None
+    outside: Outside
 
     @property
     def pools(self) -> dict[str, int]:
@@ -60,8 +57,7 @@ class Assembly:
         self.executor.close()
         self.engine.close()
         self.mesh.close()
-        if self.offloaded is not None:
-            self.offloaded.close()
+        self.outside.close()
 
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
@@ -79,14 +75,15 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     pools = Pools.of(plan, ranks.rank, programs, "cpu" if is_cpu(ranks.device) else "cuda")
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
-    units, tier = _offloaded(_units(model, plan, ranks, pools), plan, ranks)
-    sharding = _sharding(plan, ranks, pools)
+    outside = open_outside(plan, ranks)
+    units = place_units(_units(model, plan, ranks, pools), plan, ranks, outside)
+    sharding = _sharding(plan, ranks, pools, _policy(plan, programs, outside))
     engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
     executor = build_executor(model, plan, ranks, engine, weight_gradients, count)
-    return Assembly(model, engine, executor, mesh, tier)
+    return Assembly(model, engine, executor, mesh, outside)
 
 
 def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
@@ -115,28 +112,21 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[Shard
         )
 
 
-def _offloaded(units: Iterator[ShardedUnit], plan: Plan, ranks: Ranks) -> tuple[list[ShardedUnit], StateTier | None]:
-    """Return the units, and the tier of those of their states that rest outside; None without offload."""
-    offload, buckets = plan.sharding.offload, rank_buckets(plan, ranks.rank)
-    tier = open_tier(offload, buckets, ranks.device)
-    if tier is None:
-        return list(units), None
-    staging, found = staging_for(ranks.device, largest(buckets), DTYPES[plan.compute]), []
-    for unit in units:
-        # One unit after the other: together, the states of all units may not fit the memory.
-        offload_states(unit, offload, buckets, tier, staging)
-        found.append(unit)
-    return found, tier
-
-
-def _sharding(plan: Plan, ranks: Ranks, pools: Pools) -> ShardingSpec:
-    """Return how states travel, and connect the ranks that hold the same parameters. Collective."""
+def _policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPolicy:
+    """Return how weights travel."""
     quantization = plan.sharding.quantization
-    weights = WeightPolicy(
+    return WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),
         secondary=_packing(quantization.secondary, quantization.block),
-        tensor_parallel=ranks.layout.degree(Axis.TENSOR) > 1,
+        tensor_parallel=plan.grid.degree(Axis.TENSOR) > 1,
+        outside=outside.weights,
+        updated=stored_offsets(programs.spec, programs.step.weights) if outside.weights else {},
     )
+
+
+def _sharding(plan: Plan, ranks: Ranks, pools: Pools, weights: WeightPolicy) -> ShardingSpec:
+    """Return how states travel, and connect the ranks that hold the same parameters. Collective."""
+    quantization = plan.sharding.quantization
     gradients = _packing(quantization.gradients, quantization.block)
     return ShardingSpec(weights, gradients, _replica_groups(plan, ranks, pools.groups), pools.in_flight)
 

@@ -187,16 +187,15 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
     divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
     numbers = step_numbers(optimizer, lr, run.progress.applied, divisor)
     run.checkpoints.wait_until_taken()
-    for unit in run.engine.units.values():
-        unit.step(numbers)
-        run.engine.weights.update(unit)
+    run.engine.step(numbers)
 
 
 def offload_usage(run: Run) -> dict[str, Any] | None:
-    """Return what this rank's offloaded states moved since the last step; None without them."""
-    if run.offloaded is None:
+    """Return what this rank moved between its device, the host and files since the last step; None where nothing
+    rests elsewhere than on the device."""
+    if not run.outside.moving:
         return None
-    before, run.moved = run.moved, run.offloaded.usage()
+    before, run.moved = run.moved, run.outside.usage()
     return run.moved.since(before)
 
 

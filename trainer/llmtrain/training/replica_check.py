@@ -48,18 +48,18 @@ def _held(engine: Engine, kind: str) -> Iterator[Held]:
     groups = engine.gradients.replica_groups
     for name, unit in engine.units.items():
         if kind == "weights":
-            yield _weights(unit, unit.ranges.weights[0])
+            yield _weights(engine, unit, unit.ranges.weights[0])
         elif kind == "optimizer states" or (kind == "tied embeddings" and name in groups.tied):
             yield _optimizer_states(unit)
         elif kind == "weights that tensor-parallel ranks share" and groups.copies > 1:
-            yield _weights(unit, max(unit.spec.replicated, unit.ranges.weights[0]))
+            yield _weights(engine, unit, max(unit.spec.replicated, unit.ranges.weights[0]))
 
 
-def _weights(unit: ShardedUnit, start: int) -> Held:
+def _weights(engine: Engine, unit: ShardedUnit, start: int) -> Held:
     """Return the weights that this rank holds, from element `start` of the unit."""
-    offset = unit.ranges.weights[0]
     end = max(start, min(unit.ranges.weights[1], unit.spec.numel))
-    return _places(unit, start, end), iter(unit.weight[start - offset : end - offset].split(CHUNK))
+    chunks = ((first, min(first + CHUNK, end)) for first in range(start, end, CHUNK))
+    return _places(unit, start, end), (engine.weights.read(unit, *chunk) for chunk in chunks)
 
 
 def _optimizer_states(unit: ShardedUnit) -> Held:

@@ -15,7 +15,8 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.tiers import StateTier, TierUsage
+from llmtrain.offload.place import Outside
+from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.plan.plan import Plan
@@ -38,9 +39,9 @@ KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared
 class Run:
     """Everything that a step needs.
 
-    lock: the main rank has the folder's lock. compared: the step after which replicas were last found equal. offloaded:
-    the tier of this rank's offloaded states. moved: what it had moved after the last step. changed: how the recipe
-    differs from that of the run's last start; the main rank alone knows it, and the fingerprints of the data.
+    lock: the main rank has the folder's lock. compared: the step after which replicas were last found equal. outside:
+    what rests elsewhere than on this rank's device. moved: what it had moved after the last step. changed: how the
+    recipe differs from that of the run's last start; the main rank alone knows it, and the fingerprints of the data.
     """
 
     plan: Plan
@@ -56,9 +57,9 @@ class Run:
     scale: LossScale
     stop: StopRequest
     lock: RunLock
+    outside: Outside
     progress: Progress = field(default_factory=Progress)
     compared: int = 0
-    offloaded: StateTier | None = None
     moved: TierUsage = field(default_factory=TierUsage)
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
@@ -102,7 +103,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 scale=LossScale.of(plan.loss_scaling, plan.compute),
                 stop=stop,
                 lock=lock,
-                offloaded=parts.offloaded,
+                outside=parts.outside,
             )
             checkpoints.close()
             parts.close()

@@ -77,7 +77,7 @@ def whole_program(
             issues: list[Issue]
             if at is At.GRADIENTS:
                 issues = [reducing[unit]] if unit in reducing else []
-            elif spec.is_cut(unit):
+            elif spec.is_gathered(unit):
                 issues = next(following)
             else:
                 continue
@@ -90,7 +90,7 @@ def whole_program(
 
 
 def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tuple[list[list[Issue]], int]:
-    sizes = {name: size for name, size in spec.padded.items() if spec.is_cut(name)}
+    sizes = {name: size for name, size in spec.padded.items() if spec.is_gathered(name)}
     filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
     capacity = sum(sizes.values())
@@ -98,14 +98,14 @@ def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tu
         capacity = min(spec.resident or lookahead_capacity(events, sizes), capacity)
     # Buffers of unlike sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
     capacity = capacity if most is None else min(capacity, most)
-    return reside(events, Units(sizes, spec.rounded, filled), capacity)
+    return reside(events, Units(sizes, spec.rounded, filled, spec.granule), capacity)
 
 
 def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[Event]:
     used: set[str] = set()
     for action, own in zip(actions, spots, strict=True):
         for at, unit in own:
-            if at is not At.GRADIENTS and spec.is_cut(unit):
+            if at is not At.GRADIENTS and spec.is_gathered(unit):
                 yield Event(at, unit, unit in used and serves_secondary(spec, unit, action.kind))
                 if at is At.DONE:
                     used.add(unit)

@@ -28,11 +28,12 @@ class Event:
 class Units:
     """What residency depends on. sizes: elements of each unit's buffer. rounded: whether weights from the secondary
     copy differ from those of the shards, so that a use of the one cannot take a gather of the other. filled: units
-    with a secondary copy."""
+    with a secondary copy. granule: buffers begin at its multiples, which sizes are too."""
 
     sizes: Mapping[str, int]
     rounded: bool = False
     filled: frozenset[str] = frozenset()
+    granule: int = 1
 
 
 @dataclass
@@ -163,7 +164,8 @@ def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[l
     so that the arena has `capacity` elements at most, if the units in use at once allow it.
     """
     for eighths in range(8, -1, -1):
-        residency, issues = Residency(events, units, capacity * eighths // 8), list[list[Issue]]()
+        room = capacity * eighths // 8 // units.granule * units.granule
+        residency, issues = Residency(events, units, room), list[list[Issue]]()
         for place in range(-1, len(events)):
             issues.append(residency.issues(place))
             if residency.high > capacity and eighths:

@@ -1,12 +1,13 @@
 """What the program of a rank depends on, taken from the plan. No torch in here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
+from llmtrain.plan.placement import PAGE, Placement
 from llmtrain.plan.plan import Plan
 
 
@@ -18,7 +19,8 @@ class ProgramSpec:
     of its own. ordered: whether actions run in this order; otherwise messages mix forward and backward passes, and
     gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
     degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
-    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead.
+    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. outside: units whose
+    weights rest elsewhere than on the device. granule: buffers of gathered weights begin at its multiples.
     """
 
     stages: tuple[StageLayout, ...]
@@ -30,6 +32,8 @@ class ProgramSpec:
     degrees: Mapping[str, Degrees]
     rounded: bool = False
     resident: int = 0
+    outside: frozenset[str] = frozenset()
+    granule: int = 1
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
@@ -47,11 +51,14 @@ class ProgramSpec:
             degrees={name: placement.degrees for name, placement in placements.items()},
             rounded=plan.sharding.quantization.secondary > 0,
             resident=plan.sharding.resident // plan.compute_bytes,
+            outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
+            granule=PAGE // plan.compute_bytes if _in_files(placements.values()) else 1,
         )
 
-    def is_cut(self, unit: str) -> bool:
-        """Whether the ranks that share a unit hold parts of its weights."""
-        return self.degrees[unit].weights > 1
+    def is_gathered(self, unit: str) -> bool:
+        """Whether a unit's weights are gathered before they are used: ranks hold parts of them, or they rest elsewhere
+        than on the device."""
+        return self.degrees[unit].weights > 1 or unit in self.outside
 
     def is_reduced(self, unit: str, last: bool) -> bool:
         """Whether a backward pass reduces a unit's gradients. last: whether it is the unit's last one of the step."""
@@ -61,6 +68,10 @@ class ProgramSpec:
     def tied(self) -> bool:
         """Whether the rank's head computes with the embedding's weights."""
         return any(layout.closes and layout.tied for layout in self.stages)
+
+
+def _in_files(placements: Iterable[Placement]) -> bool:
+    return any(placement.weights_on == "nvme" for placement in placements)
 
 
 def _actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:

@@ -106,7 +106,8 @@ def _reduction_workspace(unit: UnitTraffic) -> Iterator[Sized]:
 
 
 def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, SizedCollective]]:
-    direct = unit.weights is None and len(unit.lanes(1, unit.placement.degrees.weights)) == 1
+    shared = unit.weights is None and not unit.placement.moves_weights
+    direct = shared and len(unit.lanes(1, unit.placement.degrees.weights)) == 1
     for gather in _gathers(unit, programs):
         yield from _sized(unit.gather(gather), unit, shards=direct and not gather.secondary)
     yield from _sized(unit.update(), unit)
@@ -138,7 +139,7 @@ def _sized(
 def _gathers(unit: UnitTraffic, programs: Programs) -> list[Gather]:
     """Return a gather from each source that a unit's weights come from."""
     name = unit.spec.name
-    if not programs.spec.is_cut(name):
+    if not programs.spec.is_gathered(name):
         return []
     found = [Gather(name, 0)]
     # An evaluation of several groups of microbatches gathers anew.

@@ -73,7 +73,7 @@ class _Weights:
             return
         if issue.unit not in self.spec.padded:
             yield f"{place}: the rank does not hold {issue.unit}"
-        elif not self.spec.is_cut(issue.unit):
+        elif not self.spec.is_gathered(issue.unit):
             yield f"{place}: the rank holds all weights of {issue.unit}, which need no gather and no drop"
         elif isinstance(issue, Gather):
             yield from self._gather(place, issue)

@@ -81,7 +81,7 @@ def _expected_points(spec: ProgramSpec, one: Pass, backward: Mapping[str, Backwa
     return [
         (at, unit)
         for at, unit in spots
-        if (spec.is_reduced(unit, backward[unit].last) if at is At.GRADIENTS else spec.is_cut(unit))
+        if (spec.is_reduced(unit, backward[unit].last) if at is At.GRADIENTS else spec.is_gathered(unit))
     ]
 
 

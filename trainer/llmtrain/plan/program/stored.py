@@ -1,0 +1,20 @@
+"""Where new weight shards lie after an optimizer step, until they are stored elsewhere than on the device. No torch in
+here."""
+
+from collections.abc import Mapping
+
+from llmtrain.plan.program.arena import paired_offsets, paired_size
+from llmtrain.plan.program.spec import ProgramSpec
+
+
+def stored_offsets(spec: ProgramSpec, elements: int) -> Mapping[str, int]:
+    """Return the first element, in the arena of gathered weights, of each unit's new shard.
+
+    Nothing is gathered then. A unit's shard lies beside that of the unit before it, which is being stored, if the arena
+    has room for both. elements: of the arena.
+    """
+    sizes = {unit: size // spec.degrees[unit].weights for unit, size in spec.padded.items() if unit in spec.outside}
+    offsets = [0] * len(sizes)
+    if paired_size(list(sizes.values())) <= elements:
+        offsets = paired_offsets(list(sizes.values()))
+    return dict(zip(sizes, offsets, strict=True))

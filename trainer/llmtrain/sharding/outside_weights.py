@@ -1,0 +1,57 @@
+"""Weight shards that rest elsewhere than on the device: in the host's memory, or in files (ZeRO-Infinity, section
+5)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from llmtrain.comm.stream import Stream
+from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.traffic import Traffic
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.unit import ShardedUnit
+from llmtrain.sharding.weight_gathers import shard_traffic
+
+
+class WeightStore(Protocol):
+    """Holds weight shards by unit. Each method of its streams' jobs runs on one stream alone."""
+
+    def load(self, unit: str, into: Tensor) -> None:
+        """Copy a unit's shard to `into`, `[n]` of the compute dtype on the device. Runs on the stream of reads."""
+
+    def store(self, unit: str, values: Tensor) -> None:
+        """Replace a unit's shard by `values`, `[n]` of the compute dtype on the device. Runs on the stream of
+        writes."""
+
+    def read(self, unit: str, start: int, end: int) -> Tensor:
+        """Return the elements `[start, end)` of a unit's shard in the host's memory, once the writes are done."""
+
+
+@dataclass(frozen=True)
+class OutsideWeights:
+    """Where weight shards rest, and the streams on which they come and go."""
+
+    store: WeightStore
+    reads: Stream
+    writes: Stream
+
+
+class OutsideGather:
+    """Brings a unit's shard to the device, and gathers the shards of all ranks where there are several."""
+
+    def __init__(self, unit: ShardedUnit, packing: Packing | None, outside: OutsideWeights) -> None:
+        self._unit, self._packing, self._outside = unit, packing, outside
+        self._hops = unit.hops.gather(1, unit.degrees.weights)
+
+    def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
+        """See WeightSource."""
+        part, name = own_part(buffer, self._hops), self._unit.spec.name
+        found = [HopStep(self._outside.reads, lambda: self._outside.store.load(name, part))]
+        if self._packing is not None and self._hops:
+            return [*found, *all_gather_packed(buffer, part, self._hops, self._packing, workspace)]
+        return [*found, *all_gather(buffer, self._hops)]
+
+    def traffic(self) -> list[Traffic]:
+        """See WeightSource."""
+        return shard_traffic(self._unit, self._hops, self._packing)
