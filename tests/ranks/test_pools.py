@@ -29,6 +29,8 @@ FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) fo
 OFFLOAD = [
     Case(2, ("zero.stage=1", "offload.optimizer=host", "offload.share=0.3")),
     Case(2, ("zero.stage=2", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=2048")),
+    Case(2, ("zero.stage=1", "offload.parameters=nvme", "offload.paths=[.]", HALF)),
+    Case(2, ("zero.stage=3", "offload.parameters=host", "zero.secondary=2")),
 ]
 CASES = list(
     dict.fromkeys([*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT, *OFFLOAD])

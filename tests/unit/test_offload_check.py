@@ -123,14 +123,19 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     assert host.device["optimizer"] == files.device["optimizer"] == 0
     # Each of two ranks copies half of the states for checkpoints.
     copies = 12 * beside.role.parameters // 2
-    assert beside.host == {"host_states": 0, "offload_buffers": 0, "checkpoint_copies": copies}
+    assert beside.host == {"host_states": 0, "host_weights": 0, "offload_buffers": 0, "checkpoint_copies": copies}
     # A checkpoint reads offloaded states while it is written, and copies none.
     # Two slots of a bucket's fp32 gradients and bf16 weights.
     slots = 2 * max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
-    assert host.host == {"host_states": beside.device["optimizer"], "offload_buffers": slots, "checkpoint_copies": 0}
+    assert host.host == {
+        "host_states": beside.device["optimizer"],
+        "host_weights": 0,
+        "offload_buffers": slots,
+        "checkpoint_copies": 0,
+    }
     assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slots
     assert files.host == {
-        "host_states": 0, "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_copies": 0
+        "host_states": 0, "host_weights": 0, "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_copies": 0
     }  # fmt: skip
     assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
     assert files.files >= beside.device["optimizer"]

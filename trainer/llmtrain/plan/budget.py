@@ -88,6 +88,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
     outside = offload_memory(plan, role.rank, device)
     host = {
         "host_states": outside.host,
+        "host_weights": outside.weights,
         "offload_buffers": outside.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
     }

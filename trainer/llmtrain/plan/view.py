@@ -39,6 +39,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "checkpoint_copies": "copies of states for checkpoints",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
+        "host_weights": "offloaded weights",
         "offload_buffers": "buffers of offloaded states",
         "temporaries": "temporaries",
         "context": "context of the process",
@@ -217,7 +218,7 @@ def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
     if whole and any(row.host.values()):
         yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
     if row.files:
-        yield "offloaded optimizer states, in files", units.size(row.files), ""
+        yield "offloaded model states, in files", units.size(row.files), ""
 
 
 def _volumes(shares: Sequence[VolumeShare]) -> Iterator[Sequence[object]]:
