@@ -12,13 +12,24 @@ Trained = Callable[[Case], Result]
 
 # Norms that clipping cuts, and buckets of which each unit has several.
 CLIPPED = ("optimizer.clip=0.05",)
+ALL_IN_FILES = ("offload.parameters=nvme", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024")
 OFFLOADS = {
     "host": ("offload.optimizer=host", "offload.bucket=2048"),
     "host 0.3": ("offload.optimizer=host", "offload.bucket=2048", "offload.share=0.3"),
     "nvme": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
     "weights host": ("offload.parameters=host",),
     "weights nvme": ("offload.parameters=nvme", "offload.paths=[.]"),
-    "all nvme": ("offload.parameters=nvme", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
+    "gradients host": ("offload.gradients=host", "offload.bucket=1024"),
+    "gradients nvme": ("offload.gradients=nvme", "offload.paths=[.]", "offload.bucket=1024"),
+    "all nvme 0.3": (
+        "offload.parameters=nvme",
+        "offload.optimizer=nvme",
+        "offload.paths=[.]",
+        "offload.bucket=1024",
+        "offload.share=0.3",
+    ),
+    "all host": ("offload.parameters=host", "offload.optimizer=host"),
+    "all nvme": ALL_IN_FILES,
     "nvme 0.3": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=3072", "offload.share=0.3"),
 }
 OVERFLOWS = ("precision.compute=fp16", "precision.loss_scale=1.0e+9")

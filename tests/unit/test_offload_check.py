@@ -2,6 +2,7 @@
 
 import shutil
 from collections import namedtuple
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -122,21 +123,13 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     (files,) = memory_budget(plan, "cuda").rows
     assert host.device["optimizer"] == files.device["optimizer"] == 0
     # Each of two ranks copies half of the states for checkpoints.
-    copies = 12 * beside.role.parameters // 2
-    assert beside.host == {"host_states": 0, "host_weights": 0, "offload_buffers": 0, "checkpoint_copies": copies}
+    assert held(beside.host) == {"checkpoint_copies": 12 * beside.role.parameters // 2}
     # A checkpoint reads offloaded states while it is written, and copies none.
     # Two slots of a bucket's fp32 gradients and bf16 weights.
     slots = 2 * max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
-    assert host.host == {
-        "host_states": beside.device["optimizer"],
-        "host_weights": 0,
-        "offload_buffers": slots,
-        "checkpoint_copies": 0,
-    }
+    assert held(host.host) == {"host_states": beside.device["optimizer"], "offload_buffers": slots}
     assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slots
-    assert files.host == {
-        "host_states": 0, "host_weights": 0, "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_copies": 0
-    }  # fmt: skip
+    assert held(files.host) == {"offload_buffers": offload_memory(plan, 0, "cuda").buffers}
     assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
     assert files.files >= beside.device["optimizer"]
     # A CPU's own memory is the host's.
@@ -145,6 +138,10 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     assert row.device["checkpoint_copies"] == 0
     (row,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false"), "cpu").rows
     assert row.device["checkpoint_copies"] == 0
+
+
+def held(memory: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in memory.items() if count}
 
 
 def test_host_memory_is_a_budget(tmp_path: Path) -> None:

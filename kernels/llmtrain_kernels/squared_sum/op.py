@@ -18,16 +18,28 @@ def squared_sum(x: Tensor, offset: int) -> Tensor:
     offset: position of `x` in its flat buffer. Blocks start at multiples of BLOCK in that buffer, not in `x`. On a CPU
     the result is bit-identical for any number of threads and any instruction set.
     """
+    found = _sums(x, offset)
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square() if found is None else found[1]
+
+
+def squared_blocks(x: Tensor, offset: int) -> list[float]:
+    """Return the partial sums that `squared_sum` adds in order, one for each block that `x` touches."""
+    found = _sums(x, offset)
+    return [float(squared_sum(x, offset))] if found is None else found[0].tolist()
+
+
+def _sums(x: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
+    """Return the blocks' sums and their total, fp64; None without the kernel."""
     kernel = _kernel() if takes_native(x) and x.dtype == torch.float32 else None
     if kernel is None:
-        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+        return None
     x = x.contiguous()
     sums = torch.zeros(-(-(offset % BLOCK + x.numel()) // BLOCK), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     kernel.squared_sum(
         x.data_ptr(), sums.data_ptr(), total.data_ptr(), x.numel(), offset % BLOCK, BLOCK, torch.get_num_threads()
     )
-    return total
+    return sums, total
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """From a plan to the memory and files outside of this rank's device, and to the units whose states rest there."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,27 +10,32 @@ from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import new_stream, waiting_stream
 from llmtrain.model.dtypes import DTYPES
+from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.shard import OffloadedShard, TierBuckets
 from llmtrain.offload.staging import Staging, staging_for
 from llmtrain.offload.tiers import FileTier, HostTier, StateTier
 from llmtrain.offload.usage import TierUsage
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
+from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
 from llmtrain.plan.offload import Bucket, Offload, largest
 from llmtrain.plan.outside_weights import outside_shards
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
+from llmtrain.sharding.outside_gradients import OutsideGradients
 from llmtrain.sharding.outside_weights import OutsideWeights
 from llmtrain.sharding.unit import ShardedUnit
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. None: nothing.
-    moving: all of it."""
+    """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. gradients: sums
+    of gradients. None: nothing. moving: all of it."""
 
     states: StateTier | None
     weights: OutsideWeights | None
+    gradients: StateTier | None
     moving: Sequence["Moving"]
 
     def usage(self) -> TierUsage:
@@ -46,6 +51,9 @@ class Outside:
             one.close()
 
 
+Shares = Callable[[str, ShardedUnit], list[tuple[int, int, float]]]
+
+
 class Moving(Protocol):
     """Memory or files whose content moves."""
 
@@ -56,12 +64,38 @@ class Moving(Protocol):
         """Free the memory or the files."""
 
 
-def open_outside(plan: Plan, ranks: Ranks) -> Outside:
+def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
     offload = plan.sharding.offload
     states = open_tier(offload, rank_buckets(plan, ranks.rank), ranks.device)
     weights, store = _open_weights(plan, ranks)
-    return Outside(states, weights, [one for one in (states, store) if one is not None])
+    gradients = _open_gradients(plan, ranks, programs)
+    return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])
+
+
+def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> StateTier | None:
+    offload, units = plan.sharding.offload, gradient_buckets(plan, ranks.rank)
+    buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+    if not buckets:
+        return None
+    if offload.gradients == "host":
+        return HostTier(buckets, pinned=not is_cpu(ranks.device))
+    return FileTier(buckets, offload.paths, offload.weights, gradient_moves(units, programs))
+
+
+def outside_gradients(
+    plan: Plan, ranks: Ranks, outside: Outside, units: Sequence[ShardedUnit], shares: Shares
+) -> OutsideGradients | None:
+    """Return where sums of gradients rest that are not on the device. shares: the ranges of each unit whose squared
+    norms are asked for."""
+    if outside.gradients is None:
+        return None
+    buckets = gradient_buckets(plan, ranks.rank)
+    moved = [unit for unit in units if unit.spec.name in buckets]
+    ranges = {unit.spec.name: [(start, end) for start, end, _ in shares(unit.spec.name, unit)] for unit in moved}
+    starts = {unit.spec.name: unit.ranges.gradients[0] for unit in moved}
+    store = BucketedGradients(outside.gradients, buckets, ranges, starts, pinned=not is_cpu(ranks.device))
+    return OutsideGradients(store, waiting_stream(ranks.device, "sums of gradients", ranks.activity))
 
 
 def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Moving | None]:

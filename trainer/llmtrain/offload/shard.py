@@ -38,11 +38,11 @@ class OffloadedShard:
         self._names = STATES if masters is None else STATES[1:]
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
-        """See `OptimizerShard.step`. within: all elements."""
-        assert within == self.held
-        stays = self._resident.held[1] - self.held[0]
-        self._resident.step(self._resident.held, gradient[:stays], numbers, None if weight is None else weight[:stays])
-        self._step_outside(gradient, numbers, weight)
+        """See `OptimizerShard.step`. within: of all elements, or a range of a step that passes through all in order."""
+        for start, end in _common(self._resident.held, within):
+            own = slice(start - within[0], end - within[0])
+            self._resident.step((start, end), gradient[own], numbers, None if weight is None else weight[own])
+        self._step_outside(within, gradient, numbers, weight)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See `OptimizerShard.read`; the copy is the caller's where states rest in files."""
@@ -80,18 +80,25 @@ class OffloadedShard:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
-    def _step_outside(self, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None) -> None:
+    def _step_outside(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None) -> None:
         outside, tier, staging = self._outside, self._outside.tier, self._outside.staging
-        staging.begin(gradient, weight, [slice(bucket.start, bucket.end) for bucket in outside.buckets])
-        for place, bucket in enumerate(outside.buckets):
-            states = dict(zip(self._names, tier.take(outside.first + place).unbind(), strict=True))
+        parts = list(self._parts(*within))
+        if not parts:
+            return
+        staging.begin(gradient, weight, [own for _, _, own in parts])
+        for place, (number, (first, last), own) in enumerate(parts):
+            bucket = outside.buckets[number - outside.first]
+            held = tier.take(number)[:, first:last]
+            states = dict(zip(self._names, held.unbind(), strict=True))
+            start, end = within[0] + own.start, within[0] + own.stop
             if self._masters is not None:
-                states["master"] = self._masters[bucket.start : bucket.end]
+                states["master"] = self._masters[start - self.held[0] : end - self.held[0]]
             came, goes = staging.take(place)
-            within = (self.held[0] + bucket.start, self.held[0] + bucket.end)
-            self._rule.step(states, within, came, numbers, goes)
+            self._rule.step(states, (start, end), came, numbers, goes)
             staging.put(place)
-            tier.put(outside.first + place)
+            # A bucket of which only a part was stepped is taken again.
+            if last == bucket.end - bucket.start:
+                tier.put(number)
         staging.end()
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:

@@ -11,11 +11,15 @@ from torch import Tensor
 from llmtrain.offload.bucket_ring import BucketRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.gradient_buckets import Move
 from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
 
 
 class StateTier(Protocol):
     """Holds fp32 states of buckets; they are taken to be stepped one after the other, again and again."""
+
+    def begin(self) -> None:
+        """Begin a step: what is taken next is its first bucket."""
 
     def take(self, bucket: int) -> Tensor:
         """Return the states of a bucket in the host's memory, fp32 `[states, n]`, which may change until `put`."""
@@ -48,6 +52,9 @@ class HostTier:
         self._memory = torch.zeros(sum(sizes), pin_memory=pinned)
         parts = self._memory.split(sizes)
         self._states = [part.view(bucket.states, -1) for part, bucket in zip(parts, buckets, strict=True)]
+
+    def begin(self) -> None:
+        """See StateTier."""
 
     def take(self, bucket: int) -> Tensor:
         """See StateTier."""
@@ -83,15 +90,24 @@ class FileTier:
     Any thread may read; the others' calls come from the thread that steps. A read waits for the writes before it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = ()) -> None:
-        """weights: relative bandwidths of the volumes; equal by default.
+    def __init__(
+        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = (), moves: Sequence[Move] = ()
+    ) -> None:
+        """weights: relative bandwidths of the volumes; equal by default. moves: of one step; by default each bucket is
+        read and written, in order.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self._buckets, self._lock = buckets, threading.RLock()
         sizes = [bucket.nbytes for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
-        self._ring = BucketRing(self._file, self._queue, sizes, slots(len(sizes)), READ_AHEAD)
+        moves = moves or [Move(number) for number in range(len(sizes))]
+        self._ring = BucketRing(self._file, self._queue, sizes, moves, slots(len(sizes)), READ_AHEAD)
         self._staging = aligned_bytes(max(bucket.part for bucket in buckets))
+
+    def begin(self) -> None:
+        """See StateTier."""
+        with self._lock:
+            self._ring.begin()
 
     def take(self, bucket: int) -> Tensor:
         """See StateTier."""

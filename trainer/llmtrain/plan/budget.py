@@ -89,6 +89,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
     host = {
         "host_states": outside.host,
         "host_weights": outside.weights,
+        "host_gradients": outside.gradients,
         "offload_buffers": outside.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
     }
@@ -117,7 +118,7 @@ def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict
     weights = gradients = 0
     # A program of many microbatches takes long to make.
     spec = programs.spec
-    if any(spec.is_gathered(unit) or degrees.gradients > 1 for unit, degrees in spec.degrees.items()):
+    if any(spec.is_gathered(unit) or spec.is_buffered(unit) for unit in spec.degrees):
         weights, gradients = programs.step.weights, programs.step.gradients
     return {
         "gathered_weights": weights * plan.compute_bytes,

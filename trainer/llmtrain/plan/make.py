@@ -20,6 +20,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.model_shape import model_shape
 from llmtrain.plan.offload import Offload, placed_outside
+from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
@@ -55,13 +56,16 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     offload = Offload.of(
-        recipe.offload, backend if facts.device == "cpu" else "cpu", facts.cluster.node.nvme if facts.cluster else ()
+        offload_of(recipe),
+        backend if facts.device == "cpu" else "cpu",
+        facts.cluster.node.nvme if facts.cluster else (),
     )
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, backend)
-        return _sharding(zero, placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device), model, offload)
+        placement = placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device)
+        return _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
 
     zero = zero_settings(
         recipe,
@@ -185,9 +189,13 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees:
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
 
 
-def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig, offload: Offload) -> Sharding:
+def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig, offload: Offload, stages: int) -> Sharding:
+    placements = {unit.name: placement for unit in model_units(model)}
+    if model.tie_embeddings and stages > 1:
+        # The gradients of its two copies are added after those of all other units.
+        placements["embedding"] = replace(placement, gradients_on="device")
     return Sharding(
-        placements={unit.name: placement for unit in model_units(model)},
+        placements=placements,
         resident=zero.resident,
         quantization=zero.quantization,
         offload=offload,

@@ -15,6 +15,8 @@ from llmtrain.recipe.offload import OffloadConfig
 
 # Ranges outside are cut at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
 GRANULE = 1024
+# Elements of which each block of a unit has a sum of squares of its own.
+NORM_BLOCK = 4096
 # Elements of a bucket, if the recipe leaves them open.
 BUCKET = 2**19
 # Buckets that are in memory at once: one is stepped, READ_AHEAD are read, the others are written.
@@ -26,13 +28,15 @@ class Offload:
     """Where a part of each unit's optimizer states rests, and where its weights do.
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
-    parameters: where all weights rest. paths: folders of files, one for each volume. weights: relative bandwidths of
-    the volumes. bucket: most elements that move at once. backend: the kernel that steps the part, on the CPU.
+    parameters, gradients: where all weights, and all sums of gradients, rest. paths: folders of files, one for each
+    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. backend: the kernel
+    that steps the part, on the CPU.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
     share: float = 0.0
     parameters: Memory = "device"
+    gradients: Memory = "device"
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     bucket: int = BUCKET
@@ -40,8 +44,9 @@ class Offload:
 
     @classmethod
     def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme]) -> "Offload":
-        """Return what a recipe asks for. volumes: of the cluster's nodes. Raises BadInputError."""
-        in_files = [key for key in ("optimizer", "parameters") if getattr(recipe, key) == "nvme"]
+        """Return what a recipe asks for. recipe: without `gradients: auto`. volumes: of the cluster's nodes. Raises
+        BadInputError."""
+        in_files = [key for key in ("optimizer", "parameters", "gradients") if getattr(recipe, key) == "nvme"]
         paths = (recipe.paths or tuple(volume.path for volume in volumes)) if in_files else ()
         if in_files and not paths:
             raise BadInputError(
@@ -53,7 +58,8 @@ class Offload:
         return cls(
             tier=recipe.optimizer,
             share=0.0 if recipe.optimizer == "none" else share,
-            parameters="device" if recipe.parameters == "none" else recipe.parameters,
+            parameters=_memory(recipe.parameters),
+            gradients=_memory(recipe.gradients),
             paths=paths,
             weights=_weights(paths, volumes),
             bucket=rounded(bucket),
@@ -71,17 +77,25 @@ class Offload:
         return list(pairwise(cuts)) if self.share else []
 
 
+def _memory(tier: str) -> Memory:
+    """Return where a state rests. tier: as a recipe names it, decided."""
+    return "host" if tier == "host" else "nvme" if tier == "nvme" else "device"
+
+
 def placed_outside(placement: Placement, offload: Offload, compute_bytes: int, device: Device) -> Placement:
     """Return a placement with what an offload changes in it. compute_bytes: of an element of the compute dtype. device:
     what computes."""
     # The CPU cannot step masters that are weights on a GPU, and weights elsewhere are not there to be stepped.
     apart = (offload.share > 0 and device != "cpu") or offload.parameters != "device"
-    aligned = lcm(placement.alignment, PAGE // compute_bytes if offload.parameters == "nvme" else 1)
+    paged = PAGE // compute_bytes if offload.parameters == "nvme" else 1
+    # A block of the gradient norm is never cut.
+    whole_blocks = NORM_BLOCK if offload.gradients != "device" else 1
     return replace(
         placement,
         masters="separate" if apart else placement.masters,
-        alignment=aligned,
+        alignment=lcm(placement.alignment, paged, whole_blocks),
         weights_on=offload.parameters,
+        gradients_on=offload.gradients,
     )
 
 

@@ -30,7 +30,8 @@ class Placement:
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. backend: kernel of the
     optimizer step. alignment: every shard begins at a multiple of this many elements. weights_on: where weight shards
-    rest; elsewhere than on the device, they are brought to it before they are used.
+    rest; elsewhere than on the device, they are brought to it before they are used. gradients_on: where the sums of
+    gradients rest.
     """
 
     axes: tuple[Axis, ...]
@@ -41,16 +42,28 @@ class Placement:
     backend: Backend = "torch"
     alignment: int = ALIGNMENT
     weights_on: Memory = "device"
+    gradients_on: Memory = "device"
 
     @property
     def moves_weights(self) -> bool:
         """Whether the weights rest elsewhere than on the device."""
         return self.weights_on != "device"
 
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether the sums of gradients rest elsewhere than on the device."""
+        return self.gradients_on != "device"
+
+    @property
+    def hops_after_sum(self) -> bool:
+        """Whether the sums of all microbatches are reduced over further ranks."""
+        return self.degrees.ranks > self.degrees.gradients
+
     def padded(self, numel: int) -> int:
         """Return the elements of a unit of `numel` with the padding that makes its shards equal, and whole pages of a
         file."""
-        multiple = self.degrees.ranks * self.alignment if self.degrees.ranks > 1 or self.moves_weights else 1
+        together = self.degrees.ranks == 1 and not self.moves_weights and not self.moves_gradients
+        multiple = 1 if together else self.degrees.ranks * self.alignment
         return -(-numel // multiple) * multiple
 
 

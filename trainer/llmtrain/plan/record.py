@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
+from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.placement import Backend
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.load import as_data
@@ -39,6 +40,7 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     if recipe.offload.optimizer != "none":
         offload = plan.sharding.offload
         record["offload"].update(bucket=offload.bucket, paths=list(offload.paths))
+    record["offload"]["gradients"] = offload_of(recipe).gradients
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record

@@ -86,7 +86,7 @@ def unit_states(
         secondary = packed_bytes(copied, packed, quantization.block) if packed else copied * compute_bytes
     return StateBytes(
         weights=0 if placement.moves_weights else padded // degrees.weights * compute_bytes,
-        gradients=padded // degrees.gradients * 4,
+        gradients=0 if placement.moves_gradients else padded // degrees.gradients * 4,
         masters=stepped * 4 if placement.masters == "separate" else 0,
         moments=stepped * 8,
         secondary=secondary,

@@ -40,6 +40,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "activations": "activations",
         "host_states": "offloaded optimizer states",
         "host_weights": "offloaded weights",
+        "host_gradients": "offloaded sums of gradients",
         "offload_buffers": "buffers of offloaded states",
         "temporaries": "temporaries",
         "context": "context of the process",

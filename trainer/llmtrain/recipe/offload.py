@@ -17,8 +17,10 @@ class OffloadConfig:
     the CPU steps them; ZeRO-Offload, section 4; on a CPU that is the memory that computes) or nvme (files, which pass
     through the memory of the host in buckets while the CPU steps them; ZeRO-Infinity, section 6). parameters: where the
     weights rest that the model computes with: none (on the device), host or nvme; a unit's weights then come to the
-    device before they are used and leave it after that, as far as `zero.resident` has no room for them. share: part of
-    the optimizer states that leaves, from 0 to 1; auto is the least with which the run fits
+    device before they are used and leave it after that, as far as `zero.resident` has no room for them. gradients:
+    where the fp32 sums of gradients rest: none (on the device), host or nvme; auto is where the weights do, but on the
+    device where tensor-parallel ranks have to add them up (`parallel.sequence`, or `quantize.gradients`). share: part
+    of the optimizer states that leaves, from 0 to 1; auto is the least with which the run fits
     `cluster.accelerator.memory`, and 1 where that is not stated. paths: folders for nvme, one for each volume, over
     which buckets are striped; by default those of the cluster file's node.nvme. bucket: elements of a bucket; auto is
     524288.
@@ -28,12 +30,13 @@ class OffloadConfig:
 
     optimizer: Literal["none", "host", "nvme"] = "none"
     parameters: Literal["none", "host", "nvme"] = "none"
+    gradients: Literal["auto", "none", "host", "nvme"] = "auto"
     share: Share | Literal["auto"] = "auto"
     paths: tuple[str, ...] = ()
     bucket: BucketSize | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.paths and "nvme" not in (self.optimizer, self.parameters):
+        if self.paths and "nvme" not in (self.optimizer, self.parameters, self.gradients):
             raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
         if "" in self.paths:
             raise ValueError("paths has an empty path; give a folder of each NVMe volume")

@@ -15,9 +15,8 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
 from llmtrain.plan.program.workspaces import InFlightBuffers
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.gradient_sums import Received
-from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.gradients import GradientPolicy, GradientReducer
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.program_cursor import ProgramCursor
 from llmtrain.sharding.replica_groups import ReplicaGroups
@@ -29,12 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How model states travel; each unit's placement says where its states rest. gradients: how gradients are packed;
-    None for not packed. replica_groups: ranks beyond the data-parallel ones that hold the same parameters. in_flight:
-    buffers of gathers and reductions in flight."""
+    """How model states travel; each unit's placement says where its states rest. replica_groups: ranks beyond the
+    data-parallel ones that hold the same parameters. in_flight: buffers of gathers and reductions in flight."""
 
     weights: WeightPolicy = field(default_factory=WeightPolicy)
-    gradients: Packing | None = None
+    gradients: GradientPolicy = field(default_factory=GradientPolicy)
     replica_groups: ReplicaGroups = field(default_factory=ReplicaGroups)
     in_flight: InFlightBuffers = field(default_factory=InFlightBuffers)
 
@@ -73,6 +71,7 @@ class Engine:
     @contextmanager
     def training_pass(self) -> Iterator[None]:
         """Enclose all forward and backward passes of one optimizer step."""
+        self.gradients.begin()
         # Autograd saves a reference in place of a gathered weight; the weight is gathered again when it is used.
         gathers = bool(self.weights.gathered)
         kept = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if gathers else nullcontext()
@@ -122,7 +121,7 @@ class Engine:
         """Step every unit, and start to update the weights of all ranks. Collective."""
         for unit in self.units.values():
             self.weights.open(unit)
-            unit.step(numbers)
+            unit.step(numbers, self.gradients.outside(unit))
             self.weights.update(unit)
 
     def update(self) -> None:

@@ -5,59 +5,98 @@ the gradient shard to the optimizer shard (the second hops); MiCS, section 3.4, 
 If several ranks hold the same optimizer shard, they gather the sum back.
 """
 
+from typing import Protocol
+
 from torch import Tensor
 
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part, reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
 
+class Reduction(Protocol):
+    """How one unit's gradients travel."""
+
+    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """Return the steps of a reduction. buffer: gradients of one microbatch, of the whole unit, in the dtype of the
+        weights; None if they are in the unit's own gradient."""
+
+    def first_traffic(self) -> list[Traffic]:
+        """Return the collectives that sum one microbatch's gradients into the gradient shards."""
+
+    def last_traffic(self) -> list[Traffic]:
+        """Return the collectives that sum the gradient shard over all other ranks into the optimizer shard."""
+
+
 class GradientReduction:
-    """How one unit's gradients travel: in the dtype of its weights, or packed."""
+    """Sums into the unit's gradient: in the dtype of the weights on the wire, or packed."""
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
         self._unit, self._packing, self._wire = unit, packing, unit.weight.dtype
-        hops, cut = unit.hops, unit.degrees
-        self._first_hops = hops.reduce(1, cut.gradients)
-        self._second_hops = hops.reduce(cut.gradients, cut.optimizer)
-        self._replica_hops = hops.reduce(cut.optimizer, cut.ranks)
-        self._back_hops = hops.gather(cut.optimizer, cut.ranks)
+        self._first_hops = unit.hops.reduce(1, unit.degrees.gradients)
 
-    def first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
-        """Return the steps that sum one microbatch's gradients into the gradient shards.
+    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """See Reduction."""
+        found = [] if buffer is None else self._first_steps(buffer, issue.first, workspace)
+        return [*found, *(self._last_steps(workspace) if issue.last else [])]
 
-        buffer: of the whole unit, in the dtype of the weights. first: whether the sum overwrites the shard.
-        """
+    def first_traffic(self) -> list[Traffic]:
+        """See Reduction."""
+        return first_traffic(self._unit, self._packing)
+
+    def last_traffic(self) -> list[Traffic]:
+        """See Reduction."""
+        return last_traffic(self._unit, self._packing)
+
+    def _first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
+        """first: whether the sum overwrites the shard."""
         shard = self._unit.gradient
         (*steps, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, workspace)
         return [*steps, end.then(lambda: shard.copy_(part) if first else shard.add_(part))]
 
-    def last_steps(self, workspace: Workspace) -> list[HopStep]:
-        """Return the steps that sum the gradient shard over all other ranks into the optimizer shard."""
-        hops, owned = (*self._second_hops, *self._replica_hops), self._unit.owned_gradient
-        if not hops:
+    def _last_steps(self, workspace: Workspace) -> list[HopStep]:
+        unit, owned = self._unit, self._unit.owned_gradient
+        if not unit.hops.placement.hops_after_sum:
             return []
-        (*steps, end), part = reduce_scatter(self._unit.gradient, hops, self._wire, self._packing, workspace)
         whole = owned if self._wire == owned.dtype else workspace.take("whole", len(owned), self._wire)
-        target = own_part(whole, self._replica_hops)
-        steps.append(end.then(lambda: target.copy_(part)))
-        steps += all_gather(whole, self._back_hops)
+        steps = spread_sum(unit, unit.gradient, whole, self._packing, workspace)
         if whole is not owned:
             steps[-1] = steps[-1].then(lambda: owned.copy_(whole))
         return steps
 
-    def first_traffic(self) -> list[Traffic]:
-        """Return the collectives of `first_steps`."""
-        padded, size = self._unit.ranges.padded, self._wire.itemsize
-        return reduce_traffic("gradients", self._first_hops, padded, size, self._packing)
 
-    def last_traffic(self) -> list[Traffic]:
-        """Return the collectives of `last_steps`."""
-        padded, cut, size = self._unit.ranges.padded, self._unit.degrees, self._wire.itemsize
-        owned = padded // cut.optimizer
-        return [
-            *reduce_traffic("gradients", self._second_hops, padded // cut.gradients, size, self._packing),
-            *reduce_traffic("replicas", self._replica_hops, owned, size, self._packing),
-            *gather_traffic("replicas", self._replica_hops, owned, size, None),
-        ]
+def spread_sum(
+    unit: ShardedUnit, total: Tensor, whole: Tensor, packing: Packing | None, workspace: Workspace
+) -> list[HopStep]:
+    """Return the steps that sum a gradient shard over all other ranks. total: the shard, fp32. whole: receives the part
+    that this rank steps, in the dtype of the weights."""
+    cut = unit.degrees
+    replica_hops = unit.hops.reduce(cut.optimizer, cut.ranks)
+    hops = (*unit.hops.reduce(cut.gradients, cut.optimizer), *replica_hops)
+    (*steps, end), part = reduce_scatter(total, hops, whole.dtype, packing, workspace)
+    target = own_part(whole, replica_hops)
+    return [
+        *steps,
+        end.then(lambda: target.copy_(part)),
+        *all_gather(whole, unit.hops.gather(cut.optimizer, cut.ranks)),
+    ]
+
+
+def first_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
+    """Return the collectives that sum one microbatch's gradients into the gradient shards."""
+    hops = unit.hops.reduce(1, unit.degrees.gradients)
+    return reduce_traffic("gradients", hops, unit.ranges.padded, unit.weight.itemsize, packing)
+
+
+def last_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
+    """Return the collectives that sum the gradient shard over all other ranks into the optimizer shard."""
+    padded, cut, size = unit.ranges.padded, unit.degrees, unit.weight.itemsize
+    owned, replica_hops = padded // cut.optimizer, unit.hops.reduce(cut.optimizer, cut.ranks)
+    second_hops = unit.hops.reduce(cut.gradients, cut.optimizer)
+    return [
+        *reduce_traffic("gradients", second_hops, padded // cut.gradients, size, packing),
+        *reduce_traffic("replicas", replica_hops, owned, size, packing),
+        *gather_traffic("replicas", replica_hops, owned, size, None),
+    ]

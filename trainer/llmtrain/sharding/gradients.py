@@ -4,6 +4,7 @@ while the backward pass continues."""
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,11 +18,21 @@ from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.arena import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
-from llmtrain.sharding.gradient_reduction import GradientReduction
+from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
 from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
 from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.outside_gradients import OutsideGradients, OutsideReduction
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients travel. packing: None for not packed. outside: where sums rest that are not on the device."""
+
+    packing: Packing | None = None
+    outside: OutsideGradients | None = None
 
 
 class GradientReducer:
@@ -29,20 +40,22 @@ class GradientReducer:
     `reduce` if `is_reduced`."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], packing: Packing | None, replica_groups: ReplicaGroups,
+        self, units: Mapping[str, ShardedUnit], policy: GradientPolicy, replica_groups: ReplicaGroups,
         in_flight: InFlight, count: Count, complete: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._units, self.replica_groups = units, replica_groups
+        self._units, self.replica_groups, self._outside = units, replica_groups, policy.outside
         self._count, self._complete = count, complete
         some = next(iter(units.values()))
         self.arena = some.weight.new_zeros(0)
         self.in_flight = in_flight
         self._sums: dict[str, GradientSum] = {
-            name: BufferedSum(unit, partial(self._new_buffer, name)) if unit.degrees.gradients > 1 else WholeSum(unit)
+            name: BufferedSum(unit, partial(self._new_buffer, name)) if _is_buffered(unit) else WholeSum(unit)
             for name, unit in units.items()
         }
         self._reductions = {
-            name: GradientReduction(unit, packing) for name, unit in units.items() if unit.degrees.ranks > 1
+            name: _reduction(unit, policy)
+            for name, unit in units.items()
+            if unit.degrees.ranks > 1 or unit.hops.placement.moves_gradients
         }
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
@@ -63,6 +76,17 @@ class GradientReducer:
     def allocate(self, elements: int) -> None:
         """Allocate the arena of whole gradients, in the dtype of the weights."""
         self.arena = self.arena.new_zeros(elements)
+
+    def begin(self) -> None:
+        """Begin an optimizer step."""
+        if self._outside is not None:
+            self._outside.store.begin()
+
+    def outside(self, unit: ShardedUnit) -> Iterator[tuple[Range, Tensor]] | None:
+        """Return the gradients with which a unit is stepped, range by range, if they rest elsewhere; else None."""
+        if self._outside is None or not unit.hops.placement.moves_gradients:
+            return None
+        return self._outside.store.stepped(unit.spec.name)
 
     def start(self, begun: Pass, passing: bool) -> None:
         """Begin a pass that computes gradients. passing: whether autograd runs it now and computes all gradients."""
@@ -103,8 +127,7 @@ class GradientReducer:
             self._count(reduction.last_traffic())
 
         def steps(workspace: Workspace) -> list[HopStep]:
-            found = reduction.first_steps(buffer, issue.first, workspace) if buffer is not None else []
-            found += reduction.last_steps(workspace) if issue.last else []
+            found = reduction.steps(buffer, issue, workspace)
             whole = unit.gradient if buffer is None else buffer
             found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, whole))
             return found
@@ -163,12 +186,20 @@ class GradientReducer:
         """
         squares, shares = [], []
         for name, unit in self._units.items():
-            offset, holders = unit.ranges.optimizer[0], unit.degrees.ranks // unit.degrees.optimizer
+            holders = unit.degrees.ranks // unit.degrees.optimizer
             for start, end, share in self.replica_groups.shares(name, unit):
-                squares.append(squared_sum(unit.owned_gradient[start - offset : end - offset], start))
+                squares.append(self._squares(unit, start, end))
                 shares.append(share / holders)
         found = torch.stack(squares)
         return (found * torch.tensor(shares, dtype=torch.float64, device=found.device)).sum()
+
+    def _squares(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
+        """Return the squared norm of the elements `[start, end)` of a unit that this rank steps, fp64 scalar."""
+        if unit.hops.placement.moves_gradients and self._outside is not None:
+            found = self._outside.store.squares(unit.spec.name, (start, end))
+            return torch.tensor(found, dtype=torch.float64, device=self.arena.device)
+        offset = unit.ranges.optimizer[0]
+        return squared_sum(unit.owned_gradient[start - offset : end - offset], start)
 
     def _listen(self, name: str, reports: bool) -> None:
         """Add or remove the hooks that report each gradient of a unit."""
@@ -210,3 +241,13 @@ class GradientReducer:
         while any(overlap(buffer, sent) for _, sent in self._sent):
             self._sent.popleft()[0].wait()
         return buffer
+
+
+def _is_buffered(unit: ShardedUnit) -> bool:
+    return unit.degrees.gradients > 1 or unit.hops.placement.moves_gradients
+
+
+def _reduction(unit: ShardedUnit, policy: GradientPolicy) -> Reduction:
+    if unit.hops.placement.moves_gradients and policy.outside is not None:
+        return OutsideReduction(unit, policy.packing, policy.outside)
+    return GradientReduction(unit, policy.packing)

@@ -41,7 +41,7 @@ class StepRule:
                 decayed = numbers if decays else replace(numbers, weight_decay=0.0)
                 rounded = None if weight is None else weight[own]
                 master, m, v = (states[name][own] for name in STATES)
-                adamw(self._backend, master, m, v, gradient[own], decayed, rounded)
+                adamw(self._backend, master, m, v, gradient[own].to(master.device), decayed, rounded)
 
 
 class OptimizerShard:

@@ -1,5 +1,6 @@
 """The model states of a unit on this rank: each is a shard, of its own degree, of one padded flat buffer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +41,8 @@ class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
     hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
-    it rests elsewhere than on the device. gradient: fp32 sum over microbatches. optimizer: the fp32 masters and AdamW's
-    moments. parameters: the module's.
+    it rests elsewhere than on the device. gradient: fp32 sum over microbatches; `[0]` where it rests elsewhere.
+    optimizer: the fp32 masters and AdamW's moments. parameters: the module's.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class ShardedUnit:
         start, end = ranges.optimizer
         held = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
         self.weight = torch.zeros(held, dtype=dtype, device=device)
-        self.gradient = torch.zeros(ranges.gradients[1] - ranges.gradients[0], device=device)
+        summed = 0 if hops.placement.moves_gradients else ranges.gradients[1] - ranges.gradients[0]
+        self.gradient = torch.zeros(summed, device=device)
         masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
         if drawn > start:
@@ -97,10 +99,13 @@ class ShardedUnit:
         if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 
-    def step(self, numbers: AdamWStep) -> None:
-        """Step the masters with `owned_gradient`, and round them into `owned_weight`."""
-        weight = None if self.masters_are_weights else self.owned_weight
-        self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
+    def step(self, numbers: AdamWStep, gradients: Iterable[tuple[Range, Tensor]] | None = None) -> None:
+        """Step the masters, and round them into `owned_weight`. gradients: of ranges that follow each other, fp32; by
+        default `owned_gradient`."""
+        weight, offset = None if self.masters_are_weights else self.owned_weight, self.ranges.optimizer[0]
+        for (start, end), gradient in gradients or [(self.ranges.optimizer, self.owned_gradient)]:
+            rounded = None if weight is None else weight[start - offset : end - offset]
+            self.optimizer.step((start, end), gradient, numbers, rounded)
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them."""

@@ -10,7 +10,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.place import Outside, open_outside, place_units
+from llmtrain.offload.place import Outside, open_outside, outside_gradients, place_units
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
@@ -27,6 +27,7 @@ from llmtrain.plan.program.stored import stored_offsets
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
+from llmtrain.sharding.gradients import GradientPolicy
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
@@ -75,9 +76,16 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     pools = Pools.of(plan, ranks.rank, programs, "cpu" if is_cpu(ranks.device) else "cuda")
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
-    outside = open_outside(plan, ranks)
+    outside = open_outside(plan, ranks, programs)
     units = place_units(_units(model, plan, ranks, pools), plan, ranks, outside)
-    sharding = _sharding(plan, ranks, pools, _policy(plan, programs, outside))
+    groups = _replica_groups(plan, ranks, pools.groups)
+    gradients = outside_gradients(plan, ranks, outside, units, groups.shares)
+    sharding = ShardingSpec(
+        _weight_policy(plan, programs, outside),
+        GradientPolicy(_packing(plan.sharding.quantization.gradients, plan.sharding.quantization.block), gradients),
+        groups,
+        pools.in_flight,
+    )
     engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:
         for block in model.blocks.values():
@@ -112,7 +120,7 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[Shard
         )
 
 
-def _policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPolicy:
+def _weight_policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPolicy:
     """Return how weights travel."""
     quantization = plan.sharding.quantization
     return WeightPolicy(
@@ -122,13 +130,6 @@ def _policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPolicy:
         outside=outside.weights,
         updated=stored_offsets(programs.spec, programs.step.weights) if outside.weights else {},
     )
-
-
-def _sharding(plan: Plan, ranks: Ranks, pools: Pools, weights: WeightPolicy) -> ShardingSpec:
-    """Return how states travel, and connect the ranks that hold the same parameters. Collective."""
-    quantization = plan.sharding.quantization
-    gradients = _packing(quantization.gradients, quantization.block)
-    return ShardingSpec(weights, gradients, _replica_groups(plan, ranks, pools.groups), pools.in_flight)
 
 
 def _packing(bits: int, block: int) -> Packing | None:

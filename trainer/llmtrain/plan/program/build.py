@@ -130,7 +130,7 @@ def _reduces(
         passes = {one.unit: one for one in passed}
         units = [unit for at, unit in own if at is At.GRADIENTS and spec.is_reduced(unit, passes[unit].last)]
         found.append({unit: Reduce(unit, None, passes[unit].first, passes[unit].last) for unit in units})
-        buffered += [(place, unit) for unit in units if spec.degrees[unit].gradients > 1]
+        buffered += [(place, unit) for unit in units if spec.is_buffered(unit)]
     offsets = paired_offsets([spec.padded[unit] for _, unit in buffered])
     for (place, unit), offset in zip(buffered, offsets, strict=True):
         one = found[place][unit]

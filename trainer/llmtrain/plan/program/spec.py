@@ -20,7 +20,8 @@ class ProgramSpec:
     gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
     degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
     elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. outside: units whose
-    weights rest elsewhere than on the device. granule: buffers of gathered weights begin at its multiples.
+    weights rest elsewhere than on the device. gradients_outside: units whose sums of gradients do. granule: buffers of
+    gathered weights begin at its multiples.
     """
 
     stages: tuple[StageLayout, ...]
@@ -33,6 +34,7 @@ class ProgramSpec:
     rounded: bool = False
     resident: int = 0
     outside: frozenset[str] = frozenset()
+    gradients_outside: frozenset[str] = frozenset()
     granule: int = 1
 
     @classmethod
@@ -52,6 +54,7 @@ class ProgramSpec:
             rounded=plan.sharding.quantization.secondary > 0,
             resident=plan.sharding.resident // plan.compute_bytes,
             outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
+            gradients_outside=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=PAGE // plan.compute_bytes if _in_files(placements.values()) else 1,
         )
 
@@ -62,7 +65,12 @@ class ProgramSpec:
 
     def is_reduced(self, unit: str, last: bool) -> bool:
         """Whether a backward pass reduces a unit's gradients. last: whether it is the unit's last one of the step."""
-        return self.degrees[unit].gradients > 1 or (last and self.degrees[unit].ranks > 1)
+        return self.is_buffered(unit) or (last and self.degrees[unit].ranks > 1)
+
+    def is_buffered(self, unit: str) -> bool:
+        """Whether a buffer holds the gradients of one backward pass, because their sum is sharded, or rests elsewhere
+        than on the device."""
+        return self.degrees[unit].gradients > 1 or unit in self.gradients_outside
 
     @property
     def tied(self) -> bool:

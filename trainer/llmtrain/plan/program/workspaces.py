@@ -101,8 +101,12 @@ def _reduction_workspace(unit: UnitTraffic) -> Iterator[Sized]:
     for level in unit.placement.levels:
         numel //= level.radix
         yield f"sum over {level.span}", 4 * numel
-    if unit.element_bytes < 4 and degrees.ranks > degrees.gradients:
-        yield "whole", unit.placement.padded(unit.spec.numel) // degrees.optimizer * unit.element_bytes
+    padded, moves = unit.placement.padded(unit.spec.numel), unit.placement.moves_gradients
+    if unit.placement.hops_after_sum:
+        if unit.element_bytes < 4 or moves:
+            yield "whole", padded // degrees.optimizer * unit.element_bytes
+        if moves:
+            yield "sum", 4 * padded // degrees.gradients
 
 
 def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, SizedCollective]]:

@@ -1,0 +1,92 @@
+"""The buckets of a rank's sums of gradients that rest elsewhere than on its device, and how they move. No torch in
+here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import shard_range
+from llmtrain.plan.offload import NORM_BLOCK, Bucket
+from llmtrain.plan.pipeline.stage_layout import units_of
+from llmtrain.plan.placement import Placement
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.instructions import Reduce
+
+
+@dataclass(frozen=True)
+class Move:
+    """A bucket that comes to the host's memory and goes back. reads, writes: whether it is read from files before, and
+    written after."""
+
+    bucket: int
+    reads: bool = True
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class UnitGradients:
+    """The buckets of the gradient shard of one unit. first: number of the first of them. buckets: ranges from the first
+    element of the shard. owned: which of them the rank steps. hops_after_sum: see Placement."""
+
+    first: int
+    buckets: Sequence[Bucket]
+    owned: Sequence[bool]
+    hops_after_sum: bool
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the buckets."""
+        return range(self.first, self.first + len(self.buckets))
+
+    @property
+    def stepped(self) -> list[int]:
+        """The numbers of the buckets that the rank steps."""
+        return [number for number, owned in zip(self.numbers, self.owned, strict=True) if owned]
+
+
+def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
+    """Return the buckets of a rank of the run, by unit."""
+    grid, found, first = plan.grid, dict[str, UnitGradients](), 0
+    for spec in units_of(
+        plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)
+    ):
+        placement = plan.sharding.placements[spec.name]
+        if placement.moves_gradients:
+            place = grid.coordinate(rank, *placement.axes)
+            cut = list(_cut(placement, placement.padded(spec.numel), place, plan.sharding.offload.bucket))
+            buckets = [Bucket(spec.name, start, end, 1) for start, end, _ in cut]
+            found[spec.name] = UnitGradients(first, buckets, [own for _, _, own in cut], placement.hops_after_sum)
+            first += len(buckets)
+    return found
+
+
+def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield (start, end, whether the rank steps it) of the buckets of a gradient shard, none of which cuts a block of
+    the gradient norm. place: of the rank along the placement's axes."""
+    size = -(-bucket // NORM_BLOCK) * NORM_BLOCK
+    (first, last), (start, end) = (
+        shard_range(placement.levels, place, degree, padded)
+        for degree in (placement.degrees.gradients, placement.degrees.optimizer)
+    )
+    for begin, until, owned in ((first, start, False), (start, end, True), (end, last, False)):
+        for cut in range(begin, until, size):
+            yield cut - first, min(cut + size, until) - first, owned
+
+
+def gradient_moves(units: dict[str, UnitGradients], programs: Programs) -> list[Move]:
+    """Return how the buckets of a rank move in one step, in order: at each reduction, and then to be stepped. units: of
+    the rank."""
+    found = list[Move]()
+    reduces = (issue for issue in programs.step.issues if isinstance(issue, Reduce) and issue.unit in units)
+    for issue in reduces:
+        unit = units[issue.unit]
+        stays = not (issue.last and unit.hops_after_sum)
+        found += [
+            Move(number, reads=not issue.first, writes=stays) for number in unit.numbers if stays or not issue.first
+        ]
+        if not stays:
+            found += [Move(number, reads=False) for number in unit.stepped]
+    for unit in units.values():
+        found += [Move(number, writes=False) for number in unit.stepped]
+    return found

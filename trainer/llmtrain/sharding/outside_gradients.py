@@ -1,0 +1,83 @@
+"""Sums of gradients that rest elsewhere than on the device, and their reduction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmtrain.comm.stream import Job, Stream
+from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.program.instructions import Reduce
+from llmtrain.plan.traffic import Traffic
+from llmtrain.sharding.collectives import HopStep, Packing, reduce_scatter
+from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, spread_sum
+from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.unit import ShardedUnit
+
+
+class GradientStore(Protocol):
+    """Holds fp32 sums of the gradient shards of units."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def add(self, unit: str, part: Tensor, first: bool, last: bool) -> None:
+        """Add `part`, `[n]` of any float dtype on the device, to the sum of a unit's shard. first: replaces the sum.
+        last: it is complete then."""
+
+    def add_into(self, unit: str, part: Tensor, first: bool, total: Tensor) -> None:
+        """Fill `total`, fp32 `[n]` on the device, with the sum and `part`. The sum itself is not kept."""
+
+    def put(self, unit: str, values: Tensor) -> None:
+        """Set what this rank steps, which is then complete, to `values`: `[n]` of any float dtype on the device."""
+
+    def stepped(self, unit: str) -> Iterator[tuple[Range, Tensor]]:
+        """Yield the ranges of the unit that this rank steps, in order, with their gradients: fp32, in the host's
+        memory, valid until the next one."""
+
+    def squares(self, unit: str, within: Range) -> float:
+        """Return the squared norm of a range of the unit: all that this rank steps, or an end of it that TP-replicated
+        parameters have."""
+
+
+@dataclass(frozen=True)
+class OutsideGradients:
+    """Where sums of gradients rest, and the stream on which gradients go there."""
+
+    store: GradientStore
+    stream: Stream
+
+
+class OutsideReduction:
+    """How the gradients of a unit travel whose sum rests elsewhere; see GradientReduction."""
+
+    def __init__(self, unit: ShardedUnit, packing: Packing | None, outside: OutsideGradients) -> None:
+        self._unit, self._packing, self._outside, self._wire = unit, packing, outside, unit.weight.dtype
+        self._hops = unit.hops.reduce(1, unit.degrees.gradients)
+
+    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """See GradientReduction. buffer: not None."""
+        assert buffer is not None
+        unit, name, store = self._unit, self._unit.spec.name, self._outside.store
+        steps, part = reduce_scatter(buffer, self._hops, self._wire, self._packing, workspace)
+        if not (issue.last and unit.hops.placement.hops_after_sum):
+            return [*steps, self._step(lambda: store.add(name, part, issue.first, issue.last))]
+        (start, end), (first, last) = unit.ranges.gradients, unit.ranges.optimizer
+        total = workspace.take("sum", end - start, torch.float32)
+        owned = workspace.take("whole", last - first, self._wire)
+        steps.append(self._step(lambda: store.add_into(name, part, issue.first, total)))
+        steps += spread_sum(unit, total, owned, self._packing, workspace)
+        return [*steps, self._step(lambda: store.put(name, owned))]
+
+    def first_traffic(self) -> list[Traffic]:
+        """See GradientReduction."""
+        return first_traffic(self._unit, self._packing)
+
+    def last_traffic(self) -> list[Traffic]:
+        """See GradientReduction."""
+        return last_traffic(self._unit, self._packing)
+
+    def _step(self, job: Job) -> HopStep:
+        return HopStep(self._outside.stream, job)
