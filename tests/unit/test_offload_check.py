@@ -215,6 +215,5 @@ def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:
 
 def test_a_plans_record_makes_the_same_plan(tmp_path: Path) -> None:
     plan = planned(tmp_path, *nvme(tmp_path), "offload.share=0.5")
-    assert plan.record["offload"] == {
-        "optimizer": "nvme", "share": 0.5, "paths": [str(tmp_path)], "bucket": 524288
-    }  # fmt: skip
+    decided = {"optimizer": "nvme", "share": 0.5, "paths": [str(tmp_path)], "bucket": 524288}
+    assert plan.record["offload"].items() >= decided.items()

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.placement import Backend
 from llmtrain.plan.plan import Plan
@@ -37,10 +38,11 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     record["zero"].update(_zero_keys(zero))
     record["quantize"].update(_quantize_keys(zero))
     record["optimizer"]["backend"] = backend
-    if recipe.offload.optimizer != "none":
-        offload = plan.sharding.offload
+    offload = plan.sharding.offload
+    if offload != Offload():
         record["offload"].update(bucket=offload.bucket, paths=list(offload.paths))
-    record["offload"]["gradients"] = offload_of(recipe).gradients
+    if recipe.offload.parameters != "none":
+        record["offload"]["gradients"] = offload_of(recipe).gradients
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record
