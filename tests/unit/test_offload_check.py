@@ -66,7 +66,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "may not be written to" in problem(tmp_path, tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
-    assert "where 1000 B are free, and the states of 2 ranks take" in problem(tmp_path, tmp_path)
+    assert "where 1000 B are free, and what leaves 2 ranks takes" in problem(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,78 +1,19 @@
-"""Gradients and weights that pass through pinned slots, with streams that copy as late as they may: no GPU is needed.
+"""Gradients and weights that pass through pinned slots, with streams that copy as late as they may."""
 
-A stream here is a list of copies; they run when something waits for them, and not before.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from late_streams import LateCopies, late_copies
 from llmtrain.offload.staging import Pinned
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = (1000, 1000, 1000, 500)
 
 
-class LateStream:
-    """Copies that wait. None of them runs before `run` is called for it."""
-
-    def __init__(self, device: object = None) -> None:
-        self.copies: list[Callable[[], object]] = []
-        self.done = 0
-
-    def run(self, until: int | None = None) -> None:
-        """Run the copies before the given one, or all."""
-        while self.done < (len(self.copies) if until is None else until):
-            self.done += 1
-            self.copies[self.done - 1]()
-
-    def wait_stream(self, other: "LateStream") -> None:
-        """Run what another stream has."""
-        other.run()
-
-
-class LateCopies(TorchDispatchMode):
-    """Puts the copies of the current stream off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = self.current = LateStream()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.aten.copy_.default and self.current is not self.main:
-            self.current.copies.append(lambda: torch.Tensor.copy_(args[0], args[1]))
-            return args[0]
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
-    mode, empty = LateCopies(), torch.empty
-
-    class Event:
-        stream, place = mode.main, 0
-
-        def record(self) -> None:
-            self.stream, self.place = mode.current, len(mode.current.copies)
-
-        def synchronize(self) -> None:
-            self.stream.run(self.place)
-
-    @contextmanager
-    def using(stream: LateStream) -> Iterator[None]:
-        before, mode.current = mode.current, stream
-        yield
-        mode.current = before
-
-    fakes = {"Stream": LateStream, "Event": Event, "current_stream": lambda: mode.main, "stream": using}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
-    return mode
+    return late_copies(monkeypatch)
 
 
 def units(count: int) -> list[tuple[Tensor, Tensor, list[slice]]]:

@@ -200,6 +200,7 @@ def test_parts_of_a_budget() -> None:
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
             "in_flight": sum(pool_bytes(plan, row.role.rank, programs, "cuda").values()),
+            "activation_slots": 0,
             "activations": passing[0],
             "temporaries": passing[1],
             "context": GPU.context,
@@ -291,7 +292,10 @@ def test_json_has_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
         (0, 4, 0, 4), (4, 4, 1, 4),
     ]  # fmt: skip
     for row in memory["roles"]:
-        assert list(row) == ["rank", "ranks", "pipeline", "layers", "parameters", "device", "total", "host", "files"]
+        assert list(row) == [
+            "rank", "ranks", "pipeline", "layers", "parameters", "device", "total", "host", "files",
+            "activations_moved",
+        ]  # fmt: skip
         assert row["total"] == sum(row["device"].values())
     assert memory["fullest"] in [row["rank"] for row in memory["roles"]]
 

@@ -14,7 +14,14 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.parallel.pipeline.action_order import ActionOrder, FixedOrder, MessageDrivenOrder, OwnDecision
+from llmtrain.offload.borders import open_borders
+from llmtrain.parallel.pipeline.action_order import (
+    ActionOrder,
+    FixedOrder,
+    MessageDrivenOrder,
+    OrderWithBorders,
+    OwnDecision,
+)
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks
@@ -23,6 +30,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import rank_moves
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.sharding.gradient_sums import Received
 from llmtrain_kernels.native import native_available
@@ -112,6 +120,7 @@ def plan_of(family: str, schedule: str, stages: int, **more: Any) -> Plan:
         "parallel": {"pipeline": stages, "tensor": degree, "sequence": more.get("sequence", False)},
         "pipeline": {"schedule": schedule, "chunks": chunks, "split": split},
         "activation_checkpointing": more.get("recompute", "none"),
+        "offload": {"activations": more.get("offload", "none")},
     }
     facts = Facts(world=stages * degree, device="cpu", native=native_available())
     return make_plan(parse_recipe(recipe), facts)
@@ -134,9 +143,13 @@ def counted_peak(plan: Plan, rank: int) -> int:
         if not schedule.message_driven
         else MessageDrivenOrder(layouts[0], MICROBATCHES, plan.pipeline.limit, links, OwnDecision())
     )
+    borders = open_borders(plan.activation_offload, rank_moves(plan, rank), shape, dtype, torch.device("cpu"))
+    blank = None
+    if borders is not None:
+        model.saving, within, blank = borders.hooks, OrderWithBorders(within, borders), torch.empty(1, dtype=dtype)
+    stages = [Stage(model, layout, blank) for layout in layouts]
     with Kept() as kept:
         order = Measured(within, kept)
-        stages = [Stage(model, layout) for layout in layouts]
         Executor(stages, schedule, order, links, Gradients(model), setup.queue).train(rows, 1.0)  # type: ignore[arg-type]
     return order.most
 
@@ -147,6 +160,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tied, dropout": {"tied": True, "dropout": 0.1, "compute": "bf16"},
     "recomputed": {"recompute": {"every": 2}},
     "sequence": {"tensor": 2, "sequence": True, "compute": "bf16"},
+    "offloaded": {"recompute": "full", "offload": "host"},
+    "offloaded, sequence, dropout": {
+        "recompute": {"every": 2},
+        "offload": "host",
+        "tensor": 2,
+        "sequence": True,
+        "dropout": 0.1,
+    },
 }
 
 

@@ -21,9 +21,10 @@ PIECE, DEPTH = 2**20, 64
 Interface = Literal["io_uring", "aio"]
 
 
-def aligned_bytes(nbytes: int) -> Tensor:
-    """Return host memory that a queue can transfer: uint8 `[nbytes]` at a multiple of ALIGNMENT, uninitialized."""
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+def aligned_bytes(nbytes: int, pinned: bool = False) -> Tensor:
+    """Return host memory that a queue can transfer: uint8 `[nbytes]` at a multiple of ALIGNMENT, uninitialized. pinned:
+    so that a GPU copies from and to it directly."""
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
 

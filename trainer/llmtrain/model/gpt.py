@@ -1,5 +1,8 @@
 """The model: plain blocks, no mesh."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +14,8 @@ from llmtrain.model.layers import Block, Embedding, Head, rotary_tables
 class GPT(nn.Module):
     """Decoder-only transformer of the families gpt2, llama and neox.
 
-    recompute: blocks per activation-checkpointing group, or 0 to keep every activation.
+    recompute: blocks per activation-checkpointing group, or 0 to keep every activation. saving: encloses what keeps a
+    group's input for the backward pass; takes the group's number within the stage.
     """
 
     def __init__(self, config: GPTConfig, device: torch.device, recompute: int = 0) -> None:
@@ -21,6 +25,7 @@ class GPT(nn.Module):
         # By name, because a pipeline rank keeps only some of them.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.layers)})
         self.head = Head(config)
+        self.saving: Callable[[int], AbstractContextManager[object]] = lambda group: nullcontext()
         self.rotary = None if config.family == "gpt2" else rotary_tables(config, device)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -33,9 +38,11 @@ class GPT(nn.Module):
             return self._run(x, first, end)
         # Without dropout a block draws no random numbers, so there is no generator's state to keep.
         draws = self.config.dropout > 0
-        for start in range(first, end, self.recompute):
+        for group, start in enumerate(range(first, end, self.recompute)):
             stop = min(start + self.recompute, end)
-            x = checkpoint(self._run, x, start, stop, use_reentrant=False, preserve_rng_state=draws)
+            # Inside, `checkpoint` saves its inputs as autograd does; what its function saves has hooks of its own.
+            with self.saving(group):
+                x = checkpoint(self._run, x, start, stop, use_reentrant=False, preserve_rng_state=draws)
         return x
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import border_bytes, left_groups
 from llmtrain.plan.saved_tensors import (
     Sizes,
     block_tensors,
@@ -49,12 +50,6 @@ def stage_activations(plan: Plan, layout: StageLayout, place: int | None = None)
     return sum(unit_activations(plan, layout, unit, place) for unit in layout.units)
 
 
-def border_bytes(plan: Plan) -> int:
-    """Return the bytes of what one block or stage passes to the next: `[sequences, tokens, hidden]` in the compute
-    dtype. With sequence parallelism each rank has a share of the tokens."""
-    return Sizes.of(plan).own * plan.model.hidden * plan.compute_bytes
-
-
 def recomputed_peak(plan: Plan, layout: StageLayout) -> int:
     """Return the bytes that the recomputation of the stage's largest group adds in a backward pass; 0 without."""
     blocks = min(plan.recompute, layout.end - layout.first)
@@ -77,7 +72,8 @@ def deferred_bytes(plan: Plan, layout: StageLayout, place: int | None = None) ->
 
 def live_activations(plan: Plan, rank: int) -> int:
     """Return the most bytes that a rank of the run keeps between two of its actions: all chunks and all microbatches
-    that are alive at once. What happens inside of an action comes on top, such as `recomputed_peak`.
+    that are alive at once, without what offload has moved. What happens inside of an action comes on top, such as
+    `recomputed_peak`.
 
     Message-driven: the most that `limit` allows, which the order of arrivals need not reach. The last stage runs each
     backward pass directly after the forward pass.
@@ -94,9 +90,12 @@ def live_activations(plan: Plan, rank: int) -> int:
         for chunk in range(len(layouts))
         for kind in Kind
     }
+    left, border = left_groups(plan, rank), border_bytes(plan)
     live = peak = 0
     for action in schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]:
-        live += changes[action.chunk, action.kind]
+        # What has left is not added by the forward pass, and not freed by the backward pass.
+        kind, outside = action.kind, border * left.get((action.microbatch, action.chunk), 0)
+        live += changes[action.chunk, kind] + outside * ((kind is Kind.B) - (kind is Kind.F))
         peak = max(peak, live)
     return peak
 

@@ -16,6 +16,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
+from llmtrain.plan.rank_borders import border_memory
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import temporary_bytes
@@ -24,12 +25,14 @@ from llmtrain.plan.temporaries import temporary_bytes
 @dataclass(frozen=True)
 class RoleMemory:
     """The memory of each rank of a role. device: bytes on its device, by purpose. host: bytes of the host's memory, by
-    purpose; none on a CPU, whose memory is the host's. files: bytes on NVMe volumes."""
+    purpose; none on a CPU, whose memory is the host's. files: bytes on NVMe volumes. activations_moved: bytes of
+    activations that leave the device in a step, and come back."""
 
     role: Role
     device: Mapping[str, int]
     host: Mapping[str, int]
     files: int
+    activations_moved: int = 0
 
     @property
     def total(self) -> int:
@@ -85,31 +88,40 @@ def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None
 
 def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
     """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
-    outside = offload_memory(plan, role.rank, device)
+    outside, borders = offload_memory(plan, role.rank, device), border_memory(plan, role.rank, device)
     host = {
         "host_states": outside.host,
         "host_weights": outside.weights,
         "host_gradients": outside.gradients,
         "offload_buffers": outside.buffers,
+        "host_activations": borders.host,
+        "activation_buffers": borders.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
     }
     whole = _device_memory(plan, role, device, _buffers(plan, role, programs, device))
-    return RoleMemory(role, whole | (host if device == "cpu" else {}), {} if device == "cpu" else host, outside.files)
+    held = ({**whole, **host}, {}) if device == "cpu" else (whole, host)
+    return RoleMemory(role, *held, outside.files + borders.files, borders.moved)
 
 
 def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str, int]) -> dict[str, int]:
-    needs = own_needs(device)
-    lasting = {name: part(plan, role) for name, part in _LASTING}
-    # Tensors that come and go in every step; the allocator cannot use all of the memory between them.
-    passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
+    needs, passing = own_needs(device), passing_memory(plan, role, device)
+    lost = passing.pop("fragmentation")
     return {
-        **lasting,
+        **{name: part(plan, role) for name, part in _LASTING},
         **buffers,
         **passing,
         "context": needs.context,
         "communicators": communicator_bytes(plan, role.pipeline, needs),
-        "fragmentation": int(needs.fragmentation * sum(passing.values())),
+        "fragmentation": lost,
     }
+
+
+def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+    """Return the bytes, by purpose, of tensors that come and go in every step, and of what the allocator cannot use
+    between them."""
+    passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
+    lost = int(own_needs(device).fragmentation * sum(passing.values()))
+    return {"activation_slots": border_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
 
 
 def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict[str, int]:

@@ -13,8 +13,10 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
+from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.auto_resident import Filling
 from llmtrain.plan.auto_share import least_share
+from llmtrain.plan.auto_stay import with_most_staying
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
@@ -40,6 +42,11 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
     ranks.
     """
+    return with_most_staying(_with_share(recipe, facts), facts.device)
+
+
+def _with_share(recipe: Recipe, facts: Facts) -> Plan:
+    """Return the plan of a recipe, with the least activations on the device."""
     given = recipe.offload
     if given.optimizer == "none" or given.share != "auto":
         return _plan(recipe, facts)
@@ -55,11 +62,8 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
-    offload = Offload.of(
-        offload_of(recipe),
-        backend if facts.device == "cpu" else "cpu",
-        facts.cluster.node.nvme if facts.cluster else (),
-    )
+    volumes = facts.cluster.node.nvme if facts.cluster else ()
+    offload = Offload.of(offload_of(recipe), backend if facts.device == "cpu" else "cpu", volumes)
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
@@ -89,6 +93,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         kernels=kernels_of(facts, model, compute),
         sequence_parallel=recipe.parallel.sequence,
         recompute=recompute,
+        activation_offload=ActivationOffload.of(recipe, recompute, pipeline.schedule, volumes),
         sharding=sharding(zero),
         pipeline=_with_hand_back(pipeline, recipe, recompute, zero.degrees),
         optimizer=AdamW(**{entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW)}),

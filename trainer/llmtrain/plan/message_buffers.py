@@ -4,10 +4,10 @@ from math import ceil
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
-from llmtrain.plan.activations import border_bytes
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import border_bytes
 
 SLOT_BYTES = 1 << 20
 """Most bytes of a slot. A longer message takes several slots, and the receiver reads one while the next is written."""

@@ -6,8 +6,14 @@ for. Among the ways to do so, the one is taken that moves the fewest bytes betwe
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from llmtrain.plan.activation_offload import ActivationOffload
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.plan import Plan
+
+Files = Offload | ActivationOffload
+F = TypeVar("F", Offload, ActivationOffload)
 
 
 @dataclass(frozen=True)
@@ -23,17 +29,21 @@ class VolumeShare:
 
 def for_rank(plan: Plan, rank: int) -> Plan:
     """Return the plan with the weights of volumes as a rank of the run uses them."""
-    by_socket = _weights_by_socket(plan)
-    if by_socket is None:
-        return plan
-    offload = replace(plan.sharding.offload, weights=by_socket[socket_of(plan, rank)])
-    return replace(plan, sharding=replace(plan.sharding, offload=offload))
+    states = _near(plan, plan.sharding.offload, rank)
+    sharding = replace(plan.sharding, offload=states)
+    return replace(plan, sharding=sharding, activation_offload=_near(plan, plan.activation_offload, rank))
+
+
+def _near(plan: Plan, files: F, rank: int) -> F:
+    by_socket = _weights_by_socket(plan, files)
+    return files if by_socket is None else replace(files, weights=by_socket[socket_of(plan, rank)])
 
 
 def volume_shares(plan: Plan) -> list[VolumeShare]:
     """Return the shares of the volumes of a node, in the order of the plan's paths."""
-    offload, by_socket = plan.sharding.offload, _weights_by_socket(plan)
-    sockets, total = _volume_sockets(plan), sum(offload.weights)
+    offload: Files = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
+    by_socket = _weights_by_socket(plan, offload)
+    sockets, total = _volume_sockets(plan, offload), sum(offload.weights)
     ranks, found = _ranks_of_sockets(plan), []
     for place, path in enumerate(offload.paths):
         far = 0.0
@@ -52,13 +62,13 @@ def socket_of(plan: Plan, rank: int) -> int:
     return rank % node.ranks * node.sockets // node.ranks
 
 
-def _weights_by_socket(plan: Plan) -> list[tuple[float, ...]] | None:
+def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | None:
     """Return the shares of a rank's bytes that the volumes get, for the ranks of each socket; None where the sockets of
     volumes are not stated, or where there is but one."""
-    sockets, ranks = _volume_sockets(plan), _ranks_of_sockets(plan)
+    sockets, ranks = _volume_sockets(plan, files), _ranks_of_sockets(plan)
     if len(ranks) < 2 or len(sockets) < 2 or None in sockets:
         return None
-    weights, total = plan.sharding.offload.weights, sum(plan.sharding.offload.weights)
+    weights, total = files.weights, sum(files.weights)
     # Both in parts of all bytes of a node: what the ranks of a socket have, and what its volumes take.
     has = [count / sum(ranks) for count in ranks]
     room = [sum(w for w, own in zip(weights, sockets, strict=True) if own == one) / total for one in range(len(ranks))]
@@ -79,10 +89,10 @@ def _weights_by_socket(plan: Plan) -> list[tuple[float, ...]] | None:
     ]
 
 
-def _volume_sockets(plan: Plan) -> Sequence[int | None]:
-    """Return the socket of each of the plan's volumes; None if the description does not state it."""
+def _volume_sockets(plan: Plan, files: Files) -> Sequence[int | None]:
+    """Return the socket of each volume; None if the description does not state it."""
     described = {} if plan.cluster is None else {one.path: one.socket for one in plan.cluster.node.nvme}
-    return [described.get(path) for path in plan.sharding.offload.paths]
+    return [described.get(path) for path in files.paths]
 
 
 def _ranks_of_sockets(plan: Plan) -> Sequence[int]:

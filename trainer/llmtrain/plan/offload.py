@@ -61,7 +61,7 @@ class Offload:
             parameters=_memory(recipe.parameters),
             gradients=_memory(recipe.gradients),
             paths=paths,
-            weights=_weights(paths, volumes),
+            weights=volume_weights(paths, volumes),
             bucket=rounded(bucket),
             backend=backend,
         )
@@ -99,7 +99,7 @@ def placed_outside(placement: Placement, offload: Offload, compute_bytes: int, d
     )
 
 
-def _weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
+def volume_weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
     """Return the described bandwidth of each path's volume; equal weights if one of them is not described."""
     described = {volume.path: volume.bandwidth for volume in volumes}
     known = [described.get(path) for path in paths]

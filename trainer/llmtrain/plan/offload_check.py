@@ -10,6 +10,7 @@ from llmtrain_data import units
 
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import border_memory
 from llmtrain.plan.roles import roles
 
 # File systems that keep their files in memory.
@@ -18,13 +19,17 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
-    paths = plan.sharding.offload.paths
+    paths = plan.sharding.offload.paths or plan.activation_offload.paths
     if not paths:
         return None
     ranks = min(ranks_per_node, plan.grid.world)
-    needed = ranks * max(offload_memory(plan, role.rank, "cpu").files for role in roles(plan)) // len(paths)
+    needed = ranks * max(_files(plan, role.rank) for role in roles(plan)) // len(paths)
     problems = [problem for path in paths for problem in _problems(Path(path), needed, ranks)]
     return next(iter([*problems, *_shared(paths)]), None)
+
+
+def _files(plan: Plan, rank: int) -> int:
+    return offload_memory(plan, rank, "cpu").files + border_memory(plan, rank, "cpu").files
 
 
 def _problems(path: Path, needed: int, ranks: int) -> Iterator[str]:
@@ -37,8 +42,8 @@ def _problems(path: Path, needed: int, ranks: int) -> Iterator[str]:
         yield f"{said}, which is on a {kind}, in memory; give a folder of an NVMe volume"
     elif (free := shutil.disk_usage(path).free) < needed:
         yield (
-            f"{said}, where {units.size(free)} are free, and the states of {ranks} rank{'s' if ranks > 1 else ''} take "
-            f"{units.size(needed)}; give a larger volume or more of them, or a smaller offload.share"
+            f"{said}, where {units.size(free)} are free, and what leaves {ranks} rank{'s' if ranks > 1 else ''} takes "
+            f"{units.size(needed)}; give a larger volume or more of them, or offload less"
         )
     elif not _takes_direct_writes(path):
         yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); give a folder of an NVMe volume"

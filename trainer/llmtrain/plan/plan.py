@@ -16,6 +16,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import Tier
 from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
+from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -129,8 +130,9 @@ class Plan:
     grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first. cluster: the recipe's description,
     None without one. compute: dtype of matrix products. kernels: what kernels keep for the backward pass.
     sequence_parallel: whether tensor-parallel ranks split the sequence between layers. recompute: blocks of one group
-    of activation checkpointing, 0 for none. import_from: folder of the Hugging Face model with the initial weights,
-    None for random weights. record: the recipe, as plain data, that makes this plan again; files of the run store it.
+    of activation checkpointing, 0 for none. activation_offload: where the inputs of these groups rest. import_from:
+    folder of the Hugging Face model with the initial weights, None for random weights. record: the recipe, as plain
+    data, that makes this plan again; files of the run store it.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Plan:
     kernels: Kernels
     sequence_parallel: bool
     recompute: int
+    activation_offload: ActivationOffload
     sharding: Sharding
     pipeline: Pipeline
     optimizer: AdamW

@@ -40,7 +40,9 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     record["optimizer"]["backend"] = backend
     offload = plan.sharding.offload
     if offload != Offload():
-        record["offload"].update(bucket=offload.bucket, paths=list(offload.paths))
+        record["offload"].update(bucket=offload.bucket)
+    if paths := offload.paths or plan.activation_offload.paths:
+        record["offload"].update(paths=list(paths))
     if recipe.offload.parameters != "none":
         record["offload"]["gradients"] = offload_of(recipe).gradients
     if recipe.activation_checkpointing == "auto":

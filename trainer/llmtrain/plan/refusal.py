@@ -87,7 +87,8 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
 
 def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less memory, those that cost least time first: a larger zero.stage,
-    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload."""
+    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload: of
+    activations, where they are recomputed, and of optimizer states."""
     for stage in STAGES[(recipe.zero.stage or 0) + 1 :]:
         yield Change((f"zero.stage={stage}",), replace(recipe, zero=replace(recipe.zero, stage=stage)))
     if recipe.activation_checkpointing == "none":
@@ -100,10 +101,12 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             train = replace(recipe.train, microbatch=size)
             yield Change((f"train.microbatch={size}",), replace(recipe, train=train))
     yield from _grids(recipe, plan)
-    if recipe.offload.optimizer == "none":
-        for tier in ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",):
-            offload = replace(recipe.offload, optimizer=tier)
-            yield Change((f"offload.optimizer={tier}",), replace(recipe, offload=offload))
+    tiers = ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",)
+    for key in (*(("activations",) if plan.recompute else ()), "optimizer"):
+        if getattr(recipe.offload, key) == "none":
+            for tier in tiers:
+                offload = replace(recipe.offload, **{key: tier})  # type: ignore[arg-type]
+                yield Change((f"offload.{key}={tier}",), replace(recipe, offload=offload))
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:

@@ -37,11 +37,14 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "gradient_buffers": "gradients before their reduction",
         "in_flight": "buffers in flight",
         "checkpoint_copies": "copies of states for checkpoints",
+        "activation_slots": "activations that come back",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
         "host_weights": "offloaded weights",
         "host_gradients": "offloaded sums of gradients",
         "offload_buffers": "buffers of offloaded states",
+        "host_activations": "offloaded activations",
+        "activation_buffers": "buffers of offloaded activations",
         "temporaries": "temporaries",
         "context": "context of the process",
         "communicators": "communicators",
@@ -184,6 +187,7 @@ def _role(plan: Plan, row: RoleMemory) -> dict[str, Any]:
         "total": row.total,
         "host": dict(row.host),
         "files": row.files,
+        "activations_moved": row.activations_moved,
     }
 
 
@@ -219,7 +223,7 @@ def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
     if whole and any(row.host.values()):
         yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
     if row.files:
-        yield "offloaded model states, in files", units.size(row.files), ""
+        yield "offloaded, in files", units.size(row.files), ""
 
 
 def _volumes(shares: Sequence[VolumeShare]) -> Iterator[Sequence[object]]:
@@ -271,6 +275,10 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         f"{batch.sequences} sequences of {batch.sequence_length} tokens, in {batch.microbatches} "
         f"microbatch{'' if batch.microbatches == 1 else 'es'} of {batch.microbatch} on each replica",
     )
+    most = max(view.budget.rows, key=lambda row: row.activations_moved)
+    if most.activations_moved:
+        moved = units.size(most.activations_moved)
+        yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
     threads = view.step_threads
     stepping = "" if threads is None else f", on {units.count(threads, 'thread')} of each rank"
     known = (

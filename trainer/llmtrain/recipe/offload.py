@@ -11,7 +11,7 @@ BucketSize = Annotated[int, Field(ge=1024, le=2**30)]
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Which model states rest outside of the memory that computes.
+    """Which model states and activations rest outside of the memory that computes.
 
     optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host, where
     the CPU steps them; ZeRO-Offload, section 4; on a CPU that is the memory that computes) or nvme (files, which pass
@@ -19,11 +19,13 @@ class OffloadConfig:
     weights rest that the model computes with: none (on the device), host or nvme; a unit's weights then come to the
     device before they are used and leave it after that, as far as `zero.resident` has no room for them. gradients:
     where the fp32 sums of gradients rest: none (on the device), host or nvme; auto is where the weights do, but on the
-    device where tensor-parallel ranks have to add them up (`parallel.sequence`, or `quantize.gradients`). share: part
-    of the optimizer states that leaves, from 0 to 1; auto is the least with which the run fits
-    `cluster.accelerator.memory`, and 1 where that is not stated. paths: folders for nvme, one for each volume, over
-    which buckets are striped; by default those of the cluster file's node.nvme. bucket: elements of a bucket; auto is
-    524288.
+    device where tensor-parallel ranks have to add them up (`parallel.sequence`, or `quantize.gradients`). activations:
+    where the inputs of the groups of activation_checkpointing rest between their forward and their backward pass: none
+    (on the device), host or nvme; as many of them as `cluster.accelerator.memory` has room for stay, those that are
+    used first, and two where that is not stated. share: part of the optimizer states that leaves, from 0 to 1; auto is
+    the least with which the run fits `cluster.accelerator.memory`, and 1 where that is not stated. paths: folders for
+    nvme, one for each volume, over which bytes are striped; by default those of the cluster file's node.nvme. bucket:
+    elements of a bucket of states; auto is 524288.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -31,12 +33,13 @@ class OffloadConfig:
     optimizer: Literal["none", "host", "nvme"] = "none"
     parameters: Literal["none", "host", "nvme"] = "none"
     gradients: Literal["auto", "none", "host", "nvme"] = "auto"
+    activations: Literal["none", "host", "nvme"] = "none"
     share: Share | Literal["auto"] = "auto"
     paths: tuple[str, ...] = ()
     bucket: BucketSize | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.paths and "nvme" not in (self.optimizer, self.parameters, self.gradients):
+        if self.paths and "nvme" not in (self.optimizer, self.parameters, self.gradients, self.activations):
             raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
         if "" in self.paths:
             raise ValueError("paths has an empty path; give a folder of each NVMe volume")

@@ -10,6 +10,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
+from llmtrain.offload.borders import Borders
 from llmtrain.offload.place import Outside, open_outside, outside_gradients, place_units
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
@@ -32,19 +33,20 @@ from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import WeightPolicy
-from llmtrain.training.build_pipeline import build_executor
+from llmtrain.training.build_pipeline import build_executor, offloaded_borders
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, and what rests
-    elsewhere than on its device."""
+    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, what rests
+    elsewhere than on its device, and what moves activations."""
 
     model: GPT
     engine: Engine
     executor: Executor
     mesh: TensorMesh
     outside: Outside
+    borders: Borders | None
 
     @property
     def pools(self) -> dict[str, int]:
@@ -59,6 +61,8 @@ class Assembly:
         self.engine.close()
         self.mesh.close()
         self.outside.close()
+        if self.borders is not None:
+            self.borders.close()
 
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
@@ -90,8 +94,9 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     if plan.training.compile:
         for block in model.blocks.values():
             block.compile()
-    executor = build_executor(model, plan, ranks, engine, weight_gradients, count)
-    return Assembly(model, engine, executor, mesh, outside)
+    borders = offloaded_borders(model, plan, ranks)
+    executor = build_executor(model, plan, ranks, engine, weight_gradients, borders, count)
+    return Assembly(model, engine, executor, mesh, outside, borders)
 
 
 def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:

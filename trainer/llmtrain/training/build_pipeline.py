@@ -11,11 +11,13 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
+from llmtrain.offload.borders import Borders, open_borders
 from llmtrain.parallel.pipeline.action_order import (
     ActionOrder,
     FirstRankDecides,
     FixedOrder,
     MessageDrivenOrder,
+    OrderWithBorders,
     OwnDecision,
 )
 from llmtrain.parallel.pipeline.executor import Executor
@@ -25,16 +27,37 @@ from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import rank_moves
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 
 
+def offloaded_borders(model: GPT, plan: Plan, ranks: Ranks) -> Borders | None:
+    """Let activations of `model` leave the device as the plan says; return what moves them, None if none leaves."""
+    shape = _shape_of(plan, ranks.layout)(plan.batch.microbatch, plan.batch.sequence_length)
+    moves = rank_moves(plan, ranks.rank)
+    borders = open_borders(plan.activation_offload, moves, shape, DTYPES[plan.compute], ranks.device)
+    if borders is not None:
+        model.saving = borders.hooks
+    return borders
+
+
 def build_executor(
-    model: GPT, plan: Plan, ranks: Ranks, engine: Engine, weight_gradients: WeightGradientQueue, count: Count
+    model: GPT,
+    plan: Plan,
+    ranks: Ranks,
+    engine: Engine,
+    weight_gradients: WeightGradientQueue,
+    borders: Borders | None,
+    count: Count,
 ) -> Executor:
     """Return the executor of the stages that this rank holds in `model`. Collective."""
-    stages, links = [Stage(model, layout) for layout in plan.stages_of(ranks.rank)], _links(plan, ranks, count)
+    blank = None if borders is None else torch.empty(1, dtype=DTYPES[plan.compute], device=ranks.device)
+    stages = [Stage(model, layout, blank) for layout in plan.stages_of(ranks.rank)]
+    links = _links(plan, ranks, count)
     order = _action_order(plan, ranks, links)
+    if borders is not None:
+        order = OrderWithBorders(order, borders)
     return Executor(stages, plan.pipeline.schedule, order, links, engine, weight_gradients)
 
 

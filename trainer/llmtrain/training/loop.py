@@ -14,6 +14,7 @@ from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import StopRequest
+from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import clip_divisor, step_numbers
@@ -191,12 +192,12 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
 
 
 def offload_usage(run: Run) -> dict[str, Any] | None:
-    """Return what this rank moved between its device, the host and files since the last step; None where nothing
-    rests elsewhere than on the device."""
-    if not run.outside.moving:
-        return None
-    before, run.moved = run.moved, run.outside.usage()
-    return run.moved.since(before)
+    """Return what this rank moved between its device, the host and files since the last step: model states, and
+    `activations`; None where nothing rests elsewhere than on the device."""
+    movers = {"states": run.outside if run.outside.moving else None, "activations": run.borders}
+    before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}
+    found = {name: usage.since(before.get(name, TierUsage())) for name, usage in run.moved.items()}
+    return {**found.pop("states", {}), **found} or None
 
 
 def note_skipped(run: Run, finite: bool, spike: bool) -> None:

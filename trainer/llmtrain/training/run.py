@@ -15,6 +15,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
+from llmtrain.offload.borders import Borders
 from llmtrain.offload.place import Outside
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
@@ -40,8 +41,9 @@ class Run:
     """Everything that a step needs.
 
     lock: the main rank has the folder's lock. compared: the step after which replicas were last found equal. outside:
-    what rests elsewhere than on this rank's device. moved: what it had moved after the last step. changed: how the
-    recipe differs from that of the run's last start; the main rank alone knows it, and the fingerprints of the data.
+    what rests elsewhere than on this rank's device. borders: what moves its activations. moved: what both had moved
+    after the last step. changed: how the recipe differs from that of the run's last start; the main rank alone knows
+    it, and the fingerprints of the data.
     """
 
     plan: Plan
@@ -60,7 +62,8 @@ class Run:
     outside: Outside
     progress: Progress = field(default_factory=Progress)
     compared: int = 0
-    moved: TierUsage = field(default_factory=TierUsage)
+    borders: Borders | None = None
+    moved: dict[str, TierUsage] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
 
@@ -104,6 +107,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 stop=stop,
                 lock=lock,
                 outside=parts.outside,
+                borders=parts.borders,
             )
             checkpoints.close()
             parts.close()

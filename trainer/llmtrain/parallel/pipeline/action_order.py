@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
+from llmtrain.offload.borders import Borders
 from llmtrain.parallel.pipeline.stage_links import StageLinks
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -40,6 +41,24 @@ class FixedOrder:
 
     def close(self) -> None:
         """Do nothing: the order has no process group."""
+
+
+class OrderWithBorders:
+    """An order whose passes save and use activations at group borders."""
+
+    def __init__(self, order: ActionOrder, borders: Borders) -> None:
+        self._order, self._borders, self.most_live = order, borders, order.most_live
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the actions of `order`."""
+        with self._borders.step():
+            for action in self._order.actions():
+                with self._borders.action(action):
+                    yield action
+
+    def close(self) -> None:
+        """Close `order`."""
+        self._order.close()
 
 
 class Decision(Protocol):

@@ -1,0 +1,153 @@
+"""Memory outside of the device for activations at group borders: the host's memory, or files."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import torch
+from llmtrain_kernels.direct_io.queue import DirectQueue, aligned_bytes
+from torch import Tensor
+
+from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.activation_offload import BorderMoves
+from llmtrain.plan.rank_borders import in_pages
+
+
+class BorderStore(Protocol):
+    """Regions that hold a border each. Borders come back in the order in which their reads start."""
+
+    def room(self, region: int) -> Tensor:
+        """Return host memory into which the border of a region can be written now."""
+
+    def put(self, region: int) -> None:
+        """Report that `room` has the border."""
+
+    def fetch(self, region: int) -> None:
+        """Start to read a region."""
+
+    def take(self, region: int) -> Tensor:
+        """Return the border that was fetched first, in host memory that is valid until READ_AHEAD more are fetched and
+        one is taken."""
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+
+
+class HostBorders:
+    """Borders in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
+
+    def __init__(self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
+        self._memory = torch.empty(moves.regions, *shape, dtype=dtype, pin_memory=pinned)
+        self._read = self._written = 0
+
+    def room(self, region: int) -> Tensor:
+        """See BorderStore."""
+        return self._memory[region]
+
+    def put(self, region: int) -> None:
+        """See BorderStore."""
+        self._written += self._memory[region].nbytes
+
+    def fetch(self, region: int) -> None:
+        """See BorderStore. The region is in memory."""
+
+    def take(self, region: int) -> Tensor:
+        """See BorderStore."""
+        self._read += self._memory[region].nbytes
+        return self._memory[region]
+
+    def usage(self) -> TierUsage:
+        """See BorderStore."""
+        return TierUsage({"host": self._read}, {"host": self._written})
+
+    def close(self) -> None:
+        """See BorderStore."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all regions."""
+        return self._memory.nbytes
+
+
+class FileBorders:
+    """Borders in files, which pass through slots of the host's memory: written behind the forward pass, read ahead of
+    the backward pass."""
+
+    def __init__(
+        self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, file: StripedFile, pinned: bool
+    ) -> None:
+        """file: has a region of whole pages for each region of `moves`. pinned: whether the slots are."""
+        self._file, self._queue, self._shape, self._dtype = file, DirectQueue(), shape, dtype
+        self._used = prod(shape) * dtype.itemsize
+        size = in_pages(self._used)
+        self._slots = aligned_bytes((moves.write_slots + moves.read_slots) * size, pinned).split(size)
+        self._writes, self._reads = moves.write_slots, moves.read_slots
+        # Counts of borders that were ever written, and of which reads ever started.
+        self._written = self._fetched = 0
+        # Transfers by region, and the region that each slot was last written to.
+        self._writing: dict[int, list[tuple[int, int]]] = {}
+        self._written_to: dict[int, int] = {}
+        self._coming: deque[tuple[int, Tensor, list[tuple[int, int]]]] = deque()
+        self._waited = 0.0
+
+    def room(self, region: int) -> Tensor:
+        """See BorderStore."""
+        slot = self._written % self._writes
+        if slot in self._written_to:
+            self._finish(self._writing.pop(self._written_to[slot], []))
+        return self._border(self._slots[slot])
+
+    def put(self, region: int) -> None:
+        """See BorderStore."""
+        slot = self._written % self._writes
+        self._writing[region] = self._file.start_write(self._queue, region, self._slots[slot])
+        self._written_to[slot] = region
+        self._written += 1
+
+    def fetch(self, region: int) -> None:
+        """See BorderStore. Waits until the region has been written."""
+        self._finish(self._writing.pop(region, []))
+        slot = self._slots[self._writes + self._fetched % self._reads]
+        self._coming.append((region, self._border(slot), self._file.start_read(self._queue, region, slot)))
+        self._fetched += 1
+
+    def take(self, region: int) -> Tensor:
+        """See BorderStore."""
+        fetched, border, transfers = self._coming.popleft()
+        assert fetched == region
+        self._finish(transfers)
+        return border
+
+    def usage(self) -> TierUsage:
+        """See BorderStore."""
+        moved = self._file.moved(self._queue)
+        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
+        return TierUsage(read, written, self._waited)
+
+    def close(self) -> None:
+        """See BorderStore. Waits for the transfers that run."""
+        self._queue.close()
+        self._file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def _border(self, slot: Tensor) -> Tensor:
+        return slot[: self._used].view(self._dtype).view(*self._shape)
+
+    def _finish(self, transfers: Sequence[tuple[int, int]]) -> None:
+        started = time.perf_counter()
+        self._file.finish(self._queue, transfers)
+        self._waited += time.perf_counter() - started

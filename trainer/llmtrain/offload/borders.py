@@ -1,0 +1,111 @@
+"""Activations at group borders that leave the device between their forward and their backward pass (ZeRO-Infinity,
+section 5.1.2), as the plan's list says."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from llmtrain.offload.border_copies import BorderCopies, CpuCopies, GpuCopies
+from llmtrain.offload.border_store import BorderStore, FileBorders, HostBorders
+from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.activation_offload import ActivationOffload, Border, BorderMoves
+from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.rank_borders import in_pages
+
+
+@dataclass
+class _Kept:
+    """What autograd keeps of a border: its values, if it stays."""
+
+    border: Border
+    values: Tensor | None
+
+
+class Borders:
+    """Follows a rank's list of moves. Each border is saved and used as the list says; RuntimeError if it is not."""
+
+    def __init__(self, moves: BorderMoves, store: BorderStore, copies: BorderCopies) -> None:
+        self._moves, self._store, self._copies = moves, store, copies
+        self._saves, self._uses = iter(moves.saves), iter(moves.uses)
+        self._action: Action | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Enclose all passes of an optimizer step."""
+        self._saves, self._uses = iter(self._moves.saves), iter(self._moves.uses)
+        yield
+        for left in (next(self._saves, None), next(self._uses, None)):
+            if left is not None:
+                raise RuntimeError(f"the step ended before {left}")
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Enclose a pass."""
+        self._action = action
+        yield
+        if action.kind is Kind.F:
+            self._copies.settle()
+
+    def hooks(self, group: int) -> saved_tensors_hooks:
+        """Return what takes the input of a group in place of autograd. Inside, only this input is saved."""
+        return saved_tensors_hooks(partial(self._save, group), self._use)
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+        return self._store.usage()
+
+    def close(self) -> None:
+        """Wait for the transfers that run, and free the memory outside."""
+        self._store.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+        return self._store.nbytes
+
+    def _save(self, group: int, values: Tensor) -> _Kept:
+        assert self._action is not None
+        border = Border(self._action.microbatch, self._action.chunk, group)
+        save = next(self._saves, None)
+        if save is None or save.border != border or self._action.kind is not Kind.F:
+            raise RuntimeError(f"{border} is saved, but the plan has {save}")
+        if save.region is None:
+            return _Kept(border, values.detach())
+        self._copies.save(values, save.region)
+        return _Kept(border, None)
+
+    def _use(self, kept: _Kept) -> Tensor:
+        use = next(self._uses, None)
+        if use is None or use.border != kept.border or (use.region is None) != (kept.values is not None):
+            raise RuntimeError(f"{kept.border} is used, but the plan has {use}")
+        values = kept.values if use.region is None else self._copies.take(use.region)
+        assert values is not None
+        self._copies.advance()
+        for region in use.reads:
+            self._copies.fetch(region)
+        return values
+
+
+def open_borders(
+    offload: ActivationOffload, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Borders | None:
+    """Return what moves a rank's borders; None if none of them leaves. shape, dtype: of a border. device: what the rank
+    computes on. Raises RunFailedError."""
+    if not moves.left:
+        return None
+    on_gpu = device.type != "cpu"
+    store: BorderStore
+    if offload.tier == "host":
+        store = HostBorders(moves, shape, dtype, pinned=on_gpu)
+    else:
+        size = in_pages(prod(shape) * dtype.itemsize)
+        file = StripedFile(offload.paths, [size] * moves.regions, offload.weights)
+        store = FileBorders(moves, shape, dtype, file, pinned=on_gpu)
+    return Borders(moves, store, GpuCopies(store, device, shape, dtype) if on_gpu else CpuCopies(store))

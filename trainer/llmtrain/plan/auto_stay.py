@@ -1,0 +1,58 @@
+"""How many activations stay on the device where others leave it: as many as its stated memory holds, after gathered
+weights (`zero.resident`) have what they can use. No torch in here."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llmtrain.cluster.memory import stated_memory
+from llmtrain.plan.activation_offload import READ_AHEAD
+from llmtrain.plan.budget import passing_memory, role_memory
+from llmtrain.plan.facts import Device
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
+from llmtrain.plan.rank_borders import border_memory, rank_moves
+from llmtrain.plan.roles import Role, roles
+
+
+def with_most_staying(plan: Plan, device: Device) -> Plan:
+    """Return a plan in which as many activations stay as the stated memory holds, on each place along the pipeline
+    axis; the same plan where nothing leaves, or where no memory is stated. device: what it computes on."""
+    limit = stated_memory(plan.cluster)
+    if plan.activation_offload.tier == "none" or limit is None:
+        return plan
+    # What is gathered, and when, does not depend on what leaves.
+    programs, found = programs_of(plan), roles(plan)
+    by_place = ([role for role in found if role.pipeline == place] for place in range(len(plan.pipeline.stages)))
+    return _staying(plan, [_most(plan, held, device, programs, limit) for held in by_place])
+
+
+def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf, limit: int) -> int:
+    """Return the most activations that may stay on ranks of roles of one place; READ_AHEAD if even these exceed the
+    limit."""
+    places, every = len(plan.pipeline.stages), len(rank_moves(plan, held[0].rank).saves)
+    # What does not depend on what leaves takes longest to plan.
+    rooms = [
+        limit - role_memory(plan, role, device, programs(role.rank)).total + _bytes(plan, role, device) for role in held
+    ]
+
+    def exceeds(stay: int) -> bool:
+        other = _staying(plan, [stay] * places)
+        return any(_bytes(other, role, device) > room for role, room in zip(held, rooms, strict=True))
+
+    # Where all stay, there are no buffers either.
+    if not exceeds(every):
+        return every
+    # The first number that exceeds the memory is one more than what fits.
+    return max(READ_AHEAD, bisect_left(range(every), True, lo=READ_AHEAD, key=exceeds) - 1)
+
+
+def _bytes(plan: Plan, role: Role, device: Device) -> int:
+    """Return the bytes of the device that depend on what leaves."""
+    outside = border_memory(plan, role.rank, device)
+    elsewhere = outside.host + outside.buffers if device == "cpu" else 0
+    return sum(passing_memory(plan, role, device).values()) + elsewhere
+
+
+def _staying(plan: Plan, stay: Sequence[int]) -> Plan:
+    return replace(plan, activation_offload=replace(plan.activation_offload, stay=tuple(stay)))
