@@ -155,6 +155,8 @@ def removals(program: Program) -> Iterator[Program]:
         replace(program, start=(*program.start[:place], *program.start[place + 1 :]))
         for place in range(len(program.start))
     )
+    for place in range(len(program.finish)):
+        yield replace(program, finish=(*program.finish[:place], *program.finish[place + 1 :]))
     for number, one in enumerate(program.passes):
         for spot, point in enumerate(one.points):
             for place in range(len(point.issues)):

@@ -19,6 +19,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
 from llmtrain.plan.program.workspaces import InFlightBuffers, LaneBuffers, in_flight_buffers, lane_buffers
+from llmtrain.plan.tied import tied_pair
 
 GroupName = Literal["tensor", "partial", "stage", "tied"]
 """The groups of ranks that compute with parts of the same layers, and of those that hold the same parameters; see
@@ -80,14 +81,6 @@ def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device)
     if pair := tied_pair(plan, rank):
         embedding = next(one for one in units if one.spec.name == "embedding")
         yield _group("tied", pair, [_sum(tied_bytes(embedding))])
-
-
-def tied_pair(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the two copies of a tied embedding, if `rank` is one of them."""
-    schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
-    ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
-    pair = tuple(line[end] for end in ends)
-    return pair if plan.model.tie_embeddings and ends[0] != ends[1] and rank in pair else ()
 
 
 def tied_bytes(embedding: UnitTraffic) -> int:

@@ -1,7 +1,7 @@
 """The programs of a rank's optimizer step and of an evaluation. No torch in here."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmtrain.plan.pipeline.actions import Action, Kind
@@ -23,7 +23,10 @@ class Programs:
     def step(self) -> Program:
         """The program of one optimizer step."""
         spec = self.spec
-        return _program(spec, spec.actions, lambda actions: backward_passes(actions, spec.stages, spec.splits_backward))
+        found = _program(
+            spec, spec.actions, lambda actions: backward_passes(actions, spec.stages, spec.splits_backward)
+        )
+        return replace(found, finish=spec.finish)
 
     @cached_property
     def from_secondary(self) -> frozenset[str]:
@@ -35,12 +38,18 @@ class Programs:
     def evaluation(self, groups: Sequence[int]) -> Program:
         """Return the program of an evaluation: forward passes of groups of microbatches, each group through all chunks.
         groups: microbatches of each. Gathered weights fit into the step's memory for them."""
-        first, actions = 0, list[Action]()
-        for count in groups:
-            for chunk in range(len(self.spec.stages)):
-                actions += [Action(index, chunk, Kind.F) for index in range(first, first + count)]
-            first += count
+        actions = evaluation_actions(len(self.spec.stages), groups)
         return _program(self.spec, actions, lambda actions: [()] * len(actions), self.step.weights)
+
+
+def evaluation_actions(chunks: int, groups: Sequence[int]) -> list[Action]:
+    """Return the actions of an evaluation in order. groups: see `Programs.evaluation`."""
+    first, actions = 0, list[Action]()
+    for count in groups:
+        for chunk in range(chunks):
+            actions += [Action(index, chunk, Kind.F) for index in range(first, first + count)]
+        first += count
+    return actions
 
 
 _Backward = Callable[[Sequence[Action]], Sequence[tuple[BackwardPass, ...]]]
@@ -129,10 +138,14 @@ def _reduces(
     for place, (own, passed) in enumerate(zip(spots, backward, strict=True)):
         passes = {one.unit: one for one in passed}
         units = [unit for at, unit in own if at is At.GRADIENTS and spec.is_reduced(unit, passes[unit].last)]
-        found.append({unit: Reduce(unit, None, passes[unit].first, passes[unit].last) for unit in units})
+        found.append(
+            {
+                unit: Reduce(unit, None, passes[unit].first, passes[unit].last, spec.partial.get(unit, 0))
+                for unit in units
+            }
+        )
         buffered += [(place, unit) for unit in units if spec.is_buffered(unit)]
     offsets = paired_offsets([spec.padded[unit] for _, unit in buffered])
     for (place, unit), offset in zip(buffered, offsets, strict=True):
-        one = found[place][unit]
-        found[place][unit] = Reduce(unit, offset, one.first, one.last)
+        found[place][unit] = replace(found[place][unit], offset=offset)
     return found

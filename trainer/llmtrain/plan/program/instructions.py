@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Literal
 
 from llmtrain.plan.pipeline.actions import Action
 
@@ -41,15 +42,32 @@ class Reduce:
 
     offset: first element of the buffer, in the arena of gradients, that holds the gradients of this pass; None if they
     are summed in the unit's own gradient. first, last: whether this pass is the unit's first or last of the step.
+    partial: elements of TP-replicated gradients that are summed over the tensor-parallel ranks before, as each of them
+    has computed a part (sequence parallelism).
     """
 
     unit: str
     offset: int | None
     first: bool
     last: bool
+    partial: int = 0
 
 
 Issue = Gather | Drop | Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSum:
+    """A sum, after the last pass, over ranks that hold the same parameters, fp32.
+
+    group: partial (the tensor-parallel ranks, of a unit that is not reduced), stage (all ranks of the pipeline stage,
+    for the TP-replicated gradients of all units) or tied (the two stages that hold a tied embedding). unit: empty for
+    all units. elements: that are summed.
+    """
+
+    group: Literal["partial", "stage", "tied"]
+    unit: str
+    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +119,14 @@ class Program:
 
     start: what is issued before the first pass. passes: in order; with message-driven, arriving messages decide the
     order of forward and backward passes, and only messages depend on it. weights, gradients: elements of the arenas of
-    gathered weights and of whole gradients.
+    gathered weights and of whole gradients. finish: sums over replicas after the passes, in order.
     """
 
     start: tuple[Issue, ...]
     passes: tuple[Pass, ...]
     weights: int
     gradients: int
+    finish: tuple[ReplicaSum, ...] = ()
 
     @property
     def issues(self) -> Iterator[Issue]:

@@ -1,7 +1,7 @@
 """What the program of a rank depends on, taken from the plan. No torch in here."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
@@ -9,6 +9,8 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.placement import PAGE, Placement
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.instructions import ReplicaSum
+from llmtrain.plan.program.replica_sums import final_sums, partial_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,8 @@ class ProgramSpec:
     degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
     elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. outside: units whose
     weights rest elsewhere than on the device. gradients_outside: units whose sums of gradients do. granule: buffers of
-    gathered weights begin at its multiples.
+    gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
+    before the reduction. finish: sums after the last pass.
     """
 
     stages: tuple[StageLayout, ...]
@@ -36,12 +39,14 @@ class ProgramSpec:
     outside: frozenset[str] = frozenset()
     gradients_outside: frozenset[str] = frozenset()
     granule: int = 1
+    partial: Mapping[str, int] = field(default_factory=dict)
+    finish: tuple[ReplicaSum, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
         """Return the part of a rank of the run."""
         stages, schedule, grid = plan.stages_of(rank), plan.pipeline.schedule, plan.grid
-        specs = units_of(plan.model, stages, grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
+        specs = list(units_of(plan.model, stages, grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)))
         placements = {spec.name: plan.sharding.placements[spec.name] for spec in specs}
         return cls(
             stages=stages,
@@ -56,6 +61,8 @@ class ProgramSpec:
             outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
             gradients_outside=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=PAGE // plan.compute_bytes if _in_files(placements.values()) else 1,
+            partial=partial_elements(plan, specs),
+            finish=tuple(final_sums(plan, rank, specs)),
         )
 
     def is_gathered(self, unit: str) -> bool:

@@ -10,11 +10,12 @@ from llmtrain.cluster.tiers import tier_between
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.pools import tied_bytes, tied_pair
+from llmtrain.plan.pools import tied_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.tied import tied_pair
 from llmtrain.plan.traffic import Traffic
 
 SCALARS = 3

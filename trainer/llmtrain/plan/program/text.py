@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Pass, Point, Program
+from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Pass, Point, Program, ReplicaSum
 
 
 def program_lines(program: Program) -> Iterator[str]:
@@ -16,6 +16,8 @@ def program_lines(program: Program) -> Iterator[str]:
     for lines, passes in alike.items():
         yield " ".join(str(one.action) for one in passes) + ":" + ("" if lines else " nothing to issue")
         yield from (f"  {line}" for line in lines)
+    if program.finish:
+        yield "finish: " + ", ".join(map(_summed, program.finish))
 
 
 def _lines(one: Pass) -> Iterator[str]:
@@ -45,4 +47,11 @@ def _verb(issue: Issue) -> str:
             " from the secondary copy" if issue.secondary else " and fill the secondary copy" if issue.fills else ""
         )
         return f"gather {issue.unit}{source}"
-    return "reduce, complete the step's sum" if issue.last else "reduce"
+    partial = "sum the TP-replicated part, " if issue.partial else ""
+    return partial + ("reduce, complete the step's sum" if issue.last else "reduce")
+
+
+def _summed(one: ReplicaSum) -> str:
+    over = {"partial": "the tensor-parallel ranks", "stage": "the stage", "tied": "the first and the last stage"}
+    what = {"partial": f"the TP-replicated part of {one.unit}", "stage": "all TP-replicated parts", "tied": one.unit}
+    return f"sum {what[one.group]} over {over[one.group]}"

@@ -18,13 +18,13 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Gather, Issue, Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
-LaneKind = Literal["gather", "reduce", "flat"]
+LaneKind = Literal["gather", "reduce", "flat", "partial", "stage", "tied"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """A rank's collectives over one level. axes, span: of the placement, and of the level. flat: one hop over all
-    levels of the weights."""
+    levels of the weights. partial, stage, tied: the sums over replicas of these groups; span: their ranks."""
 
     kind: LaneKind
     axes: tuple[Axis, ...]

@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Program
 from llmtrain.plan.program.problems.buffers import gradient_problems, weight_problems
 from llmtrain.plan.program.problems.deadlock import deadlock_problems
-from llmtrain.plan.program.problems.grid import Part, RankPrograms, step_programs
+from llmtrain.plan.program.problems.grid import Part, RankPrograms, evaluation_programs, step_programs
 from llmtrain.plan.program.problems.groups import group_problems
 from llmtrain.plan.program.problems.message_driven import message_driven_problems
 from llmtrain.plan.program.problems.passes import pass_problems
@@ -20,14 +20,23 @@ def step_problems(plan: Plan) -> list[str]:
     return program_problems(plan, step_programs(plan))
 
 
-def program_problems(plan: Plan, programs: Mapping[int, Program]) -> list[str]:
+def evaluation_problems(plan: Plan) -> list[str]:
+    """Return every problem of a plan's programs of an evaluation: of whole groups of microbatches, and a smaller last
+    one."""
+    together = 2 * plan.pipeline.schedule.stages
+    groups = (together, together, 1)
+    return program_problems(plan, evaluation_programs(plan, groups), groups)
+
+
+def program_problems(plan: Plan, programs: Mapping[int, Program], groups: Sequence[int] | None = None) -> list[str]:
     """Return every problem of given programs of a step, each as a sentence; empty if there is none.
 
     A sentence names the rank, the pass, the point and the unit, as far as it has them. programs: of all ranks of the
-    run, by rank. Ranks with the same object are checked once.
+    run, by rank. Ranks with the same object are checked once. groups: of microbatches, if the programs are those of an
+    evaluation.
     """
-    ranks = RankPrograms(plan, programs)
-    return [*_rank_problems(ranks), *group_problems(ranks), *deadlock_problems(ranks)]
+    ranks = RankPrograms(plan, programs, groups)
+    return [*_rank_problems(ranks), *_evaluation_problems(ranks), *group_problems(ranks), *deadlock_problems(ranks)]
 
 
 def _rank_problems(ranks: RankPrograms) -> Iterator[str]:
@@ -39,11 +48,22 @@ def _rank_problems(ranks: RankPrograms) -> Iterator[str]:
         yield from (f"{_named(same)}, {text}" for text in _problems(ranks.part(same[0]), ranks.programs[same[0]]))
 
 
+def _evaluation_problems(ranks: RankPrograms) -> Iterator[str]:
+    """Yield the ranks whose evaluation does not fit the memory that was allocated for a step."""
+    steps = step_programs(ranks.plan) if ranks.groups is not None else {}
+    for rank, step in steps.items():
+        if ranks.programs[rank].weights > step.weights:
+            yield (
+                f"rank {rank}, the arena of gathered weights has {ranks.programs[rank].weights} elements, above the "
+                f"{step.weights} of a step"
+            )
+
+
 def _problems(part: Part, program: Program) -> Iterator[str]:
     yield from pass_problems(part.spec, program)
     yield from weight_problems(part.spec, program)
     yield from gradient_problems(part.spec, program)
-    if not part.spec.ordered:
+    if not part.spec.ordered and not part.evaluates:
         yield from message_driven_problems(program)
 
 

@@ -23,7 +23,8 @@ def deadlock_problems(ranks: RankPrograms) -> list[str]:
     passes.
     """
     found: list[str] = []
-    orders = (True, False) if ranks.plan.pipeline.schedule.message_driven else (True,)
+    driven = ranks.plan.pipeline.schedule.message_driven and ranks.groups is None
+    orders = (True, False) if driven else (True,)
     for backward_first in orders:
         found += _follow(World(ranks, _alike(ranks), backward_first))
     return list(dict.fromkeys(found))

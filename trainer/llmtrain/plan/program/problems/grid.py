@@ -1,16 +1,21 @@
 """The programs of all ranks of a run, with what they depend on. No torch in here."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.build import Programs
-from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce
+from llmtrain.plan.program.build import Programs, evaluation_actions
+from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce, ReplicaSum
 from llmtrain.plan.program.problems.places import Place, program_issues
+from llmtrain.plan.program.replica_sums import replica_group
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.transfers import Lane, Transfer, UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.traffic import Traffic
+
+SumGroup = Literal["partial", "stage", "tied"]
 
 Started = tuple[Transfer, Place]
 """A collective, and where a rank starts it."""
@@ -19,10 +24,13 @@ Started = tuple[Transfer, Place]
 @dataclass(frozen=True, eq=False)
 class Part:
     """What the programs of the data-parallel ranks at one place of the pipeline and tensor axes depend on. units: how
-    each unit travels, in the order of the updates."""
+    each unit travels, in the order of the updates. groups: ranks of each group of sums over replicas. evaluates:
+    whether the programs are those of an evaluation, after which nothing is updated."""
 
     spec: ProgramSpec
     units: Mapping[str, UnitTraffic]
+    groups: Mapping[SumGroup, int] = field(default_factory=dict)
+    evaluates: bool = False
     _transfers: dict[tuple[object, ...], tuple[Transfer, ...]] = field(default_factory=dict)
 
     def transfers(self, issue: Issue) -> tuple[Transfer, ...]:
@@ -37,17 +45,38 @@ class Part:
             self._transfers[key] = tuple(self.units[issue.unit].of(issue)) if issue.unit in self.units else ()
         return self._transfers[key]
 
+    def partial(self, issue: Issue) -> Iterator[Transfer]:
+        """Yield the sum of TP-replicated gradients before a reduction, if it has one."""
+        if isinstance(issue, Reduce) and issue.partial:
+            buffered = issue.offset is not None and issue.unit in self.units
+            size = issue.partial * (self.units[issue.unit].element_bytes if buffered else 4)
+            yield self._sum("partial", issue.unit, size)
+
+    def final(self, one: ReplicaSum) -> Transfer:
+        """Return the collective of a sum after the passes."""
+        return self._sum(one.group, one.unit or "all units", 4 * one.elements)
+
+    def _sum(self, group: SumGroup, unit: str, size: int) -> Transfer:
+        ranks = self.groups.get(group, 1)
+        traffic = Traffic("replicated", "all_reduce", "", size, 2 * size * (ranks - 1) // max(ranks, 1), packed=False)
+        return Transfer(unit, Lane(group, (), ranks), traffic)
+
     @cached_property
     def updates(self) -> tuple[tuple[Transfer, ...], ...]:
         """The collectives of each unit's update after the step."""
+        if self.evaluates:
+            return tuple(() for _ in self.units)
         return tuple(tuple(unit.update()) for unit in self.units.values())
 
     def lanes(self, program: Program) -> dict[Lane, list[Started]]:
         """Return the collectives of a step, lane by lane: those of a program, and those of the updates after it."""
         found: dict[Lane, list[Started]] = {}
         for place, issue in program_issues(program):
-            for transfer in self.transfers(issue):
+            for transfer in (*self.partial(issue), *self.transfers(issue)):
                 found.setdefault(transfer.lane, []).append((transfer, place))
+        for one in program.finish:
+            transfer = self.final(one)
+            found.setdefault(transfer.lane, []).append((transfer, Place(ends=True)))
         for update in self.updates:
             for transfer in update:
                 found.setdefault(transfer.lane, []).append((transfer, Place()))
@@ -56,10 +85,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class RankPrograms:
-    """The programs of all ranks of a plan. programs: by rank; ranks with the same object are alike."""
+    """The programs of all ranks of a plan. programs: by rank; ranks with the same object are alike. groups: of
+    microbatches, if the programs are those of an evaluation; None for a step."""
 
     plan: Plan
     programs: Mapping[int, Program]
+    groups: Sequence[int] | None = None
     _members: dict[tuple[int, Lane], tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -68,9 +99,17 @@ class RankPrograms:
         found = {}
         for rank in range(self.plan.grid.world):
             if self.place(rank) not in found:
-                units = {unit.spec.name: unit for unit in unit_traffic(self.plan, rank)}
-                found[self.place(rank)] = Part(ProgramSpec.of(self.plan, rank), units)
+                found[self.place(rank)] = self._part(rank)
         return found
+
+    def _part(self, rank: int) -> Part:
+        spec, units = ProgramSpec.of(self.plan, rank), {one.spec.name: one for one in unit_traffic(self.plan, rank)}
+        if self.groups is not None:
+            actions = evaluation_actions(len(spec.stages), self.groups)
+            spec = replace(spec, actions=tuple(actions), finish=())
+        names: tuple[SumGroup, ...] = ("partial", "stage", "tied")
+        sizes = {name: len(replica_group(self.plan, rank, name)) for name in names}
+        return Part(spec, units, sizes, self.groups is not None)
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return the place of a rank along the pipeline and the tensor axis."""
@@ -84,14 +123,27 @@ class RankPrograms:
     def members(self, rank: int, lane: Lane, unit: str) -> tuple[int, ...]:
         """Return the ranks of a lane's group that `rank` is in. unit: one that travels on the lane."""
         if (rank, lane) not in self._members:
-            placement = self.plan.sharding.placements[unit]
-            members = lane_members(self.plan.grid, rank, placement, lane)
+            if lane.kind in ("partial", "stage", "tied"):
+                # A rank that is in no such group is told elsewhere.
+                members = replica_group(self.plan, rank, lane.kind) or (rank,)
+            else:
+                members = lane_members(self.plan.grid, rank, self.plan.sharding.placements[unit], lane)
             self._members.update({(member, lane): members for member in members})
         return self._members[rank, lane]
 
 
 def step_programs(plan: Plan) -> dict[int, Program]:
     """Return the programs of a step of all ranks of a plan, by rank. Ranks that are alike share one object."""
+    return _programs(plan, lambda programs: programs.step)
+
+
+def evaluation_programs(plan: Plan, groups: Sequence[int]) -> dict[int, Program]:
+    """Return the programs of an evaluation of all ranks of a plan, as `step_programs` does. groups: see
+    `Programs.evaluation`."""
+    return _programs(plan, lambda programs: programs.evaluation(groups))
+
+
+def _programs(plan: Plan, of: Callable[[Programs], Program]) -> dict[int, Program]:
     made: dict[tuple[object, ...], Program] = {}
     by_place: dict[tuple[int, int], Program] = {}
     programs: dict[int, Program] = {}
@@ -102,7 +154,7 @@ def step_programs(plan: Plan) -> dict[int, Program]:
             # Tensor-parallel ranks differ in the sizes of their units at most.
             key = (place[0], *spec.padded.items())
             if key not in made:
-                made[key] = Programs(spec).step
+                made[key] = of(Programs(spec))
             by_place[place] = made[key]
         programs[rank] = by_place[place]
     return programs

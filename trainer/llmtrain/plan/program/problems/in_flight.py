@@ -1,10 +1,10 @@
 """The collectives that one rank has started. No torch in here."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce
+from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce, ReplicaSum
 from llmtrain.plan.program.problems.lanes import Job
 from llmtrain.plan.program.problems.places import Place, overlap
 from llmtrain.plan.program.problems.world import Wait, World
@@ -43,6 +43,14 @@ class InFlight:
         if unit in self._gathered:
             yield from self._wait(place, self._gathered[unit])
 
+    def finish(self, place: Place, sums: Sequence[ReplicaSum]) -> Iterator[Wait]:
+        """Sum over replicas, one after the other, after the passes, and yield what the rank waits for."""
+        for one in sums:
+            transfer = self._part.final(one)
+            job = Job(self._rank, transfer.lane, self._members(transfer), transfer.unit, transfer, ())
+            self._world.lanes.start(job)
+            yield from self._wait(place, job)
+
     def update(self) -> None:
         """Start the updates of all units after a step."""
         for unit, transfers in zip(self._part.units, self._part.updates, strict=True):
@@ -75,11 +83,13 @@ class InFlight:
             held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
             while any(overlap(held, other) for _, other in self._buffers):
                 yield from self._wait(place, self._buffers.popleft()[0])
-        transfers = self._part.transfers(reduce)
+        # The first hop begins with the sum, and has read the buffer once it ends.
+        sums = list(self._part.partial(reduce))
+        transfers = (*sums, *self._part.transfers(reduce))
         if transfers:
             jobs = self._start(self._reductions, transfers, ())
             if reduce.offset is not None:
-                self._buffers.append((jobs[0], held))
+                self._buffers.append((jobs[min(len(sums), len(jobs) - 1)], held))
 
     def _start(self, slots: deque[Job | None], transfers: Iterable[Transfer], after: tuple[Job, ...]) -> list[Job]:
         jobs: list[Job] = []
@@ -102,9 +112,12 @@ class InFlight:
         return after if slot is None else (*after, slot)
 
     def _members(self, transfer: Transfer) -> tuple[int, ...]:
-        if Axis.DATA in self._world.alike:
-            return (self._rank,)
-        return self._world.ranks.members(self._rank, transfer.lane, transfer.unit)
+        grid, alike = self._world.ranks.plan.grid, self._world.alike
+        members = self._world.ranks.members(self._rank, transfer.lane, transfer.unit)
+        if transfer.lane.kind in ("partial", "stage", "tied"):
+            # One rank stands for those that are alike.
+            return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in alike))
+        return (self._rank,) if Axis.DATA in alike else members
 
     def _wait(self, place: Place | str, job: Job) -> Iterator[Wait]:
         if not job.done:

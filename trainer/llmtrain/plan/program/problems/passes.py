@@ -5,8 +5,9 @@ No torch in here.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
-from llmtrain.plan.program.instructions import At, BackwardPass, Pass, Program, Reduce
+from llmtrain.plan.program.instructions import At, BackwardPass, Pass, Program, Reduce, ReplicaSum
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
 from llmtrain.plan.program.problems.places import Place, pass_issues
 from llmtrain.plan.program.spec import ProgramSpec
@@ -26,6 +27,7 @@ def pass_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
         yield from _flag_problems(one, by_unit)
         yield from _point_problems(spec, one, by_unit)
         yield from _reduce_problems(spec, one, by_unit)
+    yield from _finish_problems(spec, program)
 
 
 def _order_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
@@ -110,11 +112,28 @@ def _wrong_reduce(spec: ProgramSpec, place: Place, issue: Reduce, passed: Backwa
         said, holds = getattr(issue, flag), getattr(passed, flag)
         if said != holds:
             yield f"{place}: the reduction of {issue.unit} has {flag} {said}; expected {holds}"
+    if issue.partial != (expected := spec.partial.get(issue.unit, 0)):
+        yield (
+            f"{place}: before the reduction of {issue.unit}, tensor-parallel ranks sum {issue.partial} elements; "
+            f"expected {expected}"
+        )
     buffered = spec.degrees[issue.unit].gradients > 1
     if buffered and issue.offset is None:
         yield f"{place}: the reduction of {issue.unit} has no buffer, but its gradients are sharded"
     if not buffered and issue.offset is not None:
         yield f"{place}: the reduction of {issue.unit} has a buffer, but its gradients are not sharded"
+
+
+def _finish_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
+    """Yield the first sum over replicas that is missing, foreign or out of order."""
+    for number, (found, expected) in enumerate(zip_longest(program.finish, spec.finish), 1):
+        if found != expected:
+            yield f"end of the passes: sum {number} is {_sum_named(found)}; expected {_sum_named(expected)}"
+            return
+
+
+def _sum_named(one: ReplicaSum | None) -> str:
+    return "missing" if one is None else f"{one.elements} elements of {one.unit or 'all units'} over {one.group} ranks"
 
 
 def _named(spots: list[Spot]) -> str:

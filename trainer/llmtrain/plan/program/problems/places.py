@@ -9,14 +9,16 @@ from llmtrain.plan.program.instructions import Issue, Pass, Point, Program
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a program. action: of the pass; None for the start. point: None for the pass as a whole."""
+    """A place in a program. action: of the pass; None for the start, or for what comes after the passes if `ends`.
+    point: None for the pass as a whole."""
 
     action: Action | None = None
     point: Point | None = None
+    ends: bool = False
 
     def __str__(self) -> str:
         if self.action is None:
-            return "start"
+            return "end of the passes" if self.ends else "start"
         return f"pass {self.action}" + (f", {self.point}" if self.point else "")
 
 

@@ -29,16 +29,20 @@ class RankRun:
 
     def run(self) -> Iterator[Wait]:
         """Yield what the rank waits for, one after another, in a step, in the updates after it, and at the start of the
-        next one. What is yielded is not ready yet; the caller goes on once it is."""
+        next one; or in an evaluation. What is yielded is not ready yet; the caller goes on once it is."""
         for issue in self._program.start:
             yield from self._in_flight.issue(Place(), issue)
-        driven = self._world.ranks.plan.pipeline.schedule.message_driven
+        evaluates = self._world.ranks.groups is not None
+        driven = self._world.ranks.plan.pipeline.schedule.message_driven and not evaluates
         for one in self._driven() if driven else self._program.passes:
             if isinstance(one, Wait):
                 yield one
             elif one.action.chunk < len(self._stages):
                 yield from self._pass(one)
         yield from self._in_flight.all("end of the passes")
+        if evaluates:
+            return
+        yield from self._in_flight.finish(Place(ends=True), self._program.finish)
         self._in_flight.update()
         for issue in self._program.start:
             yield from self._in_flight.issue(Place(), issue)
