@@ -66,9 +66,13 @@ def check_present(prefix: str | Path) -> None:
     """Raise DataError if a file of a prepared set is missing."""
     missing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()]
     if missing:
-        raise DataError(
-            f"{' and '.join(missing)} not found; expected the prefix of a data set that `llmtrain data prepare` wrote"
-        )
+        raise DataError(f"{' and '.join(missing)} not found; {_advice(Path(prefix))}")
+
+
+def _advice(path: Path) -> str:
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return f"give {path.with_suffix('')}"
+    return "expected the prefix of a data set that `llmtrain data prepare` wrote"
 
 
 class IndexedData:

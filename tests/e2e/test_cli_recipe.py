@@ -30,6 +30,10 @@ BROKEN_RECIPES = [
     ("word of no choice", GOOD + "precision: {compute: fp8}", [], "expected one of auto, fp32, bf16, fp16"),
     ("wrong word beside a number", GOOD + "train: {microbatch: all}", [], "expected a whole number from 1 to 16,777,216 or auto"),
     ("wrong union section", GOOD + "activation_checkpointing: {evry: 2}", [], "activation_checkpointing.every?"),
+    ("boolean for a word", GOOD, ["name=off"], "name is false; expected text; YAML reads off or no or false without quotes as false: write \"off\" with its quotes, on the command line as name='\"off\"'"),
+    ("number for a word", GOOD + "name: 7", [], "name is 7; expected text; YAML reads 7 without quotes as a number: write \"7\""),
+    ("file that ends early", "model: {", [], "line 1, column 9: expected the node content, but found the end of the file"),
+    ("tab", "model:\n\tpreset: gpt2-1m", [], "line 2, column 1: a tab is here; indent with spaces"),
     ("section as text", GOOD + "train: fast", [], "train is fast; expected a section with the keys steps"),
     ("empty section", GOOD + "train:", [], "train is null; expected a section"),
     ("short list", GOOD + "optimizer: {betas: [0.9]}", [], "optimizer.betas is [0.9]; expected a list of 2 numbers"),
@@ -47,7 +51,7 @@ BROKEN_RECIPES = [
     ("huge number", GOOD, ["train.steps=99999999999999999999999"], "train.steps is 1e+23; expected a number below 2^63"),
     ("heads that do not divide", GOOD, ["model.heads=7"], "model.hidden is 128; it must be a multiple of model.heads (7)"),
     ("impossible batch", GOOD, ["--nproc", "3"], "train.global_batch is 8; expected a multiple of the 3 data-parallel ranks"),
-    ("impossible microbatch", GOOD, ["train.microbatch=3"], "train.microbatch is 3; expected a divisor of the 8 sequences"),
+    ("impossible microbatch", GOOD, ["train.microbatch=3"], "train.microbatch is 3; expected a divisor of 8, the sequences of a data-parallel rank in train.global_batch (8)"),
     ("degree that is not there", GOOD, ["parallel.data=4"], "parallel.data is 4, but the run has 1 rank"),
     ("sequence longer than positions", GOOD, ["data.sequence_length=512"], "expected at most model.positions (256)"),
     ("long warm-up", GOOD, ["optimizer.warmup=5000"], "optimizer.warmup is 5000; expected at most train.steps (1000)"),
@@ -100,6 +104,7 @@ BROKEN_RECIPES = [
     ("steps in words", GOOD, ["--nproc", "2.5"], "'2.5' is not a whole number\n"),
     ("misspelt family", GOOD, ["model.preset=null", "model.family=lama"], "model.family is lama; expected one of gpt2, llama, neox; did you mean llama?"),
     ("folder as data", GOOD, ["data.path=texts"], "data.path is texts, but there is no file texts.bin; texts itself is there: if it is text, prepare it with `llmtrain data prepare texts --tokenizer DIR --output PREFIX`, and set data.path to PREFIX"),
+    ("file of a prepared set", GOOD, ["data.path=prepared.bin"], "there is no file prepared.bin.bin; give prepared\n"),
     ("folder of a prepared set", GOOD, ["data.path=."], "there is no file ..bin; did you mean prepared?"),
     ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),
 ]  # fmt: skip
@@ -114,7 +119,9 @@ BROKEN_COMMANDS = [
     (["run", "frist.yaml"], "there is no recipe frist.yaml; did you mean first.yaml?"),
     (["run", "quickstrat"], "there is no recipe quickstrat; did you mean quickstart?"),
     (["run", "."], "is a folder; expected a recipe's YAML file"),
+    (["run", "done"], "done is a folder; its run's recipe is done/recipe.resolved.yaml"),
     (["run", "prepared.bin"], "model is missing"),
+    (["data", "inspect", "prepared.idx"], "prepared.idx.bin and prepared.idx.idx not found; give prepared\n"),
     (["run", "latin.yaml"], "latin.yaml cannot be read: it is not UTF-8 text, first at byte 9"),
     (["run", "\0"], "there is no recipe \\x00"),
     (["run", "x" * 5000], "cannot be read as a recipe's path"),
@@ -130,6 +137,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for suffix in ("bin", "idx"):
         Path(f"prepared.{suffix}").touch()
     Path("texts").mkdir()
+    Path("done").mkdir()
+    Path("done/recipe.resolved.yaml").write_text(GOOD)
     Path("first.yaml").write_text(GOOD)
     Path("latin.yaml").write_bytes(b"name: caf\xe9\n")
     return tmp_path

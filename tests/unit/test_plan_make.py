@@ -104,7 +104,7 @@ def test_batches_and_microbatches() -> None:
 
 
 def test_what_does_not_fit_the_ranks_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"train\.microbatch is 3; expected a divisor of the 8 sequences"):
+    with pytest.raises(BadInputError, match=r"train\.microbatch is 3; expected a divisor of 8, the sequences"):
         plan("train.microbatch=3")
     with pytest.raises(BadInputError, match=r"parallel\.tensor"):
         plan("parallel.tensor=8", "model.heads=4")

@@ -112,7 +112,8 @@ def test_nearest_key(key: str, nearest: str) -> None:
 
 
 def test_what_is_like_no_key_gets_the_list() -> None:
-    assert unknown_key("parallel.expert").endswith("; `llmtrain recipes schema` lists the keys")
+    assert unknown_key("parallel.expert").endswith("; parallel has the keys tensor, pipeline, data, sequence, order")
+    assert unknown_key("expert").endswith("; `llmtrain recipes schema` lists the keys")
 
 
 def test_every_key_of_the_schema_is_known() -> None:

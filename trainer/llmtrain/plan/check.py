@@ -43,6 +43,10 @@ def check_given(recipe: Recipe) -> None:
     for key in ("rope_theta", "rotary_fraction"):
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
+    if recipe.optimizer.warmup > recipe.train.steps:
+        raise BadInputError(
+            f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
+        )
     pipeline = recipe.pipeline
     # recipe.resolved.yaml has alpha beside the list of layers that it led to.
     if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
@@ -81,6 +85,8 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
 
 def _data_advice(path: Path) -> str:
     """Return what to do about a data.path that is no prefix of a prepared set."""
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return f"give {path.with_suffix('')}"
     if not path.exists():
         return "expected the prefix that `llmtrain data prepare` wrote"
     if sets := sorted(path.glob("*.idx")):
@@ -104,10 +110,6 @@ def check(plan: Plan, facts: Facts) -> None:
         raise BadInputError(
             f"data.sequence_length is {plan.batch.sequence_length}; expected at most model.positions "
             f"({model.positions}), lower the one or raise the other"
-        )
-    if plan.optimizer.warmup > training.steps:
-        raise BadInputError(
-            f"optimizer.warmup is {plan.optimizer.warmup}; expected at most train.steps ({training.steps})"
         )
     if training.eval_every and not plan.data.split[1]:
         raise BadInputError(

@@ -123,8 +123,8 @@ def _batch(recipe: Recipe, grid: Layout) -> Batch:
         microbatch = _microbatch(share, grid.degree(Axis.PIPELINE))
     if share % microbatch:
         raise BadInputError(
-            f"train.microbatch is {microbatch}; expected a divisor of the {share} sequences that each of {replicas} "
-            f"replicas takes of train.global_batch ({sequences})"
+            f"train.microbatch is {microbatch}; expected a divisor of {share}, the sequences of a data-parallel "
+            f"rank in train.global_batch ({sequences})"
         )
     return Batch(
         sequences=sequences,

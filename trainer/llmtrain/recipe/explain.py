@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic import ValidationError
 
-from llmtrain.recipe.keys import INDEX, nearest_key, recipe_keys
-from llmtrain.yaml.expected import choices, expected
+from llmtrain.recipe.keys import INDEX, keys_in, nearest_key, recipe_keys
+from llmtrain.yaml.expected import choices, expected, options
 from llmtrain.yaml.shown import shown, shown_key
+from llmtrain.yaml.yaml11 import WORDS
 
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
 # Characters of a value that are compared with the words that a key accepts.
@@ -38,17 +40,32 @@ def explain(error: ValidationError, source: str) -> str:
             "" if "[" in key else f" or on the command line as {key}=..."
         )
     hint = recipe_keys()[INDEX.sub("[]", key)]
-    near = get_close_matches(str(details["input"])[:_LONGEST_WORD], choices(hint), n=1)
-    advice = f"; did you mean {near[0]}?" if near else ""
-    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{advice}"
+    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{_advice(key, details['input'], hint)}"
+
+
+def _advice(key: str, value: Any, hint: Any) -> str:
+    """Return what to write in place of a value that `key`, of type `hint`, does not accept; else nothing."""
+    near = get_close_matches(str(value)[:_LONGEST_WORD], choices(hint), n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    if str not in options(hint) or not isinstance(value, bool | int | float):
+        return ""
+    # The word that was written is lost: yaml has made a boolean or a number of it.
+    words = (*WORDS[value], shown(value)) if isinstance(value, bool) else (shown(value),)
+    kind = shown(value) if isinstance(value, bool) else "a number"
+    return (
+        f'; YAML reads {" or ".join(words)} without quotes as {kind}: write "{words[0]}" with its quotes, on the '
+        f"command line as {key}='\"{words[0]}\"'"
+    )
 
 
 def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:
-    """Return a sentence that `key` is not a recipe key, with the nearest key that is. quoted: returns what of the key
-    is quoted."""
+    """Return a sentence that `key` is not a recipe key, with the nearest key that is, or else those of its section.
+    quoted: returns what of the key is quoted."""
     near = nearest_key(key)
-    advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
-    return f"{quoted(key)} is not a recipe key; {advice}"
+    section, siblings = key.rpartition(".")[0], keys_in(key.rpartition(".")[0])
+    advice = f"{section} has the keys {', '.join(siblings)}" if siblings else "`llmtrain recipes schema` lists the keys"
+    return f"{quoted(key)} is not a recipe key; {f'did you mean {near}?' if near else advice}"
 
 
 def _missing_space(section: str, name: str) -> str | None:

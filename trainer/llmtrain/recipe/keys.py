@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 
 from llmtrain.recipe.schema import Recipe
-from llmtrain.yaml.expected import _options
+from llmtrain.yaml.expected import options
 
 # The index of a section in a list.
 INDEX = re.compile(r"\[[0-9]+\]")
@@ -32,13 +32,19 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
             aliases = [extra.alias for extra in get_args(hint) if isinstance(extra, FieldInfo) and extra.alias]
             key = prefix + (aliases[0] if aliases else entry.name)
         found.append((key, hint))
-        for option in _options(hint):
+        for option in options(hint):
             several = get_origin(option) in (list, tuple)
             section = get_args(option)[0] if several else option
             if is_dataclass(section) and isinstance(section, type):
                 found += [(f"{key}[]", section)] if several else []
                 found += _walk(section, f"{key}[]." if several else f"{key}.")
     return found
+
+
+def keys_in(section: str) -> list[str]:
+    """Return the names of the keys of a section; empty if there is no such section."""
+    parts = [name.rpartition(".") for name in recipe_keys()]
+    return [leaf for parent, _, leaf in parts if section and parent == section]
 
 
 def nearest_key(key: str) -> str | None:

@@ -17,9 +17,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import changes
 from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.file import read_yaml
-
-# The resolved recipe.
-RECORD = "recipe.resolved.yaml"
+from llmtrain.yaml.shipped import RECORD
 
 
 def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:

@@ -11,7 +11,8 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -20,7 +21,7 @@ def expected(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return f"{expected(get_args(hint)[0])}{_bounds(get_args(hint)[1:])}"
     if get_origin(hint) in (Union, UnionType):
-        words = [expected(option) for option in _options(hint) if option is not NoneType]
+        words = [expected(option) for option in options(hint) if option is not NoneType]
         return " or ".join(words)
     if get_origin(hint) is Literal:
         values = [str(value) for value in get_args(hint)]
@@ -37,7 +38,7 @@ def expected(hint: Any) -> str:
 
 def choices(hint: Any) -> list[str]:
     """Return the words that a key of this type accepts; empty if it accepts others."""
-    return [value for option in _options(hint) if get_origin(option) is Literal for value in map(str, get_args(option))]
+    return [value for option in options(hint) if get_origin(option) is Literal for value in map(str, get_args(option))]
 
 
 def _bounds(extras: Iterable[Any]) -> str:
@@ -56,5 +57,5 @@ def _plural(hint: Any) -> str:
     """Return the items of a list in the plural."""
     if is_dataclass(hint):
         return expected(hint).replace("a section", "sections")
-    options = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in _options(hint)]
-    return " and ".join(_PLURALS.get(kind, str(kind)) + _bounds(extras) for kind, *extras in options)
+    kinds = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in options(hint)]
+    return " and ".join(_PLURALS.get(kind, str(kind)) + _bounds(extras) for kind, *extras in kinds)

@@ -15,6 +15,11 @@ from llmtrain.errors import BadInputError
 
 LARGEST_BYTES, LARGEST_VALUES, DEEPEST = 2**19, 10_000, 50
 _LONGEST_REASON = 100
+# What yaml says of the two most frequent slips, and plain words for it.
+_PLAIN = {
+    "found character '\\t' that cannot start any token": "a tab is here; indent with spaces",
+    "'<stream end>'": "the end of the file",
+}
 # The exceptions of yaml and OmegaConf for invalid text.
 YAML_ERRORS = (
     yaml.YAMLError,
@@ -68,8 +73,10 @@ def check_size(text: str) -> yaml.Node | None:
 def yaml_problem(error: Exception) -> str:
     """Return the problem and its place in one short line, without quoting the text."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark, problem = error.problem_mark, error.problem
-        return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem or 'this is no YAML')}"
+        mark, problem = error.problem_mark, error.problem or "this is no YAML"
+        for jargon, plain in _PLAIN.items():
+            problem = problem.replace(jargon, plain)
+        return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem)}"
     if "set_int_max_str_digits" in str(error):
         return "it has a number of thousands of digits"
     return "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)

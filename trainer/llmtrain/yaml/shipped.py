@@ -9,6 +9,8 @@ from llmtrain_data.untrusted import reason
 import llmtrain
 from llmtrain.errors import BadInputError
 
+# The resolved recipe in a run's folder.
+RECORD = "recipe.resolved.yaml"
 # Files that a misspelt name is compared with.
 _MOST_FILES = 1000
 
@@ -35,7 +37,7 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     path = Path(beside or "", name_or_path)
     try:
         if path.is_dir():
-            raise BadInputError(f"{path} is a folder; expected a recipe's YAML file, or one of {_names()}")
+            raise BadInputError(f"{path} is a folder; {_advice_on_folder(path)}")
         if path.is_file():
             return path
     except (OSError, ValueError) as error:
@@ -44,6 +46,12 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     near = get_close_matches(path.stem, known, n=1)
     advice = f"did you mean {known[near[0]]}?" if near else f"expected a YAML file, or one of {_names()}"
     raise BadInputError(f"there is no recipe {path}; {advice}")
+
+
+def _advice_on_folder(path: Path) -> str:
+    record = path / RECORD
+    found = f"its run's recipe is {record}" if record.is_file() else None
+    return found or f"expected a recipe's YAML file, or one of {_names()}"
 
 
 def _recipes_beside(path: Path) -> dict[str, str]:
