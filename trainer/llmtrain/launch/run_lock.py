@@ -123,7 +123,7 @@ class RunLock:
                 return None
             os.close(file)
             if free is False:
-                return f"{self._path.parent} is being trained in by {state.holder or 'another process'}"
+                return taken_by(self._path.parent, state.holder)
             if free:
                 watch.give_way()
             pause(watch.why)
@@ -208,6 +208,24 @@ class RunLock:
             return same and os.pread(self._files[-1], _LENGTH, 0) == self._content
         except OSError:
             return True
+
+
+def taken_by(folder: Path, holder: Holder | None) -> str:
+    """Return a sentence that a process trains in a run's folder."""
+    who = holder or "another process"
+    return f"{folder} is being trained in by {who}; stop it first, or give this run another name"
+
+
+def locked_by(folder: Path) -> Holder | None:
+    """Return the process of this machine that holds the kernel's lock of a run's folder; None if this machine knows of
+    none. Does not wait, and does not take the lock."""
+    with suppress(OSError):
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return _look(file).holder if _is_unlocked(file) is False else None
+        finally:
+            os.close(file)
+    return None
 
 
 def holder_of(folder: Path) -> Holder | None:

@@ -14,7 +14,7 @@ from llmtrain.cluster.load import find_cluster, given_cluster
 from llmtrain.cluster.topology import check_world
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.measure.result import as_data
-from llmtrain.launch.run_lock import holder_of
+from llmtrain.launch.run_lock import holder_of, taken_by
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
@@ -153,8 +153,8 @@ def _allocation(recipe: Recipe, site: Site, nodes: int | None) -> Allocation:
     if per_node is None:
         if wanted != 1:
             raise BadInputError(
-                "nothing says how many ranks a node has; set ranks_per_node in the site's profile, or describe the "
-                "recipe's cluster"
+                f"nothing says how many ranks a node has; set ranks_per_node in {default_site()} or in the "
+                "file of --site, or set the recipe's `cluster`"
             )
         per_node = 1
     if nodes is not None:
@@ -187,4 +187,4 @@ def _refuse_second(folder: Path) -> None:
             "first, or give this run another name"
         )
     if (holder := holder_of(folder)) is not None:
-        raise BadInputError(f"{folder} is being trained in by {holder}; stop it first, or give this run another name")
+        raise BadInputError(taken_by(folder, holder))

@@ -12,8 +12,9 @@ from pathlib import Path
 from llmtrain_data.waiting import loading
 
 from llmtrain.comm.environment import Launched, heed_launcher, launched
-from llmtrain.errors import BadInputError
+from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus
+from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.offload_check import offload_problem
@@ -42,6 +43,8 @@ def start(
     with _reported_once(place):
         recipe = load_recipe(name, overrides)
         check_recipe(recipe, folders_above(name))
+    if place is None and not dry_run:
+        _refuse_second(Path(recipe.logging.dir, recipe.name))
     gpus = _gpus(place)
     facts = _facts(place, nproc, gpus)
     with _reported_once(place):
@@ -65,6 +68,12 @@ def start(
     else:
         words = ["run", name, *overrides, *(["--force"] if force else [])]
         _launch(words, recipe, facts, force)
+
+
+def _refuse_second(folder: Path) -> None:
+    """Report a run that trains in the folder before PyTorch is loaded. Taking the lock later finds the other cases."""
+    if (holder := locked_by(folder)) is not None:
+        raise RunFailedError(taken_by(folder, holder))
 
 
 def _gpus(place: Launched | None) -> int:
