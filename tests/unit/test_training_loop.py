@@ -224,12 +224,17 @@ def test_recipe_that_does_not_fit_leaves_the_folder_as_it_was(train: Train, fold
 def test_what_changed_since_the_last_start_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("train.steps=6")
     assert "changed since" not in "".join(capsys.readouterr())
+    train("train.steps=6", "checkpoint.resume=elsewhere")
+    shown = "".join(capsys.readouterr())
+    assert "checkpoint.resume: auto -> elsewhere, changed since the last start; it has no effect" in shown
+    assert re.search("continues after +step 6, and train.steps is 6: nothing is left to train", shown)
     train("train.steps=8", "data.sequence_length=8", "model.positions=16", "optimizer.clip=0.5")
     shown = "".join(capsys.readouterr())
     assert re.findall(r"(\S+: \S+ -> \S+), changed since the last start", shown) == [
         "data.sequence_length: 16 -> 8",
         "train.steps: 6 -> 8",
         "optimizer.clip: 1.0 -> 0.5",
+        "checkpoint.resume: elsewhere -> auto",
     ]
 
 

@@ -153,7 +153,9 @@ class _MainLogger:
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
-            shown.append(("continues after", f"step {resumed_step}"))
+            steps = self._plan.training.steps
+            whole = f", and train.steps is {steps}: nothing is left to train; raise train.steps to train on"
+            shown.append(("continues after", f"step {resumed_step}{whole if resumed_step >= steps else ''}"))
         self.console.start(self._plan.name, shown, decisions, resumed_step, self._elapsed())
 
     def rewind(self, step: int) -> None:

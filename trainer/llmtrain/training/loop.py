@@ -39,7 +39,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
             waiting.stop()
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
         ranks.activity.begin("preparing the first step")
-        changed = [f"{change}, changed since the last start" for change in run.changed]
+        changed = [f"{change}, changed since the last start{without_effect(change)}" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
@@ -64,6 +64,12 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
                 raise PreemptedError(f"stopped after step {done} and saved; the same command resumes from there")
         finish_checkpoint(run)
         run.log.end({})
+
+
+def without_effect(change: str) -> str:
+    """Return words about a change of the recipe that a resumed run ignores; empty for any other."""
+    ignored = change.startswith("checkpoint.resume:")
+    return "; it has no effect, because the run resumes from its own checkpoints" if ignored else ""
 
 
 def first_step(plan: Plan) -> str:
