@@ -8,4 +8,9 @@ class DataError(Exception):
 
 
 class PreparationStoppedError(Exception):
-    """A signal stopped a preparation, which left no files. The message is one sentence; exit code 1."""
+    """A signal stopped a preparation, which left no files. The message is one sentence."""
+
+    def __init__(self, message: str, interrupted: bool) -> None:
+        """interrupted: whether the signal was SIGINT, as from Ctrl-C."""
+        super().__init__(message)
+        self.exit_code = 130 if interrupted else 1

@@ -149,7 +149,8 @@ def interruptible(prefix: Path) -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         raise PreparationStoppedError(
             f"stopped by {stopped}: {prefix}.bin and {prefix}.idx were not written; "
-            "run the same command again to start over"
+            "run the same command again to start over",
+            str(stopped) == signal.SIGINT.name,
         ) from None
     finally:
         for number, handler in before.items():

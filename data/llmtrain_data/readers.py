@@ -144,8 +144,10 @@ def read_files(
             damaged = isinstance(error, OSError | EOFError | UnicodeDecodeError)
             if not damaged and type(error).__module__ != "pyarrow.lib":
                 raise
-            advice = "mend or remove it, or leave it out with --glob" if whole_files else "mend it"
-            raise DataError(f"{path} cannot be read: {reason(error)}; {advice}") from error
+            advice = "check that it is whole and what its name says"
+            advice += ", or leave it out with --glob" if whole_files else ""
+            first_sentence = reason(error).partition(". ")[0]
+            raise DataError(f"{path} cannot be read: {first_sentence}; {advice}") from error
     yield from texts.flush()
 
 
@@ -335,7 +337,9 @@ def _parse_slowly(block: bytes, key: str, path: Path, start: int) -> Sequence[st
             record = json.loads(raw.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
             where = f"{path} line {count_lines(path, start) + number}"
-            raise DataError(f"{where} is not JSON ({reason(error)}); expected one object per line") from error
+            # The error counts lines within this one.
+            at = isinstance(error, json.JSONDecodeError) and f"{error.msg}, at column {error.colno}"
+            raise DataError(f"{where} is not JSON ({at or reason(error)}); expected one object per line") from error
         text = record.get(key) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(text, str | None):
             raise DataError(

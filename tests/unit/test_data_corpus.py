@@ -58,7 +58,10 @@ def test_jsonl_takes_blank_lines_missing_text_and_lone_surrogates(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text":"a"}\n{"text":\n', r"a\.jsonl line 2 is not JSON"),
+        (
+            '{"text":"a"}\n{"text":\n',
+            r"a\.jsonl line 2 is not JSON \(Expecting value, at column 9\); expected one object per line",
+        ),
         ('{"text":"a"}\n\n{"text":5}\n', r"a\.jsonl line 3 has int '5'"),
         ('["text"]\n', r"a\.jsonl line 1 has list"),
         ('{"body":"a","x":1}\n', r"no text in field 'text', only body, x; choose a field with --text-key"),
@@ -117,7 +120,9 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"column 'talk' holds list<.*; expected text"):
         documents(tmp_path / "c.parquet", text_key="talk")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(DataError, match=r"b\.parquet cannot be read"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet cannot be read: [^.;]*; check that it is whole and what its name says"
+    ):
         documents(tmp_path / "b.parquet")
 
 

@@ -7,7 +7,7 @@ import typer
 from llmtrain_data.output import say, say_table
 from llmtrain_data.waiting import loading
 
-from llmtrain.errors import EXIT_FAILED, BadInputError, RunFailedError
+from llmtrain.errors import EXIT_FAILED, BadInputError
 
 if TYPE_CHECKING:
     from llmtrain_data.corpus_options import CorpusOptions
@@ -65,7 +65,6 @@ def prepare(
     """
     with loading("the libraries") as waiting:
         from llmtrain_data.corpus import open_corpus
-        from llmtrain_data.errors import PreparationStoppedError
         from llmtrain_data.prepare import PrepareOptions
         from llmtrain_data.prepare import prepare as prepare_corpus
 
@@ -73,10 +72,7 @@ def prepare(
         waiting.doing = lambda: f"opening {source}"
         corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
     say(f"input      {corpus.description}")
-    try:
-        done = prepare_corpus(corpus, tokenizer, output, options)
-    except PreparationStoppedError as error:
-        raise RunFailedError(str(error)) from None
+    done = prepare_corpus(corpus, tokenizer, output, options)
     say("\n".join([*done.lines(output), *corpus.left_out.lines()]))
 
 

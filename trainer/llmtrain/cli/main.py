@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from typing import Annotated
 
 import typer
-from llmtrain_data.errors import DataError
+from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.output import say
 
 from llmtrain.comm.environment import LAUNCHER_PID
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Our launcher was interrupted too, and reports it for all ranks.
             return code if os.environ.get(LAUNCHER_PID) == str(os.getppid()) else _say("interrupted", code)
         return code if isinstance(code, int) else 0
-    except (CommandError, DataError) as error:
+    except (CommandError, DataError, PreparationStoppedError) as error:
         return _say(error, error.exit_code)
     except typer.TyperException as error:
         message = error.format_message()
