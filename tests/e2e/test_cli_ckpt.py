@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -103,6 +105,37 @@ def test_convert_there_and_back(run: Path, tmp_path: Path) -> None:
     assert (row["step"], row["tokens"], row["states"]) == (0, None, ["master"])
     assert ckpt("verify", tmp_path / "new").exit_code == 0
     assert "step" in ckpt("inspect", tmp_path / "new").stdout
+
+
+def test_what_was_meant_by_a_folder_without_checkpoints(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").touch()
+    assert f"`llmtrain ckpt convert {hf} FOLDER`" in str(ckpt("list", hf).exception)
+    assert str(ckpt("list", tmp_path).exception).endswith(f"holds no checkpoint; did you mean {run}?")
+    monkeypatch.chdir(tmp_path)
+    run.rename(tmp_path / "runs")
+    Path("runs/first").mkdir()
+    assert str(ckpt("list", "first").exception) == "first is not a folder; did you mean runs/first?"
+
+
+def test_arguments_of_convert_are_checked_without_torch(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, said in (
+        ([str(run), str(tmp_path / "full")], "exists already"),
+        ([str(tmp_path / "texts"), str(tmp_path / "new")], "holds neither a checkpoint nor a Hugging Face model"),
+        ([str(run), str(tmp_path / "new"), "--tokenizer", str(tmp_path / "texts")], "which holds no tokenizer"),
+    ):
+        code = (
+            "import sys; from llmtrain.cli.main import main; "
+            f"code = main({['ckpt', 'convert', *words]!r}); sys.exit(100 if 'torch' in sys.modules else code)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize("verb", ["list", "inspect", "verify"])

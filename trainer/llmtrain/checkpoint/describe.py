@@ -8,6 +8,7 @@ from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.manifest import Manifest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.hf_config import CONFIG
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
@@ -52,9 +53,19 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 def existing(path: Path) -> list[Path]:
     """Return the checkpoints that `find_checkpoints` finds. Raises BadInputError if there is none."""
+    named = Path("runs") / path
+    if not path.is_dir() and named.is_dir():
+        raise BadInputError(f"{path} is not a folder; did you mean {named}?")
     found = find_checkpoints(path)
+    if not found and (path / CONFIG).is_file():
+        raise BadInputError(
+            f"{path} is a Hugging Face folder; make a checkpoint of it with `llmtrain ckpt convert {path} FOLDER`, and "
+            "give that folder"
+        )
     if not found:
-        raise BadInputError(f"{path} holds no checkpoint; give the folder of a run or of a checkpoint")
+        runs = [child for child in sorted(path.iterdir()) if (child / "checkpoints").is_dir()]
+        advice = f"did you mean {runs[0]}?" if runs else "give the folder of a run or of a checkpoint"
+        raise BadInputError(f"{path} holds no checkpoint; {advice}")
     return found
 
 

@@ -91,8 +91,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, or import one as a checkpoint; SRC decides which."""
-    with loading("PyTorch"):
-        from llmtrain.checkpoint.convert.convert import convert as convert_folder
+    from llmtrain.checkpoint.convert.convert import convert as convert_folder
 
     made = convert_folder(source, target, dtype, max_shard_size, tokenizer)
     if as_json:

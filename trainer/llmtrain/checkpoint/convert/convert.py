@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from llmtrain.checkpoint.convert.export import export_hf
-from llmtrain.checkpoint.convert.import_hf import import_hf
+from llmtrain_data.waiting import loading
+
+from llmtrain.checkpoint.convert.target import refuse_existing
+from llmtrain.checkpoint.convert.tokenizer import tokenizer_files
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
@@ -30,6 +32,8 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
     source: a Hugging Face folder, a run's folder (for its newest checkpoint), or a checkpoint. dtype, max_shard_size
     (such as 5GB), tokenizer: of an exported model. Raises BadInputError and RunFailedError.
     """
+    # Whatever is wrong with the arguments is reported before PyTorch is loaded.
+    refuse_existing(target)
     shard_bytes = _bytes(max_shard_size)
     if (source / CONFIG).is_file():
         given = {
@@ -43,14 +47,18 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
                     f"{option} is {value}, but {source} is a Hugging Face folder, and imports use fp32, one file and "
                     "the folder's own tokenizer; leave it out"
                 )
+        with loading("PyTorch"):
+            from llmtrain.checkpoint.convert.import_hf import import_hf
         import_hf(source, target)
         sentence = f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
         return Converted("checkpoint", str(target), str(source), sentence)
     checkpoints = find_checkpoints(source)
     if not checkpoints:
         raise BadInputError(f"{source} holds neither a checkpoint nor a Hugging Face model ({CONFIG})")
-    if tokenizer is not None and not tokenizer.is_dir():
-        raise BadInputError(f"--tokenizer is {tokenizer}, which is no folder; expected a Hugging Face tokenizer's")
+    if tokenizer is not None and not tokenizer_files(tokenizer):
+        raise BadInputError(f"--tokenizer is {tokenizer}, which holds no tokenizer; expected a folder of a tokenizer")
+    with loading("PyTorch"):
+        from llmtrain.checkpoint.convert.export import export_hf
     export_hf(checkpoints[0], target, dtype, shard_bytes, tokenizer)
     sentence = f"{target} holds {checkpoints[0].name} as a Hugging Face model in {dtype}"
     return Converted("hugging face", str(target), str(checkpoints[0]), sentence)

@@ -15,8 +15,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises BadInputError if `target` exists already, RunFailedError if it cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
-        raise BadInputError(f"{target} exists already; give a folder that does not exist, or remove it")
+    refuse_existing(target)
     partial = target.with_name(target.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -31,3 +30,9 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise
     except OSError as error:
         raise RunFailedError(f"{error.filename or target} cannot be written: {error.strerror}") from error
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise BadInputError if `target` exists and is not an empty folder, or is the current one."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
+        raise BadInputError(f"{target} exists already; give a folder that does not exist, or remove it")

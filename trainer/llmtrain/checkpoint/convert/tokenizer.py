@@ -25,9 +25,14 @@ _FILES = (
 )
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of the tokenizer in `folder`; empty if it holds none."""
+    return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
 def copy_tokenizer(source: Path, target: Path) -> bool:
     """Copy the tokenizer's files from `source`; return whether it has any."""
-    present = [source / name for name in _FILES if (source / name).is_file()]
+    present = tokenizer_files(source)
     if present:
         target.mkdir(parents=True, exist_ok=True)
     for path in present:
