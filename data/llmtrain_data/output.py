@@ -83,7 +83,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 def say_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table to stdout. Cells fold if the terminal is too narrow; they are never truncated."""
-    Terminal().print(table(columns, rows))
+    console = Terminal()
+    if console.is_terminal:
+        console.print(table(columns, rows))
+        return
+    with console.capture() as capture:
+        console.print(table(columns, rows))
+    # rich pads every line to the longest one, which in a file may have thousands of characters.
+    say("".join(f"{line.rstrip(' ')}\n" for line in capture.get().splitlines()), end="")
 
 
 def _shown(letter: str) -> str:

@@ -29,7 +29,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.telemetry.console import RunConsole
 from llmtrain_data.indexed import IndexedWriter
-from llmtrain_data.output import Terminal, json_text, printable, table
+from llmtrain_data.output import Terminal, json_text, printable, say_table, table
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -245,6 +245,12 @@ def test_one_style_of_tables() -> None:
         path.name for folder in ("trainer", "data") for path in (ROOT / folder).rglob("*.py") if "Table" in calls(path)
     }
     assert found == {"output.py"}
+
+
+def test_a_table_in_a_file_has_no_trailing_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    say_table(("name", ""), [("a", "x" * 300), ("b", ""), ("\x1b[2J", "")])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines == ["name", f"a        {'x' * 300}", "b", "\\x1b[2J", ""]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
