@@ -33,7 +33,7 @@ def test_ranks_of_one_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "sentence"),
     [
-        ([], {}, "there are 0 ranks, and bench comm measures the links between at least 2; add --nproc N"),
+        ([], {}, "bench comm measures the links between at least 2 ranks; here is no GPU for any; add --nproc N"),
         (["--cluster", "frontear"], {}, "there is no description of a cluster frontear; did you mean frontier?"),
         (
             ["--output", "absent/c.yaml"],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain_data import units
 from llmtrain_data.output import Terminal, say, say_json
+from llmtrain_data.waiting import loading
 
 from llmtrain.cluster.description import Accelerator, Cluster, Nic
 from llmtrain.cluster.layout import Axis, Layout
@@ -58,13 +59,14 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
     place = launched(os.environ, nproc)
-    from llmtrain.comm.device import gpu_count
+    with loading("PyTorch", place is None or place.is_first):
+        from llmtrain.comm.device import gpu_count
 
     gpus = gpu_count()
     world = place.world if place else nproc or gpus
     if world < 2:
         raise BadInputError(
-            f"there {'is 1 rank' if world else 'are 0 ranks'}, and bench comm measures the links between at least 2; "
+            f"bench comm measures the links between at least 2 ranks; here {'is 1' if world else 'is no GPU for any'}; "
             "add --nproc N, or start bench comm through torchrun, srun or mpirun"
         )
     check_gpus(gpus, place, world)
