@@ -89,7 +89,7 @@ def _chunks(path: Path, number: str | None) -> Iterator[str]:
 
 def _runs_in(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs")
+        raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs (logging.dir)")
     found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
     if not found:
         raise BadInputError(f"{path} is not the folder of a run and holds none")
