@@ -117,7 +117,7 @@ def _wrong_reduce(spec: ProgramSpec, place: Place, issue: Reduce, passed: Backwa
             f"{place}: before the reduction of {issue.unit}, tensor-parallel ranks sum {issue.partial} elements; "
             f"expected {expected}"
         )
-    buffered = spec.degrees[issue.unit].gradients > 1
+    buffered = spec.is_buffered(issue.unit)
     if buffered and issue.offset is None:
         yield f"{place}: the reduction of {issue.unit} has no buffer, but its gradients are sharded"
     if not buffered and issue.offset is not None:
