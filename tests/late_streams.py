@@ -29,6 +29,20 @@ class LateStream:
         """Run what another stream has."""
         other.run()
 
+    def wait_event(self, event: Any) -> None:
+        """Run what another stream has before an event, before what comes next here."""
+        self.copies.append(event.synchronize)
+
+    def record_event(self) -> Any:
+        """Return an event behind what is queued."""
+        event: Any = torch.cuda.Event()
+        event.stream, event.place = self, len(self.copies)
+        return event
+
+    def synchronize(self) -> None:
+        """Run all."""
+        self.run()
+
 
 class LateCopies(TorchDispatchMode):
     """Puts the copies of the current stream off."""

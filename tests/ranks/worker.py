@@ -26,6 +26,7 @@ from llmtrain.comm import subgroups
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream, Ticket
+from llmtrain.offload.stepper import Do, Stepper
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
@@ -47,6 +48,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
     notes: dict[str, list[int]] = {"state_bytes": [], "copies": [], "groups": [ranks.layout.world]}
+    notes |= {kind.value: [] for kind in Do}
     high_water = HighWater()
     run.build = high_water.building(build)
     subgroups.group_over = noting_groups(notes["groups"])
@@ -68,6 +70,9 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
         notes["state_bytes"].append(run.engine.state_bytes)
+        done = run.engine._ahead.done if isinstance(run.engine._ahead, Stepper) else {}
+        for kind in Do:
+            notes[kind.value].append(done.get(kind, 0))
         notes["copies"].append(sum(copy.nbytes for copy in run.checkpoints._staging.copies))
         return stopping
 

@@ -191,3 +191,18 @@ def test_backends_write_weights(backend: str, weight_dtype: torch.dtype) -> None
     adamw(backend, *ours, gradient, CLIPPED, weight)
     assert not torch.equal(ours[0], before)
     assert torch.equal(weight, ours[0].to(weight_dtype))
+
+
+@pytest.mark.parametrize("numel", [100, 70_001])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_states_go_elsewhere(backend: str, numel: int) -> None:
+    """The old states stay, and the new ones have the bits that a step in place gives."""
+    *start, gradient = states(numel)
+    inside, before = [each.clone() for each in start], [each.clone() for each in start]
+    weights = torch.zeros(2, numel, dtype=torch.bfloat16)
+    adamw(backend, *inside, gradient.clone(), CLIPPED, weights[0])
+    after = [torch.full_like(each, 7) for each in start]
+    adamw(backend, *start, gradient.clone(), CLIPPED, weights[1], into=(after[0], after[1], after[2]), threads=1)
+    assert_same_bits(start, before)
+    assert_same_bits(after, inside)
+    assert torch.equal(*weights)

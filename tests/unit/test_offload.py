@@ -13,11 +13,11 @@ from llmtrain.errors import RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
-from llmtrain.offload.place import offload_states, open_tier
-from llmtrain.offload.staging import InPlace
+from llmtrain.offload.optimizer_states import OffloadedStates, open_states
+from llmtrain.offload.states import FileStates
+from llmtrain.offload.stepper import Do, Stepper
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.tiers import FileTier, StateTier
-from llmtrain.plan.offload import GRANULE, Bucket, Offload, rounded, slots
+from llmtrain.plan.offload import GRANULE, Bucket, Offload, ring_slots, rounded
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import STATES
@@ -40,30 +40,42 @@ def units_of(dtype: torch.dtype) -> list[ShardedUnit]:
 
 
 def buckets_of(units: list[ShardedUnit], offload: Offload) -> list[Bucket]:
+    cut = [(unit, ends) for unit in units for ends in offload.buckets(unit.spec.numel)]
     return [
-        Bucket(unit.spec.name, *ends, 2 if unit.masters_are_weights else 3)
-        for unit in units
-        for ends in offload.buckets(unit.spec.numel)
+        Bucket(unit.spec.name, *ends, 2 if unit.masters_are_weights else 3, place < offload.spare * len(cut))
+        for place, (unit, ends) in enumerate(cut)
     ]
 
 
 @contextmanager
-def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[ShardedUnit], StateTier]]:
+def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[ShardedUnit], OffloadedStates]]:
     units = units_of(dtype)
     buckets = buckets_of(units, offload)
-    tier = open_tier(offload, buckets, CPU)
-    assert tier is not None
+    found = open_states(offload, buckets, CPU, dtype)
+    assert found is not None
     for unit in units:
-        offload_states(unit, offload, buckets, tier, InPlace())
-    yield units, tier
-    tier.close()
+        found.take(unit)
+    yield units, found
+    found.close()
 
 
-def step(units: list[ShardedUnit], number: int) -> None:
-    numbers = AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
-    for place, unit in enumerate(units):
+def numbers_of(number: int, divisor: float = 1.7) -> AdamWStep:
+    return AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(divisor))
+
+
+def step(units: list[ShardedUnit], number: int, stepper: Stepper | None = None, ahead: float | None = None) -> None:
+    """Step units with drawn gradients. ahead: the divisor of a step ahead of some of them; None for no step ahead."""
+    if stepper is not None:
+        stepper.begin(None if ahead is None else numbers_of(number, ahead))
+    for place, unit in reversed(list(enumerate(units))):
         unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
-        unit.step(numbers)
+        unit.step_ahead()
+    if stepper is not None:
+        stepper.decide(numbers_of(number))
+    tickets = [unit.step(numbers_of(number)) for unit in units]
+    for ticket in tickets:
+        if ticket is not None:
+            ticket.wait()
 
 
 def states(units: list[ShardedUnit]) -> list[Tensor]:
@@ -78,7 +90,16 @@ OFFLOADS = {
     "nvme, one bucket": Offload(tier="nvme", share=0.05),
     "nvme, small buckets": Offload(tier="nvme", share=1.0, bucket=1024),
     "nvme, small buckets, a third": Offload(tier="nvme", share=0.3, bucket=3072),
+    "host, on the device": Offload(tier="host", share=1.0, bucket=2048, on_device=True, overlap=1),
+    "host, ahead": Offload(tier="host", share=1.0, bucket=2048, spare=1.0),
+    "host, a part ahead": Offload(tier="host", share=0.7, bucket=2048, spare=0.4),
+    "host, on the device, ahead": Offload(tier="host", share=1.0, bucket=3072, spare=0.7, on_device=True),
+    "nvme, on the device": Offload(tier="nvme", share=1.0, bucket=2048, on_device=True),
+    "nvme, ahead": Offload(tier="nvme", share=1.0, bucket=2048, spare=1.0),
+    "nvme, on the device, a part ahead": Offload(tier="nvme", share=0.5, bucket=2048, spare=0.5, on_device=True),
 }
+# The divisors of steps ahead: none, that of the step, or another one.
+AHEAD = (None, 1.7, 1.0, 1.7, 1.7, 1.0, 1.7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,17 +112,21 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
     given = OFFLOADS[name]
     offload = replace(given, paths=tuple(map(str, paths)) if given.tier == "nvme" else ())
     beside = units_of(dtype)
-    with offloaded(dtype, offload) as (units, _):
+    with offloaded(dtype, offload) as (units, outside):
         assert all(map(torch.equal, states(units), states(beside)))
-        for number in (1, 2, 3):
-            step(units, number)
+        done = list[tuple[Do, int]]()
+        outside.stepper.observe = lambda do, bucket: done.append((do, bucket))
+        for number, ahead in enumerate(AHEAD, 1):
+            step(units, number, outside.stepper, ahead)
             step(beside, number)
-            if number == 2:
+            if number in (2, 5):
                 # A checkpoint reads between two steps, and a rewind writes.
                 assert all(map(torch.equal, states(units), states(beside)))
                 for unit, other in zip(units, beside, strict=True):
                     write_odd_ranges(unit, other)
         assert all(map(torch.equal, states(units), states(beside)))
+        spare = [bucket.spare for bucket in buckets_of(units, offload)]
+        assert_steps_are(done, spare)
         assert all(
             unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000
         )
@@ -109,14 +134,33 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
         assert sorted(tmp_path.rglob("*")) == paths
 
 
+def assert_steps_are(done: list[tuple[Do, int]], spare: list[bool]) -> None:
+    """Each step of AHEAD commits or steps each bucket once. Buckets with spare memory alone are stepped ahead; those
+    that commit are stepped ahead before."""
+    final = [bucket for do, bucket in done if do is not Do.AHEAD]
+    count = len(spare)
+    assert len(final) == len(AHEAD) * count
+    assert all(sorted(final[first : first + count]) == list(range(count)) for first in range(0, len(final), count))
+    ahead: set[int] = set()
+    for do, bucket in done:
+        if do is Do.AHEAD:
+            assert spare[bucket]
+            ahead.add(bucket)
+        elif do is Do.COMMIT:
+            ahead.remove(bucket)
+    if any(spare):
+        assert {Do.AHEAD, Do.COMMIT} <= {do for do, _ in done}
+
+
 @pytest.mark.parametrize("bucket", [1024, 2**19])
 def test_a_step_reads_and_writes_everything_once(bucket: int, tmp_path: Path) -> None:
     offload = Offload(tier="nvme", share=1.0, bucket=bucket, paths=(str(tmp_path),))
-    with offloaded(torch.bfloat16, offload) as (units, tier):
+    with offloaded(torch.bfloat16, offload) as (units, outside):
+        tier = outside.states
         whole = sum(bucket.nbytes for bucket in buckets_of(units, offload))
         before = tier.usage()
         for number in (1, 2, 3):
-            step(units, number)
+            step(units, number, outside.stepper)
             # The last writes are not waited for before the next step, or the next read.
             assert [*tier.usage().since(before)["read_bytes"].values()] == [number * whole]
         units[0].optimizer.read("m", 0, 1)
@@ -146,7 +190,7 @@ def test_buckets_cover_the_share(share: float, stepped: int) -> None:
     assert buckets[-1][1] == stepped
     assert all(start % GRANULE == 0 and 0 < end - start <= 4096 for start, end in buckets)
     assert 0 <= sum(end - start for start, end in buckets) - share * stepped < GRANULE
-    assert slots(len(buckets)) == min(6, len(buckets))
+    assert ring_slots(len(buckets)) == min(6, len(buckets))
 
 
 def test_regions_are_striped_evenly(tmp_path: Path) -> None:
@@ -207,11 +251,15 @@ def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:
     """Whatever a step or a checkpoint waits for: one sentence."""
     offload = Offload(tier="nvme", share=1.0, bucket=4096, paths=(str(tmp_path),))
     said = "which failed: Bad file descriptor; the same command resumes from the last checkpoint"
-    with offloaded(torch.float32, offload) as (units, tier):
-        step(units, 1)
-        assert isinstance(tier, FileTier)
-        tier._file.close()
-        for use in (lambda: step(units, 2), lambda: states(units), lambda: write_odd_ranges(units[0], units[0])):
+    with offloaded(torch.float32, offload) as (units, outside):
+        step(units, 1, outside.stepper)
+        assert isinstance(outside.states, FileStates)
+        outside.states._file.close()
+        for use in (
+            lambda: step(units, 2, outside.stepper),
+            lambda: states(units),
+            lambda: write_odd_ranges(units[0], units[0]),
+        ):
             with pytest.raises(RunFailedError, match=said):
                 use()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from llmtrain.errors import BadInputError
-from llmtrain.offload.place import open_tier
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.offload.optimizer_states import open_states
 from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
@@ -89,19 +90,28 @@ def test_bad_keys(keys: tuple[str, ...], message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("share", [0.25, 1.0])
 @pytest.mark.parametrize("bucket", ["auto", 2048])
-def test_planned_memory_is_what_a_tier_takes(compute: str, share: float, bucket: str | int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spare", "where"), [(0, "host"), (0.4, "host"), (0, "device"), (1, "device")])
+def test_planned_memory_is_what_a_tier_takes(
+    compute: str, share: float, bucket: str | int, spare: float, where: str, tmp_path: Path
+) -> None:
     keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
+    keys = (*keys, f"offload.spare={spare}", f"offload.step={where}")
     for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
         expected = offload_memory(plan, 0, "cpu")
-        tier = open_tier(plan.sharding.offload, rank_buckets(plan, 0), torch.device("cpu"))
-        assert tier is not None
-        pages = 2 * 4096 if plan.sharding.offload.tier == "nvme" else 0
-        assert tier.nbytes == expected.host + expected.buffers - pages
-        tier.close()
+        offload, buckets = plan.sharding.offload, rank_buckets(plan, 0)
+        states = open_states(offload, buckets, torch.device("cpu"), DTYPES[plan.compute])
+        assert states is not None
+        pages = 2 * 4096 if offload.tier == "nvme" else 0
+        assert states.nbytes == expected.host + expected.spare + expected.buffers - pages
+        assert states.stepper.nbytes == expected.slots
+        states.close()
         without = most_states(planned(tmp_path, "zero.stage=1", f"precision.compute={compute}")).optimizer
         left = without - most_states(plan).optimizer
-        states = expected.host or expected.files
-        assert left <= states <= left + 3 * 4096 * len(rank_buckets(plan, 0))
+        ahead = [one for one in buckets if one.spare]
+        rest = expected.host or expected.files - sum(one.nbytes for one in ahead)
+        assert left <= rest <= left + 3 * 4096 * len(rank_buckets(plan, 0))
+        elements = sum(one.numel for one in buckets)
+        assert 0 <= spare * elements - sum(one.numel for one in ahead) <= max(one.numel for one in buckets)
 
 
 def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
@@ -125,10 +135,10 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     # Each of two ranks copies half of the states for checkpoints.
     assert held(beside.host) == {"checkpoint_copies": 12 * beside.role.parameters // 2}
     # A checkpoint reads offloaded states while it is written, and copies none.
-    # Two slots of a bucket's fp32 gradients and bf16 weights.
-    slots = 2 * max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
-    assert held(host.host) == {"host_states": beside.device["optimizer"], "offload_buffers": slots}
-    assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slots
+    # A bucket's fp32 gradient and bf16 weight for each of four threads; for the one thread of files.
+    slot = max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
+    assert held(host.host) == {"host_states": beside.device["optimizer"], "offload_buffers": 4 * slot}
+    assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slot
     assert held(files.host) == {"offload_buffers": offload_memory(plan, 0, "cuda").buffers}
     assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
     assert files.files >= beside.device["optimizer"]
@@ -151,7 +161,7 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     def view(bytes_of_a_rank: int, *keys: str) -> PlanView:
         host = f"host: {{memory: {2 * bytes_of_a_rank}B}}, nvme: [{{path: /scratch}}]"
         cluster = f"cluster={{accelerator: {{name: A100-80GB, memory: 80GB}}, node: {{ranks: 2, {host}}}}}"
-        fixed = ("precision.compute=fp32", "offload.share=1")
+        fixed = ("precision.compute=fp32", "offload.share=1", "offload.overlap=1", "offload.spare=0")
         return view_recipe(str(tmp_path / "r.yaml"), [cluster, *fixed, *keys], 2)
 
     states = view(10**9, "offload.optimizer=host").budget.host
@@ -162,6 +172,28 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     assert "set offload.share=0.9, which needs" in refused
     assert view(states - 1, "offload.optimizer=host", "offload.share=0.9").problem is None
     assert view(10**9, "offload.optimizer=nvme").problem is None
+
+
+def test_what_is_stepped_ahead_fills_the_host(tmp_path: Path) -> None:
+    """`offload.spare: auto` is the largest number of eighths that fits; none where a CPU computes."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    def view(*keys: str, memory: int | None = None) -> PlanView:
+        host = "" if memory is None else f", host: {{memory: {2 * memory}B}}"
+        cluster = f"cluster={{accelerator: {{name: A100-80GB}}, node: {{ranks: 2{host}}}}}"
+        fixed = ("offload.optimizer=host", "offload.share=1", "offload.bucket=1024")
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, *fixed, *keys], 2)
+
+    assert view().plan.sharding.offload.spare == 0.25
+    assert view("offload.spare=0.5").plan.sharding.offload.spare == 0.5
+    assert planned(tmp_path, "offload.optimizer=host").sharding.offload.spare == 0
+    for spare in (0, 0.125, 0.875, 1):
+        needed = view(f"offload.spare={spare}").budget.host
+        found = view(memory=needed)
+        assert found.plan.sharding.offload.spare == found.plan.record["offload"]["spare"] == spare
+        assert found.problem is None
+        if spare:
+            assert view(memory=needed - 1).plan.sharding.offload.spare == spare - 0.125
 
 
 @pytest.mark.parametrize("device", ["A100-80GB", None])
@@ -215,5 +247,5 @@ def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:
 
 def test_a_plans_record_makes_the_same_plan(tmp_path: Path) -> None:
     plan = planned(tmp_path, *nvme(tmp_path), "offload.share=0.5")
-    decided = {"optimizer": "nvme", "share": 0.5, "paths": [str(tmp_path)], "bucket": 524288}
+    decided = {"optimizer": "nvme", "share": 0.5, "spare": 0.0, "paths": [str(tmp_path)], "overlap": 3}
     assert plan.record["offload"].items() >= decided.items()

@@ -1,12 +1,14 @@
-"""Gradients and weights that pass through pinned slots, with streams that copy as late as they may."""
+"""Gradients, weights and states that pass through slots, with streams that copy as late as they may."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
-from late_streams import LateCopies, late_copies
-from llmtrain.offload.staging import Pinned
-from torch import Tensor
+from late_streams import LateCopies, LateStream, late_copies
+from llmtrain.offload.staging import Copies, Event, OnDevice, Pinned, Staging, Work
+from llmtrain.sharding.optimizer_shard import StepRule
+from llmtrain_kernels.adamw.step import AdamWStep
 
 SIZES = (1000, 1000, 1000, 500)
 
@@ -16,59 +18,104 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     return late_copies(monkeypatch)
 
 
-def units(count: int) -> list[tuple[Tensor, Tensor, list[slice]]]:
-    """Gradients, weights and buckets of some units."""
-    ends = [sum(SIZES[: place + 1]) for place in range(len(SIZES))]
-    buckets = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
-    drawn = torch.Generator().manual_seed(0)
-    return [(torch.randn(ends[-1], generator=drawn), torch.zeros(ends[-1]).bfloat16(), buckets) for _ in range(count)]
+class Doubles:
+    """A rule that adds the gradient to each state, twice; the weights become the masters."""
+
+    def __init__(self, late: LateCopies) -> None:
+        self._late = late
+
+    def step(self, states: Any, within: Any, gradient: Any, numbers: Any, weight: Any, into: Any, threads: int) -> None:
+        def computed() -> None:
+            for name, state in states.items():
+                torch.Tensor.copy_((into or states)[name], state + 2 * gradient)
+            torch.Tensor.copy_(weight, (into or states)["master"])
+
+        if self._late.current is self._late.main:
+            computed()
+        else:
+            self._late.current.copies.append(computed)
 
 
-def step_all(staging: Pinned, count: int) -> list[bool]:
-    """Let each bucket's weight become twice its gradient; return whether that arrived for each unit."""
-    arrived = []
-    for gradient, weight, buckets in units(count):
-        staging.begin(gradient, weight, buckets)
-        for number in range(len(buckets)):
-            came, goes = staging.take(number)
-            assert goes is not None
-            torch.mul(came, 2, out=came)
-            goes.copy_(came)
-            staging.put(number)
-        staging.end()
-        arrived.append(torch.equal(weight, (gradient * 2).bfloat16()))
-    return arrived
+def on_device(copies: Copies) -> OnDevice:
+    return OnDevice(copies, torch.zeros(3, max(SIZES)), torch.zeros(max(SIZES)), torch.zeros(max(SIZES)).bfloat16())
 
 
-def test_copies_that_come_late_arrive(late: LateCopies) -> None:
+def pinned(copies: Copies) -> Pinned:
+    return Pinned(copies, max(SIZES), torch.bfloat16)
+
+
+MAKERS: dict[str, Callable[[Copies], Staging]] = {"pinned": pinned, "on device": on_device}
+
+
+def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateCopies, ahead: bool) -> bool:
+    """Step buckets one after the other; return whether all of their states and weights are right in the end."""
+    staging, drawn = make(copies(torch.device("cuda"))), torch.Generator().manual_seed(0)
+    numbers, right, done = AdamWStep(1, 1e-3, 0.9, 0.95, 1e-8, 0.1), [], []
+    for number, size in enumerate(SIZES):
+        values, old = torch.randn(size, generator=drawn), torch.randn(3, size, generator=drawn)
+        gradient, weight, expected = torch.zeros(size), torch.zeros(size).bfloat16(), old + 2 * values
+        # The device computes the gradient late.
+        computing, event = LateStream(), torch.cuda.Event()
+        with torch.cuda.stream(computing):  # type: ignore[arg-type]
+            gradient.copy_(values)
+            event.record()
+        work = Work(
+            bucket=number, part=slice(0, size), last=True, within=(0, size), rule=cast(StepRule, Doubles(late)),
+            gradient=gradient, weight=weight, masters=None, spare=torch.zeros(size).bfloat16(), computed=event,
+        )  # fmt: skip
+        new = torch.zeros_like(old) if ahead else old
+        came = staging.step(work, old, new, numbers, ahead)
+        right.append(torch.equal(new, expected))
+        # The gradient may change now.
+        gradient.fill_(7)
+        if ahead:
+            assert not weight.any()
+            came = staging.publish(work)
+        done.append((came, weight, expected[0].bfloat16()))
+    for came, weight, expected in done:
+        if came is not None:
+            came.synchronize()
+        right.append(torch.equal(weight, expected))
+    return all(right)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) -> None:
     with late:
-        assert step_all(Pinned(torch.device("cpu"), max(SIZES), torch.bfloat16), 3) == [True] * 3
+        assert stepped(MAKERS[make], Copies, late, ahead)
 
 
-class ReadsEarly(Pinned):
-    """Does not wait for the gradient."""
+class Earlier(Copies):
+    """Does not wait until the gradient is computed."""
 
-    def take(self, number: int) -> tuple[Tensor, Tensor | None]:
-        self._came = [SimpleNamespace(synchronize=lambda: None, record=event.record) for event in self._came]  # type: ignore[misc]
-        return super().take(number)
-
-
-class WritesEarly(Pinned):
-    """Does not wait until the weight of two buckets ago has left its slot."""
-
-    def take(self, number: int) -> tuple[Tensor, Tensor | None]:
-        self._went = [SimpleNamespace(synchronize=lambda: None, record=event.record) for event in self._went]  # type: ignore[misc]
-        return super().take(number)
+    def after(self, event: Event) -> Any:
+        return super().after(None)
 
 
-class EndsEarly(Pinned):
-    """Does not let the next computation wait for the weights."""
+class Impatient(Copies):
+    """Does not let the host wait for the copies."""
 
-    def end(self) -> None:
+    def wait(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("broken", [ReadsEarly, WritesEarly, EndsEarly])
-def test_a_missing_wait_is_found(broken: type[Pinned], late: LateCopies) -> None:
+class Unreported(Copies):
+    """Does not say when the weights are there."""
+
+    def record(self) -> Event:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "broken", "ahead"),
+    [
+        *((make, broken, ahead) for make in MAKERS for broken in (Earlier, Impatient) for ahead in (False, True)),
+        ("pinned", Unreported, False),
+        ("pinned", Unreported, True),
+        ("on device", Unreported, True),
+    ],
+)
+def test_a_missing_wait_is_found(make: str, broken: type[Copies], ahead: bool, late: LateCopies) -> None:
     with late:
-        assert not all(step_all(broken(torch.device("cpu"), max(SIZES), torch.bfloat16), 1))
+        assert not stepped(MAKERS[make], broken, late, ahead)

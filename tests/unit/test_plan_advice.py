@@ -85,8 +85,8 @@ def test_one_byte_of_the_device(strategy: tuple[str, ...], capsys: pytest.Captur
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("offload.optimizer=host",),
-        ("offload.optimizer=host", "zero.stage=3"),
+        ("offload.optimizer=host", "offload.spare=0"),
+        ("offload.optimizer=host", "offload.spare=1", "zero.stage=3"),
         ("offload.optimizer=nvme", "offload.paths=[/scratch]"),
         ("zero.stage=1",),
     ],

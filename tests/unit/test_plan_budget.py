@@ -200,6 +200,7 @@ def test_parts_of_a_budget() -> None:
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
             "in_flight": sum(pool_bytes(plan, row.role.rank, programs, "cuda").values()),
+            "offload_slots": 0,
             "activation_slots": 0,
             "activations": passing[0],
             "temporaries": passing[1],

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.shard import OffloadedShard, TierBuckets
+from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
 from llmtrain.offload.staging import InPlace
-from llmtrain.offload.tiers import FileTier
+from llmtrain.offload.states import FileStates
+from llmtrain.offload.stepper import Stepper
 from llmtrain.plan.offload import BUCKET, Bucket, Offload
 from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -64,29 +65,35 @@ class Stepped:
         unit = UnitSpec("unit", (TensorSpec("unit.weight", "weight", (numel,), decay=True),))
         offload = Offload(tier="nvme", share=1.0, paths=tuple(paths))
         buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(numel)]
-        self._buckets, self._tier = buckets, FileTier(buckets, paths)
+        self._buckets, self._tier = buckets, FileStates(buckets, paths)
+        self._overlap = offload.overlap
+        self._stepper = Stepper(self._tier, [InPlace()], offload.overlap, torch.device("cpu"))
         resident = OptimizerShard(unit, (0, 0), torch.empty(0), "cpu")
-        self._shard = OffloadedShard(
-            resident, TierBuckets(self._tier, InPlace(), 0, buckets), StepRule(unit, numel, "cpu"), None
-        )
+        outside = OutsideBuckets(self._stepper, 0, buckets, [None] * len(buckets))
+        self._shard = OffloadedShard(resident, outside, StepRule(unit, numel, "cpu"), None)
         self._gradient, self._weight = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
 
     def pass_through(self) -> None:
         """Read and write every bucket."""
-        for number in range(len(self._buckets)):
-            self._tier.take(number)
-            self._tier.put(number)
+        for fetched in range(len(self._buckets) + self._overlap):
+            if fetched < len(self._buckets):
+                self._tier.fetch(fetched)
+            if fetched >= self._overlap:
+                self._tier.take(fetched - self._overlap, ahead=False)
+                self._tier.put(fetched - self._overlap, ahead=False)
         self._tier.settle()
 
     def step(self) -> None:
         """Step all elements."""
         divisor = torch.tensor(1.5)
         numbers = AdamWStep(10, 1e-4, 0.9, 0.95, 1e-8, 0.1, divisor)
-        self._shard.step(self._shard.held, self._gradient, numbers, self._weight)
+        self._stepper.decide(numbers)
+        self._shard.step(self._shard.held, self._gradient, numbers, self._weight).wait()
         self._tier.settle()
 
     def close(self) -> None:
         """Remove the files."""
+        self._stepper.close()
         self._tier.close()
 
 

@@ -122,29 +122,36 @@ struct Avx512 {
 using Avx512 = Avx2;
 #endif
 
-// The flat ranges that a step reads and writes. weight: null if no weights are written.
+// The flat ranges that a step reads and writes. to: where the new states go, which may be where the old ones are. weight:
+// null if no weights are written.
+struct States {
+    float *master, *m, *v;
+
+    States at(int64_t i) const { return {master + i, m + i, v + i}; }
+};
+
 template <typename G, typename W>
 struct Ranges {
-    float *master, *m, *v;
+    States from, to;
     const G* gradient;
     W* weight;
 
-    Ranges at(int64_t i) const { return {master + i, m + i, v + i, gradient + i, weight ? weight + i : nullptr}; }
+    Ranges at(int64_t i) const { return {from.at(i), to.at(i), gradient + i, weight ? weight + i : nullptr}; }
 };
 
 // Step GROUP elements. squares: sums to add the gradient's squares to, or null.
 template <typename Set, bool STREAM, typename G, typename W>
 inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* squares) {
     for (int64_t i = 0; i < GROUP; i += Set::LANES) {
-        auto g = Set::from(at.gradient + i), m = Set::from(at.m + i), v = Set::from(at.v + i);
+        auto g = Set::from(at.gradient + i), m = Set::from(at.from.m + i), v = Set::from(at.from.v + i);
         if (squares) Set::add_squares(squares + i, g);
         g = g / numbers.divisor;
         m = m + (g - m) * numbers.m_share;
         v = v * numbers.v_kept + g * numbers.v_share * g;
-        auto master = Set::from(at.master + i) * numbers.kept - m / (Set::root(v) + numbers.eps) * numbers.rate;
-        Set::to(at.m + i, m);
-        Set::to(at.v + i, v);
-        Set::to(at.master + i, master);
+        auto master = Set::from(at.from.master + i) * numbers.kept - m / (Set::root(v) + numbers.eps) * numbers.rate;
+        Set::to(at.to.m + i, m);
+        Set::to(at.to.v + i, v);
+        Set::to(at.to.master + i, master);
         if constexpr (STREAM) Set::stream(at.weight + i, master);
         else if (at.weight) Set::to(at.weight + i, master);
     }
@@ -156,14 +163,15 @@ void step_tail(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, do
     float master[GROUP] = {}, m[GROUP] = {}, v[GROUP] = {};
     G gradient[GROUP] = {};
     W weight[GROUP];
-    std::memcpy(master, at.master, count * sizeof *master);
-    std::memcpy(m, at.m, count * sizeof *m);
-    std::memcpy(v, at.v, count * sizeof *v);
+    std::memcpy(master, at.from.master, count * sizeof *master);
+    std::memcpy(m, at.from.m, count * sizeof *m);
+    std::memcpy(v, at.from.v, count * sizeof *v);
     std::memcpy(gradient, at.gradient, count * sizeof *gradient);
-    step_group<Set, false>(Ranges<G, W>{master, m, v, gradient, weight}, numbers, squares);
-    std::memcpy(at.master, master, count * sizeof *master);
-    std::memcpy(at.m, m, count * sizeof *m);
-    std::memcpy(at.v, v, count * sizeof *v);
+    States copied{master, m, v};
+    step_group<Set, false>(Ranges<G, W>{copied, copied, gradient, weight}, numbers, squares);
+    std::memcpy(at.to.master, master, count * sizeof *master);
+    std::memcpy(at.to.m, m, count * sizeof *m);
+    std::memcpy(at.to.v, v, count * sizeof *v);
     if (at.weight) std::memcpy(at.weight, weight, count * sizeof *weight);
 }
 
@@ -173,7 +181,7 @@ void step_groups(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, 
     for (int64_t i = 0; i < count; i += GROUP) {
         // Addresses beyond the range do no harm.
         __builtin_prefetch(at.gradient + i + AHEAD);
-        for (float* state : {at.master, at.m, at.v}) __builtin_prefetch(state + i + AHEAD, 1);
+        for (float* state : {at.from.master, at.from.m, at.from.v}) __builtin_prefetch(state + i + AHEAD, 1);
         step_group<Set, STREAM>(at.at(i), numbers, squares);
     }
 }
@@ -208,14 +216,14 @@ void step_range(const Ranges<G, W>& range, const Cut& cut, const Numbers& number
 
 }  // namespace
 
-// master, m, v: fp32 [count]. gradient: [count], bf16 if `short_gradient`, else fp32; only read. weight: [count], bf16
+// master, m, v: fp32 [count]. to_master, to_m, to_v: the same, or other memory for the new states. gradient: [count], bf16 if `short_gradient`, else fp32; only read. weight: [count], bf16
 // if `short_weight`, else fp32; or null. sums: fp64, one for each block that the range touches, and total: fp64; they
 // receive sums of the gradient's squares; or both are null. first: position of the range in its first block. lanes: 16,
 // 8 or 4, the most numbers that an instruction may process.
-extern "C" void adamw(float* master, float* m, float* v, void* gradient, int64_t short_gradient, void* weight,
-                      int64_t short_weight, double* sums, double* total, float divisor, float m_share, float v_share,
-                      float v_kept, float eps, float rate, float kept, int64_t count, int64_t first, int64_t block,
-                      int64_t lanes, int64_t threads) {
+extern "C" void adamw(float* master, float* m, float* v, float* to_master, float* to_m, float* to_v, void* gradient,
+                      int64_t short_gradient, void* weight, int64_t short_weight, double* sums, double* total,
+                      float divisor, float m_share, float v_share, float v_kept, float eps, float rate, float kept,
+                      int64_t count, int64_t first, int64_t block, int64_t lanes, int64_t threads) {
     Numbers numbers{divisor, m_share, v_share, v_kept, eps, rate, kept};
     Cut cut{count, first, block, lanes, threads};
     auto with = [&](auto* g, auto* w) {
@@ -223,7 +231,7 @@ extern "C" void adamw(float* master, float* m, float* v, void* gradient, int64_t
         using W = std::remove_pointer_t<decltype(w)>;
         auto* step = lanes >= 16 ? step_range<Avx512, G, W> : step_range<Avx2, G, W>;
         if (lanes < 8) step = step_range<Plain, G, W>;
-        step(Ranges<G, W>{master, m, v, g, w}, cut, numbers, sums);
+        step(Ranges<G, W>{{master, m, v}, {to_master, to_m, to_v}, g, w}, cut, numbers, sums);
     };
     auto with_gradient = [&](auto* g) {
         if (short_weight) with(g, static_cast<bf16*>(weight));

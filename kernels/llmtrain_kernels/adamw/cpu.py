@@ -15,6 +15,9 @@ from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 # The most numbers that an instruction processes: 16 with AVX-512, 8 with AVX2, 4 without intrinsics.
 LANES = (16, 8, 4)
 
+# Masters and both moments.
+States = tuple[Tensor, Tensor, Tensor]
+
 
 def step(
     master: Tensor,
@@ -26,18 +29,24 @@ def step(
     *,
     offset: int = 0,
     squares: Tensor | None = None,
+    into: States | None = None,
+    threads: int | None = None,
     lanes: int = LANES[0],
 ) -> None:
     """Update `master`, `m`, `v` (fp32 `[n]`) in place, in the operations and with the bits of `reference.step`.
 
     gradient: fp32 or bf16 `[n]`, read only. weight: fp32, bf16 or fp16 `[n]`, which receives the new masters, rounded
     to nearest, ties to even. squares: fp64 scalar, which receives `squared_sum(gradient, offset)`. offset: position of
-    the range in its flat buffer. lanes: the widest instruction set to use, one of LANES. All tensors are contiguous.
-    Without a C++ compiler, `reference.step` runs.
+    the range in its flat buffer. into: memory for the new states, which leaves the old ones as they are. threads: of
+    OpenMP; torch's number by default. lanes: the widest instruction set to use, one of LANES. All tensors are
+    contiguous. Without a C++ compiler, `reference.step` runs.
     """
+    before, after = (master, m, v), into or (master, m, v)
     kernel = _kernel() if takes_native(master) else None
     if kernel is None:
-        reference.step(master, m, v, gradient.float(), numbers)
+        for old, new in zip(before, into or (), strict=False):
+            new.copy_(old)
+        reference.step(*after, gradient.float(), numbers)
         if squares is not None:
             squares.copy_(squared_sum(gradient.float(), offset))
     else:
@@ -46,7 +55,7 @@ def step(
         blocks = -(-(offset % BLOCK + master.numel()) // BLOCK)
         sums = None if squares is None else torch.zeros(blocks, dtype=torch.float64)
         kernel.adamw(
-            *(each.data_ptr() for each in (master, m, v)),
+            *(each.data_ptr() for each in (*before, *after)),
             *_address(gradient),
             *_address(written),
             *(None if each is None else each.data_ptr() for each in (sums, squares)),
@@ -56,12 +65,12 @@ def step(
             offset % BLOCK,
             BLOCK,
             lanes,
-            torch.get_num_threads(),
+            threads or torch.get_num_threads(),
         )
         if written is weight:
             return
     if weight is not None:
-        weight.copy_(master)
+        weight.copy_(after[0])
 
 
 def _address(x: Tensor | None) -> tuple[int | None, bool]:
@@ -71,4 +80,4 @@ def _address(x: Tensor | None) -> tuple[int | None, bool]:
 
 @functools.cache
 def _kernel() -> SimpleNamespace | None:
-    return native_functions("adamw", adamw="pppplplpp" + "f" * 7 + "l" * 5)
+    return native_functions("adamw", adamw="ppppppplplpp" + "f" * 7 + "l" * 5)

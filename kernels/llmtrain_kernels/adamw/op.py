@@ -24,18 +24,24 @@ def adamw(
     gradient: Tensor,
     numbers: AdamWStep,
     weight: Tensor | None = None,
+    into: cpu.States | None = None,
+    threads: int | None = None,
 ) -> None:
     """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`).
 
     weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does.
+    into: memory for the new states, which leaves the old ones as they are. threads: of the backend cpu.
     """
     if backend == "cpu":
         # One pass over memory, instead of a second one for the weights.
-        cpu.step(master, m, v, gradient, numbers, weight)
+        cpu.step(master, m, v, gradient, numbers, weight, into=into, threads=threads)
         return
-    _backends()[backend](master, m, v, gradient, numbers)
+    after = into or (master, m, v)
+    for old, new in zip((master, m, v), into or (), strict=False):
+        new.copy_(old)
+    _backends()[backend](*after, gradient, numbers)
     if weight is not None:
-        weight.copy_(master)
+        weight.copy_(after[0])
 
 
 def _backends() -> dict[str, Backend]:

@@ -4,25 +4,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import new_stream, waiting_stream
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.gradient_store import BucketedGradients
-from llmtrain.offload.shard import OffloadedShard, TierBuckets
-from llmtrain.offload.staging import Staging, staging_for
+from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.tiers import FileTier, HostTier, StateTier
 from llmtrain.offload.usage import TierUsage
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
 from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
-from llmtrain.plan.offload import Bucket, Offload, largest
 from llmtrain.plan.outside_weights import outside_shards
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
 from llmtrain.sharding.outside_gradients import OutsideGradients
 from llmtrain.sharding.outside_weights import OutsideWeights
 from llmtrain.sharding.unit import ShardedUnit
@@ -33,7 +28,7 @@ class Outside:
     """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. gradients: sums
     of gradients. None: nothing. moving: all of it."""
 
-    states: StateTier | None
+    states: OffloadedStates | None
     weights: OutsideWeights | None
     gradients: StateTier | None
     moving: Sequence["Moving"]
@@ -67,7 +62,7 @@ class Moving(Protocol):
 def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
     offload = plan.sharding.offload
-    states = open_tier(offload, rank_buckets(plan, ranks.rank), ranks.device)
+    states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, DTYPES[plan.compute])
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
     return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])
@@ -114,44 +109,12 @@ def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Movi
     return OutsideWeights(store, reads, writes), store
 
 
-def place_units(units: Iterable[ShardedUnit], plan: Plan, ranks: Ranks, outside: Outside) -> list[ShardedUnit]:
-    """Move the offloaded states of units to their tier, and return the units."""
-    buckets, found = rank_buckets(plan, ranks.rank), []
-    staging = staging_for(ranks.device, largest(buckets), DTYPES[plan.compute]) if buckets else None
+def place_units(units: Iterable[ShardedUnit], outside: Outside) -> list[ShardedUnit]:
+    """Move the optimizer states of units that rest outside there, and return the units."""
+    found = []
     for unit in units:
         # One unit after the other: together, the states of all units may not fit the memory.
-        if outside.states is not None and staging is not None:
-            offload_states(unit, plan.sharding.offload, buckets, outside.states, staging)
+        if outside.states is not None:
+            outside.states.take(unit)
         found.append(unit)
     return found
-
-
-def open_tier(offload: Offload, buckets: Sequence[Bucket], device: torch.device) -> StateTier | None:
-    """Return the tier of a rank's buckets; None if it offloads nothing. Raises RunFailedError."""
-    if not buckets:
-        return None
-    if offload.tier == "host":
-        return HostTier(buckets, pinned=device.type != "cpu")
-    return FileTier(buckets, offload.paths, offload.weights)
-
-
-def offload_states(
-    unit: ShardedUnit, offload: Offload, buckets: Sequence[Bucket], tier: StateTier, staging: Staging
-) -> None:
-    """Move a part of a new unit's optimizer states to a tier. buckets: of all units, as the tier has them. staging:
-    shared by all units."""
-    own = [bucket for bucket in buckets if bucket.unit == unit.spec.name]
-    if not own:
-        return
-    outside, before = TierBuckets(tier, staging, buckets.index(own[0]), own), unit.optimizer
-    (start, end), cut = before.held, before.held[0] + own[0].start
-    together = unit.masters_are_weights
-    masters = before.read("master", start, end)
-    stays = masters[: cut - start]
-    resident = OptimizerShard(
-        unit.spec, (start, cut), stays if together else stays.clone(), unit.hops.placement.backend
-    )
-    rule = StepRule(unit.spec, end, offload.backend)
-    unit.optimizer = OffloadedShard(resident, outside, rule, masters if together else None)
-    if not together:
-        unit.optimizer.write("master", cut, masters[cut - start :])

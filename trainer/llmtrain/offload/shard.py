@@ -7,62 +7,76 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.offload.staging import Staging
-from llmtrain.offload.tiers import StateTier
+from llmtrain.offload.staging import Work
+from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
 from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, StepRule
 
 
 @dataclass(frozen=True)
-class TierBuckets:
-    """The buckets of one unit in a tier. staging: how they move. first: number of the first of them."""
+class OutsideBuckets:
+    """The buckets of one unit. stepper: steps them, and knows where their states are. first: number of the first of
+    them. spare: for each, memory for the weights of a step ahead, or None if it is not stepped ahead."""
 
-    tier: StateTier
-    staging: Staging
+    stepper: Stepper
     first: int
     buckets: Sequence[Bucket]
+    spare: Sequence[Tensor | None]
 
 
 class OffloadedShard:
     """Optimizer states as `OptimizerShard` has them: those of the first elements beside the weights, the others in
-    buckets of a tier, where the CPU steps them.
+    buckets elsewhere, which threads step.
 
     resident: the states that stay. rule: how the buckets are stepped. masters: the masters of all elements, if they are
-    the weights themselves; else None, and the tier has those of its buckets.
+    the weights themselves; else None, and the buckets have theirs.
     """
 
-    def __init__(self, resident: OptimizerShard, outside: TierBuckets, rule: StepRule, masters: Tensor | None) -> None:
+    def __init__(
+        self, resident: OptimizerShard, outside: OutsideBuckets, rule: StepRule, masters: Tensor | None
+    ) -> None:
         start = resident.held[0]
         self.held = (start, start + outside.buckets[-1].end)
         self._resident, self._outside, self._rule, self._masters = resident, outside, rule, masters
         self._names = STATES if masters is None else STATES[1:]
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
-        """See `OptimizerShard.step`. within: of all elements, or a range of a step that passes through all in order."""
+    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+        """See `OptimizerStates.step_ahead`."""
+        works = self._works(self.held, gradient, weight)
+        self._outside.stepper.step_ahead([work for work in works if work.spare is not None])
+
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> StepTicket:
+        """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
+        ticket = self._outside.stepper.step(self._works(within, gradient, weight))
         for start, end in _common(self._resident.held, within):
             own = slice(start - within[0], end - within[0])
             self._resident.step((start, end), gradient[own], numbers, None if weight is None else weight[own])
-        self._step_outside(within, gradient, numbers, weight)
+        return ticket
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See `OptimizerShard.read`; the copy is the caller's where states rest in files."""
         if name == "master" and self._masters is not None:
+            self._outside.stepper.finish()
             return self._masters[start - self.held[0] : end - self.held[0]]
+        self._outside.stepper.finish()
         found = [self._resident.read(name, *part) for part in _common(self._resident.held, (start, end))]
         state = self._names.index(name)
-        found += [self._outside.tier.read(number, state, *part) for number, part, _ in self._parts(start, end)]
+        found += [
+            self._outside.stepper.states.read(number, state, *part) for number, part, _ in self._parts(start, end)
+        ]
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *(one.cpu() for one in found)])
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """See `OptimizerShard.write`."""
         end = start + values.numel()
+        self._outside.stepper.finish()
         if name == "master" and self._masters is not None:
             self._masters[start - self.held[0] : end - self.held[0]].copy_(values)
             return
         for first, last in _common(self._resident.held, (start, end)):
             self._resident.write(name, first, values[first - start : last - start])
         for number, part, own in self._parts(start, end):
-            self._outside.tier.write(number, self._names.index(name), part[0], values[own])
+            self._outside.stepper.states.write(number, self._names.index(name), part[0], values[own])
 
     def use_masters(self, masters: Tensor) -> None:
         """See `OptimizerShard.use_masters`."""
@@ -80,26 +94,28 @@ class OffloadedShard:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
-    def _step_outside(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None) -> None:
-        outside, tier, staging = self._outside, self._outside.tier, self._outside.staging
-        parts = list(self._parts(*within))
-        if not parts:
-            return
-        staging.begin(gradient, weight, [own for _, _, own in parts])
-        for place, (number, (first, last), own) in enumerate(parts):
-            bucket = outside.buckets[number - outside.first]
-            held = tier.take(number)[:, first:last]
-            states = dict(zip(self._names, held.unbind(), strict=True))
+    def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[Work]:
+        computed = torch.cuda.current_stream().record_event() if gradient.is_cuda else None
+        found = []
+        for number, part, own in self._parts(*within):
+            bucket = self._outside.buckets[number - self._outside.first]
             start, end = within[0] + own.start, within[0] + own.stop
-            if self._masters is not None:
-                states["master"] = self._masters[start - self.held[0] : end - self.held[0]]
-            came, goes = staging.take(place)
-            self._rule.step(states, (start, end), came, numbers, goes)
-            staging.put(place)
-            # A bucket of which only a part was stepped is taken again.
-            if last == bucket.end - bucket.start:
-                tier.put(number)
-        staging.end()
+            masters = None if self._masters is None else self._masters[start - self.held[0] : end - self.held[0]]
+            found.append(
+                Work(
+                    bucket=number,
+                    part=slice(*part),
+                    last=part[1] == bucket.numel,
+                    within=(start, end),
+                    rule=self._rule,
+                    gradient=gradient[own],
+                    weight=None if weight is None else weight[own],
+                    masters=masters,
+                    spare=self._outside.spare[number - self._outside.first],
+                    computed=computed,
+                )
+            )
+        return found
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the

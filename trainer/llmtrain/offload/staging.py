@@ -1,106 +1,227 @@
-"""How gradients reach the CPU that steps offloaded states, and how the stepped weights go back."""
+"""How one bucket of offloaded states is stepped: where the kernel runs, and what is copied there and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-Part = tuple[Tensor, Tensor | None]
+from llmtrain.plan.offload import Offload
+from llmtrain.sharding.optimizer_shard import STATES, Range, StepRule
+
+Event = torch.cuda.Event | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Work:
+    """A bucket, or a part of one, to be stepped. bucket: its number. part: of its elements; parts of a bucket come in
+    order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
+
+    gradient: fp32 `[n]`, on the device. weight: `[n]` of the compute dtype, on the device, which receives the rounded
+    masters; None if the masters are the weights. masters: fp32 `[n]`, if they are the weights; else None. spare: memory
+    of the host for what a step ahead writes to `weight`, or to `masters`. computed: when the device has computed the
+    gradient; None on a CPU.
+    """
+
+    bucket: int
+    part: slice
+    last: bool
+    within: Range
+    rule: StepRule
+    gradient: Tensor
+    weight: Tensor | None
+    masters: Tensor | None
+    spare: Tensor | None
+    computed: Event
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The states that rest outside."""
+        return STATES if self.masters is None else STATES[1:]
+
+    @property
+    def result(self) -> Tensor:
+        """What the model computes with."""
+        found = self.weight if self.masters is None else self.masters
+        assert found is not None
+        return found
 
 
 class Staging(Protocol):
-    """Moves the buckets of one unit at a time. A bucket is a slice of the unit's gradient and of its weight."""
+    """Steps one bucket at a time, with buffers of its own."""
 
-    def begin(self, gradient: Tensor, weight: Tensor | None, buckets: Sequence[slice]) -> None:
-        """Begin a unit. gradient: fp32 `[n]`. weight: `[n]` of the compute dtype; None if nothing goes back."""
+    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+        """Step a bucket. old, new: fp32 `[states, n]` in the host's memory; may be the same. ahead: the weights go to
+        `work.spare`. When it returns, `new` has the states and the gradient is no longer needed.
 
-    def take(self, number: int) -> Part:
-        """Return a bucket's gradient, and the memory for its weight, in the host's memory. Buckets come in order."""
+        Return when the device has the weights; None if it has them already, or does not get them.
+        """
 
-    def put(self, number: int) -> None:
-        """Send back the weight of the bucket that was taken last."""
+    def publish(self, work: Work) -> Event:
+        """Bring the weights of a step ahead to the device. Return when it has them; None if it has them already."""
 
-    def end(self) -> None:
-        """Let what is computed next wait for the weights."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory."""
 
 
 class InPlace:
-    """A CPU computes: the unit's memory is the host's, and nothing moves."""
+    """A CPU computes and steps: nothing moves."""
 
-    def begin(self, gradient: Tensor, weight: Tensor | None, buckets: Sequence[slice]) -> None:
-        """See Staging."""
-        self._gradient, self._weight, self._buckets = gradient, weight, buckets
+    nbytes = 0
 
-    def take(self, number: int) -> Part:
+    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
-        own = self._buckets[number]
-        return self._gradient[own], None if self._weight is None else self._weight[own]
+        weight = work.spare if ahead else work.weight
+        before, into = _by_name(work, old, work.masters), _by_name(work, new, work.spare if ahead else work.masters)
+        _step(work, before, work.gradient, numbers, weight, into)
+        return None
 
-    def put(self, number: int) -> None:
+    def publish(self, work: Work) -> Event:
         """See Staging."""
+        assert work.spare is not None
+        work.result.copy_(work.spare)
+        return None
 
-    def end(self) -> None:
-        """See Staging."""
+
+class Copies:
+    """Copies between the host and a device: on a CUDA stream of their own, or at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+
+    @contextmanager
+    def after(self, event: Event) -> Iterator[None]:
+        """Queue what is computed inside behind an event."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            yield
+
+    def wait(self) -> None:
+        """Let the host wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def record(self) -> Event:
+        """Return an event behind all copies; None if there are none under way."""
+        return None if self._stream is None else self._stream.record_event()
 
 
 class Pinned:
-    """A GPU computes: buckets pass through two pinned slots, on a stream of their own for each direction.
+    """A GPU computes and the CPU steps (ZeRO-Offload, section 4): the gradient comes to a pinned slot, and the weight
+    goes back from one."""
 
-    The gradient of the next bucket comes while one is stepped, and the weight of the one before goes back.
-    """
+    nbytes = 0
 
-    def __init__(self, device: torch.device, bucket: int, dtype: torch.dtype) -> None:
+    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype) -> None:
         """bucket: most elements of a bucket. dtype: of weights."""
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._gradients = torch.empty(2, bucket, pin_memory=True)
-        self._weights = torch.empty(2, bucket, dtype=dtype, pin_memory=True)
-        self._came = [torch.cuda.Event() for _ in range(2)]
-        self._went = [torch.cuda.Event() for _ in range(2)]
+        self._copies = copies
+        self._gradient = torch.empty(bucket, pin_memory=True)
+        self._weight = torch.empty(bucket, dtype=dtype, pin_memory=True)
 
-    def begin(self, gradient: Tensor, weight: Tensor | None, buckets: Sequence[slice]) -> None:
-        """See Staging. weight: not None, as a CPU cannot step weights on a GPU."""
-        assert weight is not None
-        self._gradient, self._weight, self._buckets = gradient, weight, buckets
-        # The gradient was computed on the current stream, and the weight was last read there.
-        for stream in (self._down, self._up):
-            stream.wait_stream(torch.cuda.current_stream())
-        self._fetch(0)
-
-    def take(self, number: int) -> Part:
+    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
-        if number + 1 < len(self._buckets):
-            self._fetch(number + 1)
-        slot, size = number % 2, self._size(number)
-        self._came[slot].synchronize()
-        # The weight of two buckets ago leaves the slot.
-        self._went[slot].synchronize()
-        return self._gradients[slot, :size], self._weights[slot, :size]
+        assert work.weight is not None
+        size = work.gradient.numel()
+        gradient, weight = self._gradient[:size], self._weight[:size]
+        with self._copies.after(work.computed):
+            gradient.copy_(work.gradient, non_blocking=True)
+        # The weight of the bucket before has left its slot after this, too.
+        self._copies.wait()
+        written = work.spare if ahead else weight
+        _step(work, _by_name(work, old, None), gradient, numbers, written, _by_name(work, new, None))
+        if ahead:
+            return None
+        with self._copies.after(None):
+            work.weight.copy_(weight, non_blocking=True)
+        return self._copies.record()
 
-    def put(self, number: int) -> None:
+    def publish(self, work: Work) -> Event:
         """See Staging."""
-        slot = number % 2
-        with torch.cuda.stream(self._up):
-            values = self._weights[slot, : self._size(number)]
-            self._weight[self._buckets[number]].copy_(values, non_blocking=True)
-            self._went[slot].record()
+        return _brought(self._copies, work)
 
-    def end(self) -> None:
+
+class OnDevice:
+    """The device steps (AxoNN, section V): states come to a slot of its memory and go back. A step ahead takes a copy
+    of the gradient too, as kernels may change it."""
+
+    def __init__(self, copies: Copies, slot: Tensor, ahead: Tensor | None, weight: Tensor | None) -> None:
+        """slot: fp32 `[states, most elements of a bucket]`. ahead, weight: memory for the gradient, fp32, and for the
+        weights of a step ahead; None if no bucket is stepped ahead."""
+        self._copies, self._slot, self._ahead, self._weight = copies, slot, ahead, weight
+        self.nbytes = sum(one.nbytes for one in (slot, ahead, weight) if one is not None)
+
+    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
-        torch.cuda.current_stream().wait_stream(self._up)
+        size = work.gradient.numel()
+        slot, gradient, weight = self._slot[: len(old), :size], work.gradient, work.weight
+        masters = work.masters
+        with self._copies.after(work.computed):
+            for inside, outside in zip(slot, old, strict=True):
+                inside.copy_(outside, non_blocking=True)
+            if ahead:
+                assert self._ahead is not None
+                assert self._weight is not None
+                gradient, stepped = self._ahead[:size].copy_(gradient), self._weight[:size]
+                weight = stepped if masters is None else None
+                masters = None if masters is None else stepped.copy_(masters)
+            states = _by_name(work, slot, masters)
+            _step(work, states, gradient, numbers, weight, states)
+            for inside, outside in zip(slot, new, strict=True):
+                outside.copy_(inside, non_blocking=True)
+            if ahead:
+                assert work.spare is not None
+                work.spare.copy_(stepped, non_blocking=True)
+        self._copies.wait()
+        return None
 
-    def _fetch(self, number: int) -> None:
-        slot = number % 2
-        with torch.cuda.stream(self._down):
-            part = self._gradient[self._buckets[number]]
-            self._gradients[slot, : part.numel()].copy_(part, non_blocking=True)
-            self._came[slot].record()
-
-    def _size(self, number: int) -> int:
-        own = self._buckets[number]
-        return int(own.stop - own.start)
+    def publish(self, work: Work) -> Event:
+        """See Staging."""
+        return _brought(self._copies, work)
 
 
-def staging_for(device: torch.device, bucket: int, dtype: torch.dtype) -> Staging:
-    """Return the staging of a rank that computes on `device`."""
-    return InPlace() if device.type == "cpu" else Pinned(device, bucket, dtype)
+def stagings(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> list[Staging]:
+    """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype: of
+    weights. states: of a bucket."""
+    if offload.on_device:
+        return [_on_device(offload, device, bucket, dtype, states) for _ in range(offload.workers)]
+    if device.type == "cpu":
+        return [InPlace() for _ in range(offload.workers)]
+    return [Pinned(Copies(device), bucket, dtype) for _ in range(offload.workers)]
+
+
+def _on_device(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> OnDevice:
+    slot, copies = torch.zeros(states, bucket, device=device), Copies(device)
+    if not offload.spare:
+        return OnDevice(copies, slot, None, None)
+    return OnDevice(copies, slot, torch.zeros(bucket, device=device), torch.zeros(bucket, dtype=dtype, device=device))
+
+
+def _brought(copies: Copies, work: Work) -> Event:
+    assert work.spare is not None
+    with copies.after(None):
+        work.result.copy_(work.spare, non_blocking=True)
+    return copies.record()
+
+
+def _by_name(work: Work, states: Tensor, masters: Tensor | None) -> dict[str, Tensor]:
+    """Return all states of a bucket by name. masters: those that rest with the weights; None if `states` has them."""
+    found = dict(zip(work.names, states.unbind(), strict=True))
+    return found if work.masters is None or masters is None else {"master": masters, **found}
+
+
+def _step(
+    work: Work, states: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
+    into: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    weight = weight if work.masters is None else None
+    # A kernel that finds the new states where the old ones are steps in place.
+    apart = any(into[name].data_ptr() != states[name].data_ptr() for name in STATES)
+    work.rule.step(states, work.within, gradient, numbers, weight, into if apart else None, 1)

@@ -1,9 +1,10 @@
-"""What `offload.share: auto` stands for: the least part of the optimizer states with which a plan fits if it leaves. No
-torch in here."""
+"""What `auto` of `offload.share` and of `offload.spare` stands for: the least part of the optimizer states with which a
+plan fits if it leaves, and the most of that part that the host has spare memory for. No torch in here."""
 
 from bisect import bisect_left
 from dataclasses import replace
 
+from llmtrain.cluster.memory import stated_host_memory
 from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
@@ -11,6 +12,8 @@ from llmtrain.plan.program.by_rank import programs_of
 
 # Shares are multiples of one over this number.
 STEPS = 64
+# Spare shares are multiples of one over this number; and the one for hosts whose memory is not stated.
+EIGHTHS, UNKNOWN = 8, 0.25
 
 
 def least_share(plan: Plan, device: Device) -> float:
@@ -28,3 +31,21 @@ def least_share(plan: Plan, device: Device) -> float:
         return not memory_budget(other, device, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS
+
+
+def most_spare(plan: Plan, device: Device) -> float:
+    """Return the share of the offloaded states that may be stepped before the norm is known. plan: without it."""
+    offload = plan.sharding.offload
+    if device == "cpu" or offload.tier != "host" or not offload.share:
+        # The CPU that would step them computes, or files would take more than their volumes have.
+        return 0.0
+    if stated_host_memory(plan.cluster) is None:
+        return UNKNOWN
+    programs = programs_of(plan)
+
+    def exceeds(eighths: int) -> bool:
+        other = replace(plan.sharding, offload=replace(offload, spare=eighths / EIGHTHS))
+        budget = memory_budget(replace(plan, sharding=other), device, programs)
+        return bool(budget.host_excess or budget.excess)
+
+    return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS

@@ -93,12 +93,14 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
         "host_states": outside.host,
         "host_weights": outside.weights,
         "host_gradients": outside.gradients,
+        "spare_states": outside.spare,
         "offload_buffers": outside.buffers,
         "host_activations": borders.host,
         "activation_buffers": borders.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
     }
-    whole = _device_memory(plan, role, device, _buffers(plan, role, programs, device))
+    buffers = _buffers(plan, role, programs, device) | {"offload_slots": outside.slots}
+    whole = _device_memory(plan, role, device, buffers)
     held = ({**whole, **host}, {}) if device == "cpu" else (whole, host)
     return RoleMemory(role, *held, outside.files + borders.files, borders.moved)
 

@@ -165,7 +165,8 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             "out, or set pipeline.schedule to message-driven"
         )
     offload = plan.record["offload"]
-    unused = [f"offload.{key} is {offload[key]}" for key in ("share", "bucket") if offload[key] != "auto"]
+    given = [key for key in ("share", "spare", "bucket", "overlap") if offload[key] != "auto"]
+    unused = [f"offload.{key} is {offload[key]}" for key in given]
     if offload["optimizer"] == "none" and unused:
         yield f"{' and '.join(unused)}, but offload.optimizer is none, so that nothing leaves; set it to host or nvme"
     placements = sharding.placements.values()

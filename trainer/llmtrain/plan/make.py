@@ -15,7 +15,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.auto_resident import Filling
-from llmtrain.plan.auto_share import least_share
+from llmtrain.plan.auto_share import least_share, most_spare
 from llmtrain.plan.auto_stay import with_most_staying
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
@@ -42,13 +42,22 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
     ranks.
     """
-    return with_most_staying(_with_share(recipe, facts), facts.device)
+    return with_most_staying(_with_spare(recipe, facts), facts.device)
+
+
+def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
+    """Return the plan of a recipe, with the least activations on the device."""
+    plan, given = _with_share(recipe, facts), recipe.offload
+    if given.optimizer == "none" or given.spare != "auto" or not (spare := most_spare(plan, facts.device)):
+        return plan
+    share = plan.sharding.offload.share
+    return _plan(replace(recipe, offload=replace(given, share=share, spare=spare)), facts)
 
 
 def _with_share(recipe: Recipe, facts: Facts) -> Plan:
-    """Return the plan of a recipe, with the least activations on the device."""
+    """Return the plan of a recipe with its share of states that leave. `offload.spare: auto` is 0."""
     given = recipe.offload
-    if given.optimizer == "none" or given.share != "auto":
+    if given.share != "auto":
         return _plan(recipe, facts)
     # The memory that is left goes to gathered weights after that.
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
@@ -63,7 +72,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     volumes = facts.cluster.node.nvme if facts.cluster else ()
-    offload = Offload.of(offload_of(recipe), backend if facts.device == "cpu" else "cpu", volumes)
+    offload = Offload.of(offload_of(recipe), backend, volumes, facts.device)
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:

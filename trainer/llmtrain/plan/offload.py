@@ -19,8 +19,10 @@ GRANULE = 1024
 NORM_BLOCK = 4096
 # Elements of a bucket, if the recipe leaves them open.
 BUCKET = 2**19
-# Buckets that are in memory at once: one is stepped, READ_AHEAD are read, the others are written.
-SLOTS, READ_AHEAD = 6, 3
+# Buckets that are on their way while one is stepped, if the recipe leaves them open.
+OVERLAP = READ_AHEAD = 3
+# Buckets of files that are written behind the one that is stepped.
+WRITE_BEHIND = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,10 @@ class Offload:
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
     parameters, gradients: where all weights, and all sums of gradients, rest. paths: folders of files, one for each
-    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. backend: the kernel
-    that steps the part, on the CPU.
+    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. on_device: whether the
+    part comes to the device to be stepped. backend: the kernel that steps it. overlap: buckets that are on their way
+    while one is stepped. spare: share of the part that may be stepped before the gradients' norm is known, in memory of
+    its own.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
@@ -40,12 +44,15 @@ class Offload:
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     bucket: int = BUCKET
+    on_device: bool = False
     backend: Backend = "cpu"
+    overlap: int = OVERLAP
+    spare: float = 0.0
 
     @classmethod
-    def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme]) -> "Offload":
-        """Return what a recipe asks for. recipe: without `gradients: auto`. volumes: of the cluster's nodes. Raises
-        BadInputError."""
+    def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme], device: Device) -> "Offload":
+        """Return what a recipe asks for. recipe: without `gradients: auto`. backend: the device's kernel. volumes: of
+        the cluster's nodes. Raises BadInputError."""
         in_files = [key for key in ("optimizer", "parameters", "gradients") if getattr(recipe, key) == "nvme"]
         paths = (recipe.paths or tuple(volume.path for volume in volumes)) if in_files else ()
         if in_files and not paths:
@@ -63,8 +70,16 @@ class Offload:
             paths=paths,
             weights=volume_weights(paths, volumes),
             bucket=rounded(bucket),
-            backend=backend,
+            on_device=recipe.step == "device",
+            backend=backend if recipe.step == "device" or device == "cpu" else "cpu",
+            overlap=OVERLAP if recipe.overlap == "auto" else recipe.overlap,
+            spare=0.0 if recipe.spare == "auto" else recipe.spare,
         )
+
+    @property
+    def workers(self) -> int:
+        """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order."""
+        return 1 if self.tier == "nvme" else self.overlap + 1
 
     def resident(self, stepped: int) -> int:
         """Return how many of the elements of a unit that a rank steps stay, from the first one. stepped: their number,
@@ -110,12 +125,19 @@ def volume_weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float
 class Bucket:
     """Elements of a unit whose states move together. In a file, each state takes `part` bytes, one behind the other.
 
-    start, end: from the first element that the rank steps. states: number of states."""
+    start, end: from the first element that the rank steps. states: number of states. spare: whether it may be stepped
+    before the gradients' norm is known, into spare memory of the same size."""
 
     unit: str
     start: int
     end: int
     states: int
+    spare: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.start
 
     @property
     def part(self) -> int:
@@ -134,8 +156,13 @@ def largest(buckets: Sequence[Bucket]) -> int:
 
 
 def slots(buckets: int) -> int:
-    """Return how many of a rank's buckets are in memory at once."""
-    return min(SLOTS, buckets)
+    """Return how many of a rank's buckets of gradients are in memory at once."""
+    return ring_slots(buckets)
+
+
+def ring_slots(buckets: int, overlap: int = OVERLAP) -> int:
+    """Return how many of a rank's buckets of files are in memory at once. overlap: how many of them are read ahead."""
+    return min(1 + overlap + WRITE_BEHIND, buckets)
 
 
 def rounded(elements: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_buckets
-from llmtrain.plan.offload import Bucket, largest, slots
+from llmtrain.plan.offload import OVERLAP, Bucket, largest, ring_slots
 from llmtrain.plan.outside_weights import outside_shards
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
@@ -14,15 +14,17 @@ from llmtrain.plan.rank_buckets import rank_buckets
 
 @dataclass(frozen=True)
 class OffloadMemory:
-    """host: bytes of optimizer states in the host's memory. weights, gradients: bytes of weights and of
-    sums of gradients there. buffers: bytes of the
-    host's buffers: those through which states in files pass and, on a GPU, those of gradients and weights. files: bytes
-    of all of these in files."""
+    """host: bytes of optimizer states in the host's memory. spare: bytes there for what is stepped ahead: states, if
+    they rest there, and weights. weights, gradients: bytes of weights and of sums of gradients there. buffers: bytes of
+    the host's buffers: those through which states in files pass and, on a GPU, those of gradients and weights. slots:
+    bytes of the device's memory through which states pass that it steps. files: bytes of all of these in files."""
 
     host: int = 0
+    spare: int = 0
     weights: int = 0
     gradients: int = 0
     buffers: int = 0
+    slots: int = 0
     files: int = 0
 
     def __add__(self, other: "OffloadMemory") -> "OffloadMemory":
@@ -36,19 +38,32 @@ def offload_memory(plan: Plan, rank: int, device: Device) -> OffloadMemory:
 
 
 def _states(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    buckets = rank_buckets(plan, rank)
+    buckets, offload = rank_buckets(plan, rank), plan.sharding.offload
     if not buckets:
         return OffloadMemory()
-    # Two slots for the gradients and the weights of a bucket.
-    passing = 0 if device == "cpu" else 2 * largest(buckets) * (4 + plan.compute_bytes)
-    if plan.sharding.offload.tier == "host":
-        return OffloadMemory(host=sum(4 * one.states * (one.end - one.start) for one in buckets), buffers=passing)
-    return OffloadMemory(buffers=_ring(buckets) + passing, files=sum(one.nbytes for one in buckets))
+    spare, most = [one for one in buckets if one.spare], largest(buckets)
+    weights = sum(plan.compute_bytes * one.numel for one in spare)
+    # A gradient and a weight pass through each thread.
+    passing = 0 if device == "cpu" or offload.on_device else offload.workers * most * (4 + plan.compute_bytes)
+    slots = _slots(plan, most, max(one.states for one in buckets)) if offload.on_device else 0
+    if offload.tier == "host":
+        states, more = (sum(4 * one.states * one.numel for one in some) for some in (buckets, spare))
+        return OffloadMemory(host=states, spare=more + weights, buffers=passing, slots=slots)
+    files = sum(one.nbytes for one in (*buckets, *spare))
+    return OffloadMemory(spare=weights, buffers=_ring(buckets, offload.overlap) + passing, slots=slots, files=files)
 
 
-def _ring(buckets: Sequence[Bucket]) -> int:
+def _slots(plan: Plan, most: int, states: int) -> int:
+    """Return the bytes of the device's memory for buckets that it steps. A step ahead takes a copy of the gradient, and
+    memory for the weight. most: elements of the largest bucket."""
+    offload = plan.sharding.offload
+    ahead = 4 + plan.compute_bytes if offload.spare else 0
+    return offload.workers * most * (4 * states + ahead)
+
+
+def _ring(buckets: Sequence[Bucket], overlap: int = OVERLAP) -> int:
     """Return the bytes of the slots through which buckets in files pass, and of the buffer for a part of one."""
-    ring = slots(len(buckets)) * max(one.nbytes for one in buckets)
+    ring = ring_slots(len(buckets), overlap) * max(one.nbytes for one in buckets)
     # A buffer that begins at a page is cut out of one that is a page larger.
     return ring + max(one.part for one in buckets) + 2 * PAGE
 
@@ -70,5 +85,5 @@ def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:
     # The gradients of a bucket of one backward pass, on their way from a GPU.
     passing = 0 if device == "cpu" else 4 * largest(buckets)
     if plan.sharding.offload.gradients == "host":
-        return OffloadMemory(gradients=sum(4 * (one.end - one.start) for one in buckets), buffers=passing)
+        return OffloadMemory(gradients=sum(4 * one.numel for one in buckets), buffers=passing)
     return OffloadMemory(buffers=_ring(buckets) + passing, files=sum(one.nbytes for one in buckets))

@@ -4,6 +4,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.spare import with_spare
 
 
 def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
@@ -17,4 +18,4 @@ def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
         stepped = placement.padded(spec.numel) // placement.degrees.optimizer
         states = 3 if placement.masters == "separate" else 2
         found += [Bucket(spec.name, start, end, states) for start, end in offload.buckets(stepped)]
-    return found
+    return with_spare(plan, rank, found)

@@ -41,6 +41,8 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     offload = plan.sharding.offload
     if offload != Offload():
         record["offload"].update(bucket=offload.bucket)
+    if recipe.offload.optimizer != "none":
+        record["offload"].update(overlap=offload.overlap, spare=offload.spare)
     if paths := offload.paths or plan.activation_offload.paths:
         record["offload"].update(paths=list(paths))
     if recipe.offload.parameters != "none":

@@ -110,11 +110,13 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
-    """Yield the single changes that may take less of the host's memory: files instead of the host, a smaller share of
-    what leaves the device, and none."""
+    """Yield the single changes that may take less of the host's memory: no spare memory, files instead of the host, a
+    smaller share of what leaves the device, and none."""
     given = recipe.offload
     if given.optimizer == "none":
         return
+    if plan.sharding.offload.spare:
+        yield Change(("offload.spare=0",), replace(recipe, offload=replace(given, spare=0.0)))
     if given.optimizer == "host" and plan.cluster and plan.cluster.node.nvme:
         yield Change(("offload.optimizer=nvme",), replace(recipe, offload=replace(given, optimizer="nvme")))
     for tenths in range(9, 0, -1):

@@ -42,6 +42,8 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "host_states": "offloaded optimizer states",
         "host_weights": "offloaded weights",
         "host_gradients": "offloaded sums of gradients",
+        "spare_states": "what is stepped before the norm is known",
+        "offload_slots": "buckets of offloaded states",
         "offload_buffers": "buffers of offloaded states",
         "host_activations": "offloaded activations",
         "activation_buffers": "buffers of offloaded activations",

@@ -18,6 +18,7 @@ from llmtrain.plan.traffic import Count
 from llmtrain.sharding.gradient_sums import Received
 from llmtrain.sharding.gradients import GradientPolicy, GradientReducer
 from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.optimizer_shard import StepsAhead
 from llmtrain.sharding.program_cursor import ProgramCursor
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
@@ -29,12 +30,14 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ShardingSpec:
     """How model states travel; each unit's placement says where its states rest. replica_groups: ranks beyond the
-    data-parallel ones that hold the same parameters. in_flight: buffers of gathers and reductions in flight."""
+    data-parallel ones that hold the same parameters. in_flight: buffers of gathers and reductions in flight. ahead:
+    steps states before the norm is known; None if nothing does."""
 
     weights: WeightPolicy = field(default_factory=WeightPolicy)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
     replica_groups: ReplicaGroups = field(default_factory=ReplicaGroups)
     in_flight: InFlightBuffers = field(default_factory=InFlightBuffers)
+    ahead: StepsAhead | None = None
 
 
 class Engine:
@@ -58,12 +61,15 @@ class Engine:
         self.gradients = GradientReducer(
             self.units, sharding.gradients, sharding.replica_groups, reductions, count, self._gradients_complete
         )
+        self._ahead = sharding.ahead
         self.gradients.allocate(step.gradients)
         self._cursor, self._busy, self._backward = ProgramCursor(step), set[str](), False
         for name in self.units:
             # A tied head computes with the embedding's weights too.
             needed = (name, "embedding") if name == "head" and programs.spec.tied else (name,)
-            if any(self.units[one].degrees.optimizer > 1 or one in self.weights.gathered for one in needed):
+            gathered = (self.units[one].degrees.optimizer > 1 or one in self.weights.gathered for one in needed)
+            # Steps on other threads may still write weights that are not sharded.
+            if self._ahead is not None or any(gathered):
                 module = model.get_submodule(name)
                 module.register_forward_pre_hook(partial(self._before, needed))
                 module.register_forward_hook(partial(self._after, needed))
@@ -117,12 +123,30 @@ class Engine:
         self.gradients.take_in(received, products)
         self.gradients.check()
 
+    def begin_step(self, numbers: AdamWStep | None) -> None:
+        """Begin an optimizer step. numbers: with which units may be stepped as their gradients are complete, before the
+        norm is known; None: no unit is."""
+        if self._ahead is not None:
+            self._ahead.begin(numbers)
+            self.gradients.reduced = None if numbers is None else self._step_ahead
+
     def step(self, numbers: AdamWStep) -> None:
         """Step every unit, and start to update the weights of all ranks. Collective."""
+        if self._ahead is not None:
+            self._ahead.decide(numbers)
         for unit in self.units.values():
             self.weights.open(unit)
-            unit.step(numbers, self.gradients.outside(unit))
-            self.weights.update(unit)
+            self.weights.update(unit, unit.step(numbers, self.gradients.outside(unit)))
+
+    def skip_step(self) -> None:
+        """End an optimizer step without stepping."""
+        if self._ahead is not None:
+            self._ahead.decide(None)
+
+    def finish_steps(self) -> None:
+        """Wait until all units are stepped."""
+        if self._ahead is not None:
+            self._ahead.finish()
 
     def update(self) -> None:
         """Update all weights from masters that something else than a step wrote. Collective."""
@@ -183,6 +207,9 @@ class Engine:
             self._issue(self._cursor.reach(At.USE, name))
             self._busy.add(name)
         return self.weights.wait(name)
+
+    def _step_ahead(self, name: str) -> None:
+        self.units[name].step_ahead()
 
     def _done(self, name: str) -> None:
         if name in self._busy:

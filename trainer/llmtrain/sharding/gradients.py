@@ -57,6 +57,9 @@ class GradientReducer:
             for name, unit in units.items()
             if unit.degrees.ranks > 1 or unit.hops.placement.moves_gradients
         }
+        # Called with each unit whose `owned_gradient` is complete before the last pass ends; units whose gradients
+        # are summed once more at the end are left out. None: nothing is.
+        self.reduced: Callable[[str], None] | None = None
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
         self._held: list[Received] | None = None
@@ -125,11 +128,14 @@ class GradientReducer:
             self._count(reduction.first_traffic())
         if issue.last:
             self._count(reduction.last_traffic())
+        reduced = self.reduced
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = reduction.steps(buffer, issue, workspace)
             whole = unit.gradient if buffer is None else buffer
             found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, whole))
+            if issue.last and reduced is not None and issue.unit not in self.replica_groups.tied and len(unit.gradient):
+                found[-1] = found[-1].then(lambda: reduced(issue.unit))
             return found
 
         tickets = self.in_flight.start(steps)
@@ -232,6 +238,14 @@ class GradientReducer:
         self._sums[name].missing -= 1
         if self._sums[name].missing == 0:
             self._complete(name)
+            if self.reduced is not None and self._is_final(name):
+                self.reduced(name)
+
+    def _is_final(self, name: str) -> bool:
+        """Whether the gradients of this pass complete a unit's sum, without a reduction or a sum over replicas."""
+        last = any(one.last for one in self._pass.backward if one.unit == name)
+        groups = self.replica_groups
+        return last and name not in self._reductions and name not in groups.tied and groups.partial is None
 
     def _new_buffer(self, name: str) -> Tensor:
         """Return the buffer of this pass's gradients of a unit, once no other reduction reads its place."""

@@ -9,6 +9,7 @@ from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.comm.stream import Ticket
 from llmtrain.model.tensors import UnitSpec
 
 Range = tuple[int, int]
@@ -31,9 +32,12 @@ class StepRule:
         gradient: Tensor,
         numbers: AdamWStep,
         weight: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+        threads: int | None = None,
     ) -> None:
-        """Step the range `within` of the unit. states: of its elements, by name, fp32 `[n]`. See `OptimizerShard.step`
-        for the rest."""
+        """Step the range `within` of the unit. states: of its elements, by name, fp32 `[n]`. into: memory for the new
+        states, which leaves the old ones as they are. threads: of the kernel on a CPU. See `OptimizerShard.step` for
+        the rest."""
         for first, last, decays in self._decay:
             start, end = max(first, within[0]), min(last, within[1])
             if start < end:
@@ -41,7 +45,9 @@ class StepRule:
                 decayed = numbers if decays else replace(numbers, weight_decay=0.0)
                 rounded = None if weight is None else weight[own]
                 master, m, v = (states[name][own] for name in STATES)
-                adamw(self._backend, master, m, v, gradient[own].to(master.device), decayed, rounded)
+                after = None if into is None else (into["master"][own], into["m"][own], into["v"][own])
+                came = gradient[own].to(master.device)
+                adamw(self._backend, master, m, v, came, decayed, rounded, after, threads)
 
 
 class OptimizerShard:
@@ -60,8 +66,11 @@ class OptimizerShard:
         self._rule = StepRule(spec, held[1], backend)
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
+    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+        """Do nothing: states beside the weights are stepped when the norm is known."""
+
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
-        """Step a range with its gradient, fp32 `[n]`, which may change.
+        """Step a range with its gradient, fp32 `[n]`, which may change. Return None: all is done.
 
         numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
         the rounded masters; None if the masters are the weights.
@@ -95,8 +104,13 @@ class OptimizerStates(Protocol):
 
     held: Range
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
-        """Step a range with its gradient."""
+    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+        """Start to step what may be stepped before the gradients' norm is known. gradient: of all elements, complete,
+        and unchanged until `step`, or until the step is skipped. weight: see `step`, which changes it."""
+
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> Ticket | None:
+        """Step a range with its gradient. Return a ticket of what is not done yet, which reads the gradient and writes
+        the weight; None if all is done."""
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Return one of STATES."""
@@ -114,6 +128,21 @@ class OptimizerStates(Protocol):
     @property
     def read_late(self) -> bool:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
+
+
+class StepsAhead(Protocol):
+    """Steps states of a rank before the norm of the gradients is known, on threads of its own."""
+
+    def begin(self, numbers: AdamWStep | None) -> None:
+        """Begin a step. numbers: with which units are stepped ahead, those of a step that does not clip; None: none are
+        stepped ahead."""
+
+    def decide(self, numbers: AdamWStep | None) -> None:
+        """End the passes: units are stepped with `numbers`. What was stepped ahead with others is discarded; all of it,
+        if the step is skipped (None)."""
+
+    def finish(self) -> None:
+        """Wait until all steps are done."""
 
 
 class OptimizerStateRange:

@@ -9,6 +9,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
+from llmtrain.comm.stream import Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
@@ -99,13 +100,23 @@ class ShardedUnit:
         if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 
-    def step(self, numbers: AdamWStep, gradients: Iterable[tuple[Range, Tensor]] | None = None) -> None:
-        """Step the masters, and round them into `owned_weight`. gradients: of ranges that follow each other, fp32; by
-        default `owned_gradient`."""
-        weight, offset = None if self.masters_are_weights else self.owned_weight, self.ranges.optimizer[0]
-        for (start, end), gradient in gradients or [(self.ranges.optimizer, self.owned_gradient)]:
+    def step_ahead(self) -> None:
+        """Start to step what may be stepped before the norm of the gradients is known: `owned_gradient` is complete."""
+        self.optimizer.step_ahead(self.owned_gradient, self._stepped_weight)
+
+    def step(self, numbers: AdamWStep, gradients: Iterable[tuple[Range, Tensor]] | None = None) -> Ticket | None:
+        """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
+        done. gradients: of ranges that follow each other, fp32; by default `owned_gradient`."""
+        weight, offset = self._stepped_weight, self.ranges.optimizer[0]
+        if gradients is None:
+            return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
+        for (start, end), gradient in gradients:
             rounded = None if weight is None else weight[start - offset : end - offset]
-            self.optimizer.step((start, end), gradient, numbers, rounded)
+            ticket = self.optimizer.step((start, end), gradient, numbers, rounded)
+            # The memory of the gradient is used for the next one.
+            if ticket is not None:
+                ticket.wait()
+        return None
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them."""
@@ -121,6 +132,11 @@ class ShardedUnit:
         """Bytes of all states together."""
         shared = self.owned_weight.nbytes if self.masters_are_weights else 0
         return self.weight.nbytes + self.gradient.nbytes + self.optimizer.nbytes - shared
+
+    @property
+    def _stepped_weight(self) -> Tensor | None:
+        """What a step writes beside the masters."""
+        return None if self.masters_are_weights else self.owned_weight
 
     @property
     def masters_are_weights(self) -> bool:

@@ -28,19 +28,28 @@ class WeightUpdates:
         self._in_flight, self._count = in_flight, count
         self._tickets: dict[str, Ticket] = {}
 
-    def start(self, unit: ShardedUnit) -> None:
-        """Start the update of a unit whose masters were stepped and published. Collective."""
+    def start(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
+        """Start the update of a unit whose masters were stepped and published. stepped: a ticket of that; None if it is
+        done. Collective."""
         packing, replicated, outside = self._packing, self._replicated.get(unit.spec.name), self._outside
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
         moves, weight = unit.hops.placement.moves_weights, unit.weight
         if not hops and replicated is None and not moves:
+            if stepped is not None:
+                self._tickets[unit.spec.name] = stepped
             return
+        if stepped is not None and (packing is not None or replicated is not None):
+            # What is sent is made of the masters, when the gather starts.
+            stepped.wait()
+            stepped = None
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = _gathers(unit, hops, packing, workspace) if hops else []
             found += [] if replicated is None else replicated.steps(all_hops)
             if moves and outside is not None:
                 found.append(HopStep(outside.writes, lambda: outside.store.store(unit.spec.name, weight)))
+            if stepped is not None:
+                found[0] = found[0].first(stepped.wait)
             return found
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))

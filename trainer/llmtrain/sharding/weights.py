@@ -113,11 +113,12 @@ class GatheredWeights:
         self._wait_until_stored(place)
         unit.weight = self._storing[name] = place
 
-    def update(self, unit: ShardedUnit) -> None:
-        """Update the weights of all ranks after a step of the unit's masters. Collective."""
+    def update(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
+        """Update the weights of all ranks after a step of the unit's masters. stepped: a ticket of the step; None if it
+        is done. Collective."""
         if unit.spec.name in self._shared:
             self._shared[unit.spec.name].wrote()
-        self.updates.start(unit)
+        self.updates.start(unit, stepped)
         if unit.hops.placement.moves_weights:
             unit.weight = unit.weight[:0]
 

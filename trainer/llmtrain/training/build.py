@@ -81,7 +81,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     outside = open_outside(plan, ranks, programs)
-    units = place_units(_units(model, plan, ranks, pools), plan, ranks, outside)
+    units = place_units(_units(model, plan, ranks, pools), outside)
     groups = _replica_groups(plan, ranks, pools.groups)
     gradients = outside_gradients(plan, ranks, outside, units, groups.shares)
     sharding = ShardingSpec(
@@ -89,6 +89,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
         GradientPolicy(_packing(plan.sharding.quantization.gradients, plan.sharding.quantization.block), gradients),
         groups,
         pools.in_flight,
+        None if outside.states is None else outside.states.stepper,
     )
     engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:

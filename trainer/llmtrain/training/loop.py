@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from llmtrain_data.domain import validation_warnings
 from llmtrain_data.waiting import Waiting
+from llmtrain_kernels.adamw.step import AdamWStep
 
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis, even_share
@@ -113,18 +114,21 @@ def train_step(run: Run, step: int) -> bool:
         # unless each has its own part of the sequence.
         offset = 0 if plan.sequence_parallel else run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR)
         torch.manual_seed(((plan.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - offset) % 2**63)
+    lr = learning_rate(plan.optimizer, step, plan.training.steps)
+    begin_step(run, lr)
     loss, norm, stopping, seconds = forward_backward(run, step)
     norm_value = norm / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     spike = finite and is_spike(plan.spikes, run.progress.losses, loss)
-    if spike and plan.spikes.action == "rewind":
-        rewind(run, loss)
-        return stopping
-    lr = learning_rate(plan.optimizer, step, plan.training.steps)
     if finite and not spike:
         run.progress.applied += 1
         optimizer_step(run, lr, norm)
         remember(plan.spikes, run.progress.losses, loss)
+    else:
+        run.engine.skip_step()
+    if spike and plan.spikes.action == "rewind":
+        rewind(run, loss)
+        return stopping
     run.progress.step = step + 1
     run.progress.samples += plan.batch.sequences
     run.progress.tokens += plan.batch.tokens
@@ -142,7 +146,7 @@ def train_step(run: Run, step: int) -> bool:
             passed_batches=run.progress.passed,
             rank_seconds=seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
-            offload=offload_usage(run),
+            offload=offload_usage(run, step),
         )
     )
     return stopping
@@ -188,18 +192,34 @@ def own_seconds(run: Run, step: int) -> list[float]:
     return seconds
 
 
+def begin_step(run: Run, lr: float) -> None:
+    """Let offloaded states be stepped as their gradients arrive, with the numbers of a step that does not clip.
+
+    After a step that clipped, they wait for the norm: the next step clips as well, most likely, and what was stepped
+    ahead would be discarded.
+    """
+    divisor = clip_divisor(0.0, run.scale.value, 0.0)
+    run.engine.begin_step(None if run.clips else _numbers(run, lr, run.progress.applied + 1, divisor))
+
+
 def optimizer_step(run: Run, lr: float, norm: float) -> None:
     """Step every unit. norm: of the scaled gradients."""
-    optimizer = run.plan.optimizer
-    divisor = torch.tensor(clip_divisor(norm, run.scale.value, optimizer.clip), device=run.ranks.device)
-    numbers = step_numbers(optimizer, lr, run.progress.applied, divisor)
+    divisor = clip_divisor(norm, run.scale.value, run.plan.optimizer.clip)
+    run.clips = divisor != run.scale.value
     run.checkpoints.wait_until_taken()
-    run.engine.step(numbers)
+    run.engine.step(_numbers(run, lr, run.progress.applied, divisor))
 
 
-def offload_usage(run: Run) -> dict[str, Any] | None:
+def _numbers(run: Run, lr: float, applied: int, divisor: float) -> AdamWStep:
+    return step_numbers(run.plan.optimizer, lr, applied, torch.tensor(divisor, device=run.ranks.device))
+
+
+def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
     """Return what this rank moved between its device, the host and files since the last step: model states, and
-    `activations`; None where nothing rests elsewhere than on the device."""
+    `activations`; None where nothing rests elsewhere than on the device. step: counted from 0."""
+    if is_logged(run.plan, step + 1):
+        # Otherwise the next row would have a part of this step.
+        run.engine.finish_steps()
     movers = {"states": run.outside if run.outside.moving else None, "activations": run.borders}
     before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}
     found = {name: usage.since(before.get(name, TierUsage())) for name, usage in run.moved.items()}

@@ -42,8 +42,8 @@ class Run:
 
     lock: the main rank has the folder's lock. compared: the step after which replicas were last found equal. outside:
     what rests elsewhere than on this rank's device. borders: what moves its activations. moved: what both had moved
-    after the last step. changed: how the recipe differs from that of the run's last start; the main rank alone knows
-    it, and the fingerprints of the data.
+    after the last step. clips: whether the last step clipped gradients. changed: how the recipe differs from that of
+    the run's last start; the main rank alone knows it, and the fingerprints of the data.
     """
 
     plan: Plan
@@ -64,6 +64,7 @@ class Run:
     compared: int = 0
     borders: Borders | None = None
     moved: dict[str, TierUsage] = field(default_factory=dict)
+    clips: bool = False
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
 

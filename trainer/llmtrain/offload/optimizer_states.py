@@ -1,0 +1,80 @@
+"""The optimizer states of a rank that rest outside of its device, and the threads that step them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
+from llmtrain.offload.staging import stagings
+from llmtrain.offload.states import FileStates, HostStates, StateStore
+from llmtrain.offload.stepper import Stepper
+from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.offload import Bucket, Offload, largest
+from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
+from llmtrain.sharding.unit import ShardedUnit
+
+
+def open_states(
+    offload: Offload, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype
+) -> "OffloadedStates | None":
+    """Return a rank's offloaded states, without values; None if it offloads none. device: what computes. dtype: of
+    weights. Raises RunFailedError."""
+    if not buckets:
+        return None
+    states: StateStore
+    if offload.tier == "host":
+        states = HostStates(buckets, pinned=device.type != "cpu")
+    else:
+        states = FileStates(buckets, offload.paths, offload.weights, offload.overlap)
+    return OffloadedStates(offload, buckets, states, device, dtype)
+
+
+class OffloadedStates:
+    """The offloaded optimizer states of a rank: where they are, and what steps them. buckets: of all units, in the
+    order of `states`."""
+
+    def __init__(
+        self, offload: Offload, buckets: Sequence[Bucket], states: StateStore, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """device: what computes. dtype: of weights."""
+        self.states, self._offload, self._buckets = states, offload, buckets
+        staged = stagings(offload, device, largest(buckets), dtype, max(bucket.states for bucket in buckets))
+        kernel = device if offload.on_device else torch.device("cpu")
+        self.stepper = Stepper(states, staged, offload.overlap, kernel)
+        sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
+        self._memory = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type != "cpu")
+        parts = zip(self._memory.split(sizes), buckets, strict=True)
+        self._spare = [part if bucket.spare else None for part, bucket in parts]
+
+    def take(self, unit: ShardedUnit) -> None:
+        """Move a part of a new unit's optimizer states there."""
+        own = [number for number, bucket in enumerate(self._buckets) if bucket.unit == unit.spec.name]
+        if not own:
+            return
+        buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
+        outside = OutsideBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1])
+        (start, end), cut = before.held, before.held[0] + buckets[0].start
+        together = unit.masters_are_weights
+        masters = before.read("master", start, end)
+        stays = masters[: cut - start]
+        resident = OptimizerShard(
+            unit.spec, (start, cut), stays if together else stays.clone(), unit.hops.placement.backend
+        )
+        rule = StepRule(unit.spec, end, self._offload.backend)
+        unit.optimizer = OffloadedShard(resident, outside, rule, masters if together else None)
+        if not together:
+            unit.optimizer.write("master", cut, masters[cut - start :])
+
+    def close(self) -> None:
+        """End the threads, and free the memory or the files."""
+        self.stepper.close()
+        self.states.close()
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+        return self.states.usage()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory, without pinned buffers through which gradients and weights pass."""
+        return self.states.nbytes + self._memory.nbytes

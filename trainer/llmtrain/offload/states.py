@@ -1,0 +1,212 @@
+"""Optimizer states outside of the device, bucket by bucket: in the host's memory, or in files."""
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from torch import Tensor
+
+from llmtrain.offload.fetch_ring import FetchRing
+from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.offload import OVERLAP, Bucket, ring_slots
+
+
+class StateStore(Protocol):
+    """Holds fp32 states of buckets. Those with spare memory have two regions: a step ahead leaves the current one as it
+    is and writes the other one, which `commit` makes the current one."""
+
+    def fetch(self, bucket: int) -> None:
+        """Start to bring the states of a bucket. Buckets are taken and put back in this order."""
+
+    def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
+        """Return the states of a bucket in the host's memory, fp32 `[states, n]`, and memory for the new ones, until
+        `put`; both may be the same. ahead: whether the current region stays as it is."""
+
+    def put(self, bucket: int, ahead: bool) -> None:
+        """Give back a bucket with its new states."""
+
+    def forget(self) -> None:
+        """Forget what was fetched and not taken."""
+
+    def commit(self, bucket: int) -> None:
+        """Make the region that a step ahead has written the current one."""
+
+    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
+        """Return the elements `[start, end)` of one state: fp32, valid until it changes."""
+
+    def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
+        """Set the elements of one state from `start` on to `values`: of any float dtype, on any device."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+
+
+class Regions:
+    """Which region has the current states of each bucket: its own, which has the bucket's number, or its spare one."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        spare = [number for number, bucket in enumerate(buckets) if bucket.spare]
+        self._regions = [[number] for number in range(len(buckets))]
+        for place, number in enumerate(spare):
+            self._regions[number].append(len(buckets) + place)
+        self.buckets = [*buckets, *(buckets[number] for number in spare)]
+
+    def current(self, bucket: int) -> int:
+        """Return the region with the current states."""
+        return self._regions[bucket][0]
+
+    def written(self, bucket: int, ahead: bool) -> int:
+        """Return the region that a step writes."""
+        return self._regions[bucket][1 if ahead else 0]
+
+    def flip(self, bucket: int) -> None:
+        """Make the other region the current one."""
+        self._regions[bucket].reverse()
+
+
+class HostStates:
+    """States in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`. Several threads
+    may take different buckets at once."""
+
+    def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
+        self._regions = Regions(buckets)
+        sizes = [bucket.states * (bucket.end - bucket.start) for bucket in self._regions.buckets]
+        self._memory = torch.zeros(sum(sizes), pin_memory=pinned)
+        parts = zip(self._memory.split(sizes), self._regions.buckets, strict=True)
+        self._states = [part.view(bucket.states, -1) for part, bucket in parts]
+
+    def fetch(self, bucket: int) -> None:
+        """See StateStore."""
+
+    def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
+        """See StateStore."""
+        return self._states[self._regions.current(bucket)], self._states[self._regions.written(bucket, ahead)]
+
+    def put(self, bucket: int, ahead: bool) -> None:
+        """See StateStore."""
+
+    def forget(self) -> None:
+        """See StateStore."""
+
+    def commit(self, bucket: int) -> None:
+        """See StateStore."""
+        self._regions.flip(bucket)
+
+    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
+        """See StateStore."""
+        return self._states[self._regions.current(bucket)][state, start:end]
+
+    def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
+        """See StateStore."""
+        states = self._states[self._regions.current(bucket)]
+        states[state, start : start + values.numel()].copy_(values)
+
+    def close(self) -> None:
+        """See StateStore."""
+
+    def usage(self) -> TierUsage:
+        """See StateStore. Nothing moves."""
+        return TierUsage()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return self._memory.nbytes
+
+
+class FileStates:
+    """States in files, which pass through slots of the host's memory (ZeRO-Infinity, section 6.3).
+
+    Any thread may read; the others' calls come from the thread that steps. A read waits for the writes before it.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = (), overlap: int = OVERLAP
+    ) -> None:
+        """weights: relative bandwidths of the volumes; equal by default. overlap: most buckets that are fetched while
+        one is taken.
+
+        Raises RunFailedError if a volume has too little space, or cannot be used."""
+        self._buckets, self._lock, self._regions = buckets, threading.RLock(), Regions(buckets)
+        sizes = [bucket.nbytes for bucket in self._regions.buckets]
+        self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
+        self._ring = FetchRing(self._file, self._queue, sizes, ring_slots(len(buckets), overlap))
+        self._staging = aligned_bytes(max(bucket.part for bucket in buckets))
+
+    def fetch(self, bucket: int) -> None:
+        """See StateStore."""
+        with self._lock:
+            self._ring.fetch(self._regions.current(bucket))
+
+    def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
+        """See StateStore."""
+        held = self._buckets[bucket]
+        with self._lock:
+            states = self._ring.take().view(torch.float32).view(held.states, -1)
+        inside = states[:, : held.end - held.start]
+        return inside, inside
+
+    def put(self, bucket: int, ahead: bool) -> None:
+        """See StateStore."""
+        with self._lock:
+            self._ring.put(self._regions.written(bucket, ahead))
+
+    def forget(self) -> None:
+        """See StateStore."""
+        with self._lock:
+            self._ring.forget()
+
+    def commit(self, bucket: int) -> None:
+        """See StateStore."""
+        self._regions.flip(bucket)
+
+    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
+        """See StateStore; the copy is the caller's."""
+        first, last = 4 * start // ALIGNMENT * ALIGNMENT, -(-4 * end // ALIGNMENT) * ALIGNMENT
+        into = aligned_bytes(last - first)
+        self.settle()
+        self._file.read(self._regions.current(bucket), state * self._buckets[bucket].part + first, into)
+        return into.view(torch.float32)[start - first // 4 : end - first // 4]
+
+    def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
+        """See StateStore."""
+        part, place = self._buckets[bucket].part, state * self._buckets[bucket].part
+        region = self._regions.current(bucket)
+        with self._lock:
+            self._ring.flush()
+            staged = self._staging[:part]
+            if 4 * values.numel() < part:
+                self._file.read(region, place, staged)
+            staged.view(torch.float32)[start : start + values.numel()].copy_(values)
+            self._file.write(region, place, staged)
+
+    def usage(self) -> TierUsage:
+        """See StateStore. Reads that `read` makes and writes that `write` makes are not counted."""
+        moved = self._file.moved(self._queue)
+        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
+        return TierUsage(read, written, self._ring.waited)
+
+    def settle(self) -> None:
+        """Wait until the files have all that was put back."""
+        with self._lock:
+            self._ring.flush()
+
+    def close(self) -> None:
+        """See StateStore. Waits for the transfers that run."""
+        self._queue.close()
+        self._file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots and of the staging buffer."""
+        return self._ring.nbytes + self._staging.nbytes

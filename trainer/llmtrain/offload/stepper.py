@@ -1,0 +1,241 @@
+"""Threads that step offloaded buckets: ahead, as their gradients arrive, and for good once the norm is known."""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+from llmtrain_kernels.adamw.step import AdamWStep
+from torch import Tensor
+
+from llmtrain.offload.staging import Event, Staging, Work
+from llmtrain.offload.states import StateStore
+
+
+class Do(Enum):
+    """AHEAD: step into spare memory. STEP: step. COMMIT: let a step ahead count, and publish its weights."""
+
+    AHEAD = "ahead"
+    STEP = "step"
+    COMMIT = "commit"
+
+
+class StepTicket:
+    """Stands for the steps of one unit's buckets. left: buckets that are not done. events: when the device has the
+    weights of the others."""
+
+    def __init__(self, stepper: "Stepper", left: int) -> None:
+        self._stepper, self.left, self.events = stepper, left, list[torch.cuda.Event]()
+
+    def wait(self) -> None:
+        """Let nothing that this thread computes next start before the weights are there. Raises what a step raised."""
+        self._stepper.wait_until(lambda: not self.left)
+        for event in self.events:
+            torch.cuda.current_stream().wait_event(event)
+
+    def done(self, event: Event) -> None:
+        """Report a bucket."""
+        self.left -= 1
+        if event is not None:
+            self.events.append(event)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    do: Do
+    work: Work
+    ticket: StepTicket | None = None
+
+
+@dataclass
+class _Queue:
+    """What is to be done. ahead: by unit, in the order in which their gradients arrived. final: in order.
+    stepped_ahead: whether a step ahead is done, by bucket. left: final jobs that are not done."""
+
+    ahead: list[deque[Work]] = field(default_factory=list)
+    final: deque[_Job] = field(default_factory=deque)
+    stepped_ahead: dict[int, bool] = field(default_factory=dict)
+    left: int = 0
+
+    def next(self) -> _Job | None:
+        """Take out the next job: the first final one; else, of the unit whose gradients arrived last."""
+        if self.final:
+            return self.final.popleft()
+        if not self.ahead:
+            return None
+        work = self.ahead[-1].popleft()
+        if not self.ahead[-1]:
+            self.ahead.pop()
+        self.stepped_ahead[work.bucket] = False
+        return _Job(Do.AHEAD, work)
+
+
+class Stepper:
+    """Steps the buckets of a rank, on one thread for each staging.
+
+    Before the norm is known, it takes first what arrived last, as the next forward pass needs that first. Afterwards it
+    takes what is left in the order of the units. What is stepped ahead leaves the old states as they are; it counts if
+    its numbers are those of the step, so if clipping does not act. Nothing is ever computed backwards.
+
+    observe: called with each job when its bucket is taken up. done: number of jobs of each kind.
+    """
+
+    def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int, kernel: torch.device) -> None:
+        """overlap: buckets that the only thread fetches while it steps one; several threads fetch none. kernel: where
+        buckets are stepped."""
+        self.states, self._stagings, self._kernel = states, stagings, kernel
+        self.observe: Callable[[Do, int], None] = lambda do, bucket: None
+        self.done = Counter[Do]()
+        self._queue, self._changed = _Queue(), threading.Condition()
+        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead_numbers: AdamWStep | None = None
+        self._numbers: AdamWStep | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        fetched = overlap if len(stagings) == 1 else 0
+        self._threads = [
+            threading.Thread(target=self._run, args=(staging, fetched), name="optimizer steps", daemon=True)
+            for staging in stagings
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, numbers: AdamWStep | None) -> None:
+        """See StepsAhead. What the step before has left to do goes on."""
+        with self._changed:
+            self._ahead_numbers = None if numbers is None else self._here(numbers)
+
+    def step_ahead(self, works: Sequence[Work]) -> None:
+        """Step buckets into their spare memory, some time. All threads may call this."""
+        with self._changed:
+            if works and self._ahead_numbers is not None:
+                self._queue.ahead.append(deque(works))
+                self._changed.notify_all()
+
+    def decide(self, numbers: AdamWStep | None) -> None:
+        """See StepsAhead."""
+        self.finish()
+        with self._changed:
+            queue, before = self._queue, self._ahead_numbers
+            queue.ahead.clear()
+            self._numbers = None if numbers is None else self._here(numbers)
+            if self._numbers is None or before is None or not _same(before, self._numbers):
+                # A step under way reads the gradients, which change soon.
+                self._wait(lambda: all(queue.stepped_ahead.values()))
+                queue.stepped_ahead.clear()
+
+    def step(self, works: Sequence[Work]) -> StepTicket:
+        """Step the buckets of a unit, or let their steps ahead count."""
+        ticket = StepTicket(self, len(works))
+        with self._changed:
+            for work in works:
+                do = Do.COMMIT if work.bucket in self._queue.stepped_ahead else Do.STEP
+                self._queue.final.append(_Job(do, work, ticket))
+            self._queue.left += len(works)
+            self._changed.notify_all()
+        return ticket
+
+    def finish(self) -> None:
+        """Wait until all that counts is done. Raises what a step raised."""
+        self.wait_until(lambda: not self._queue.left)
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait for the threads to reach a state. Raises what a step raised."""
+        with self._changed:
+            self._wait(reached)
+
+    def close(self) -> None:
+        """End the threads; what waits is not done."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of the device through which states pass."""
+        return sum(staging.nbytes for staging in self._stagings)
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: reached() or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def _here(self, numbers: AdamWStep) -> AdamWStep:
+        """Return numbers that the kernel reads without waiting for a device."""
+        divisor = numbers.gradient_divisor
+        return numbers if divisor is None else replace(numbers, gradient_divisor=divisor.to(self._kernel))
+
+    def _run(self, staging: Staging, fetched: int) -> None:
+        # Every thread has this setting of its own.
+        torch.set_grad_enabled(False)
+        entered = deque[_Job]()
+        try:
+            while self._enter(entered, fetched):
+                job = entered.popleft()
+                event = self._do(job, staging)
+                with self._changed:
+                    self._done(job, event)
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _enter(self, entered: deque[_Job], fetched: int) -> bool:
+        """Wait for a job, and begin to fetch as many others. Return whether there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: entered or self._queue.final or self._queue.ahead or self._closed)
+            if self._closed or self._failure is not None:
+                return False
+            new = list[_Job]()
+            while len(entered) + len(new) <= fetched and (job := self._queue.next()) is not None:
+                new.append(job)
+                if job.do is not Do.COMMIT:
+                    self.observe(job.do, job.work.bucket)
+        for job in new:
+            if job.do is not Do.COMMIT and not job.work.part.start:
+                self.states.fetch(job.work.bucket)
+        entered.extend(new)
+        return True
+
+    def _do(self, job: _Job, staging: Staging) -> Event:
+        if job.do is Do.COMMIT:
+            # Another thread may still step it.
+            self.wait_until(lambda: self._queue.stepped_ahead[job.work.bucket])
+            self.observe(job.do, job.work.bucket)
+            event = staging.publish(job.work)
+            self.states.commit(job.work.bucket)
+            return event
+        ahead = job.do is Do.AHEAD
+        numbers = self._ahead_numbers if ahead else self._numbers
+        assert numbers is not None
+        work = job.work
+        if not work.part.start:
+            self._taken[work.bucket] = self.states.take(work.bucket, ahead)
+        old, new = self._taken[work.bucket]
+        event = staging.step(work, old[:, work.part], new[:, work.part], numbers, ahead)
+        if work.last:
+            del self._taken[work.bucket]
+            self.states.put(work.bucket, ahead)
+        return event
+
+    def _done(self, job: _Job, event: Event) -> None:
+        self.done[job.do] += 1
+        if job.do is Do.AHEAD:
+            self._queue.stepped_ahead[job.work.bucket] = True
+        elif job.do is Do.COMMIT:
+            del self._queue.stepped_ahead[job.work.bucket]
+        if job.ticket is not None:
+            job.ticket.done(event)
+            self._queue.left -= 1
+        self._changed.notify_all()
+
+
+def _same(one: AdamWStep, other: AdamWStep) -> bool:
+    """Whether two steps have the same bits."""
+    divisors = [1.0 if each.gradient_divisor is None else float(each.gradient_divisor) for each in (one, other)]
+    rest = [replace(each, gradient_divisor=None) for each in (one, other)]
+    return rest[0] == rest[1] and divisors[0] == divisors[1]
