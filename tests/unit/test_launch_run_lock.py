@@ -75,6 +75,20 @@ def test_a_second_one_says_who_has_it(tmp_path: Path, other: subprocess.Popen[st
     other.wait()
 
 
+def test_a_disk_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    lock = RunLock(tmp_path)
+    assert lock.take(print) is None
+    with monkeypatch.context() as changed:
+        changed.setattr("os.ftruncate", gone)
+        lock.release()
+    again = RunLock(tmp_path)
+    assert again.take(lambda _: time.sleep(0.01)) is None
+    again.release()
+
+
 def test_who_asks_neither_takes_the_lock_nor_may_write(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

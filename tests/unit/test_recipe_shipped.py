@@ -71,7 +71,8 @@ def test_offload_fills_the_card(name: str) -> None:
     assert view_recipe(name, [*keys, "offload.optimizer=none"], 1).problem is not None
 
 
-def test_two_volumes() -> None:
-    view = view_recipe("offload-llama-8b", ["data.path=corpus", "data.tokenizer=null"], 1)
+@pytest.mark.parametrize("name", ["offload-llama-8b", "offload-llama-40b"])
+def test_two_volumes(name: str) -> None:
+    view = view_recipe(name, ["data.path=corpus", "data.tokenizer=null"], 1)
     assert view.plan.sharding.offload.paths == ("/scratch0", "/scratch1")
     assert view.budget.fullest.files > 0

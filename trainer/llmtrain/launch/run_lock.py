@@ -148,11 +148,15 @@ class RunLock:
         self._over.set()
         # A renewal that hangs on a lost file server does not touch the file again.
         self._thread.join(LOOK)
-        if self._is_mine():
-            os.ftruncate(self._files[-1], 0)
-            os.fsync(self._files[-1])
+        # On a disk that is gone, the lease stays, of a process that has ended. An error here would hide what ended the
+        # run.
+        with suppress(OSError):
+            if self._is_mine():
+                os.ftruncate(self._files[-1], 0)
+                os.fsync(self._files[-1])
         while self._files:
-            os.close(self._files.pop())
+            with suppress(OSError):
+                os.close(self._files.pop())
 
     def __enter__(self) -> Self:
         return self
