@@ -1,12 +1,20 @@
 """Offloaded optimizer states: every layout trains with the bits that it has without offload."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from harness import Case, Result
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.volume_traffic import volume_traffic
+from llmtrain.recipe.load import load_recipe
 
 Trained = Callable[[Case], Result]
 
@@ -135,3 +143,44 @@ def test_states_leave_the_memory(offload: str, trained: Trained) -> None:
     share = 0.3 if "0.3" in offload else 1.0
     # 16 bytes of each element without offload: weights, gradients and two moments.
     assert left / whole == pytest.approx(1 - share * 8 / 16, abs=0.05)
+
+
+# Two folders of the checkout, as it is where the ranks run.
+TWO_PATHS = "offload.paths=[., tests]"
+MOVED = {
+    "all, gathered again": Case(2, (*ALL_IN_FILES, "zero.stage=3", TWO_PATHS), accumulation=4),
+    "all, half of a bucket resident": Case(
+        2, (*ALL_IN_FILES, "zero.stage=1", "offload.share=0.3", "precision.compute=bf16"), accumulation=4
+    ),
+    "gradients and activations": Case(
+        2,
+        (
+            "offload.gradients=nvme",
+            "offload.activations=nvme",
+            "activation_checkpointing=full",
+            TWO_PATHS,
+        ),
+        accumulation=4,
+    ),
+    "pipeline": Case(8, (*ALL_IN_FILES, "zero.stage=2"), accumulation=4, tensor=2, pipeline=2),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
+    """A step reads from and writes to each volume the planned bytes, counted where they are handed to the kernel."""
+    case = MOVED[name]
+    result = trained(case)
+    facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
+    plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+    for rank, steps in enumerate(result.notes("moved")):
+        planned: dict[str, Counter[int]] = defaultdict(Counter)
+        for moved in volume_traffic(plan, rank, Programs(ProgramSpec.of(plan, rank))).values():
+            for path, counts in moved.items():
+                planned[path].update(dict(enumerate(counts)))
+        for before, after in pairwise(steps):
+            for path, counts in planned.items():
+                assert [now - then for now, then in zip(after[path], before[path], strict=True)] == [
+                    counts[0],
+                    counts[1],
+                ]

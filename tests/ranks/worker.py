@@ -27,6 +27,7 @@ from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream, Ticket
 from llmtrain.offload.stepper import Do, Stepper
+from llmtrain.offload.usage import TierUsage
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
@@ -47,7 +48,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     """Train one recipe to its last step. Collective."""
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
-    notes: dict[str, list[int]] = {"state_bytes": [], "copies": [], "groups": [ranks.layout.world]}
+    notes: dict[str, list[Any]] = {"state_bytes": [], "copies": [], "moved": [], "groups": [ranks.layout.world]}
     notes |= {kind.value: [] for kind in Do}
     high_water = HighWater()
     run.build = high_water.building(build)
@@ -64,8 +65,9 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
-def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
-    """Return a train step that then records the sizes that the engine holds."""
+def noting(notes: dict[str, list[Any]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
+    """Return a train step that then records the sizes that the engine holds, and what was ever moved between volumes
+    and memory."""
 
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
@@ -74,6 +76,11 @@ def noting(notes: dict[str, list[int]], step: Callable[..., bool] = loop.train_s
         for kind in Do:
             notes[kind.value].append(done.get(kind, 0))
         notes["copies"].append(sum(copy.nbytes for copy in run.checkpoints._staging.copies))
+        if run.outside.moving or run.borders is not None:
+            run.engine.weights.updates.finish()
+            movers = [one for one in (run.outside, run.borders) if one is not None]
+            usage = sum((one.usage() for one in movers), TierUsage())
+            notes["moved"].append({path: (usage.read[path], usage.written[path]) for path in usage.read})
         return stopping
 
     return noted

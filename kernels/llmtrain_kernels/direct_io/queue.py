@@ -33,13 +33,13 @@ class DirectQueue:
     """Starts transfers between memory and files opened with O_DIRECT, and waits for them.
 
     interface: of the kernel; None for io_uring, or Linux AIO where there is no io_uring or a container forbids it. One
-    thread at a time calls its methods. moved: bytes of the finished transfers, by file and by "read" or "write".
+    thread at a time calls its methods. moved: bytes of the transfers that began, by file and by "read" or "write".
     """
 
     def __init__(self, interface: Interface | None = None, depth: int = DEPTH, piece: int = PIECE) -> None:
         """Raises OSError if the kernel has no such interface, RuntimeError if the C++ part cannot be built."""
         self._functions, self._next = _functions(), 0
-        self._pending: dict[int, tuple[int, str, Tensor]] = {}
+        self._pending: dict[int, Tensor] = {}
         self.moved: Counter[tuple[int, str]] = Counter()
         self.interface: Interface = interface or "io_uring"
         try:
@@ -63,10 +63,9 @@ class DirectQueue:
         """Wait until a transfer is done. Raises OSError."""
         error = torch.zeros(1, dtype=torch.int64)
         self._functions.queue_finish(self._queue, transfer, error.data_ptr())
-        file, kind, memory = self._pending.pop(transfer)
+        del self._pending[transfer]
         if code := int(error):
             raise OSError(code, os.strerror(code))
-        self.moved[file, kind] += memory.nbytes
 
     def close(self) -> None:
         """Wait for all transfers, whatever their outcome, and free the queue."""
@@ -80,7 +79,8 @@ class DirectQueue:
             raise ValueError(f"a transfer of {memory.nbytes} bytes at {offset} is not aligned to {ALIGNMENT} bytes")
         self._next += 1
         # The reference keeps the memory until the kernel no longer uses it.
-        self._pending[self._next] = (file, kind, memory)
+        self._pending[self._next] = memory
+        self.moved[file, kind] += memory.nbytes
         writes = int(kind == "write")
         self._functions.queue_start(self._queue, self._next, file, writes, memory.data_ptr(), memory.nbytes, offset)
         return self._next

@@ -3,26 +3,15 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import accumulate
 from tempfile import mkstemp
 
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 from llmtrain.errors import RunFailedError
+from llmtrain.plan.stripes import stripes
 
 _RESUME = "; the same command resumes from the last checkpoint"
-
-
-@dataclass(frozen=True)
-class _Stripe:
-    """A range of a file. first: the byte of the region that is stored at `offset`."""
-
-    volume: int
-    offset: int
-    first: int
-    nbytes: int
 
 
 class StripedFile:
@@ -34,7 +23,7 @@ class StripedFile:
     """
 
     def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
-        self._paths, self._stripes = paths, _stripes(regions, weights or [1.0] * len(paths))
+        self._paths, self._stripes = paths, stripes(regions, weights or [1.0] * len(paths))
         self._files = [_nameless_file(path) for path in paths]
         self.nbytes = [0] * len(paths)
         for stripe in (one for region in self._stripes for one in region):
@@ -93,33 +82,6 @@ class StripedFile:
             first, last = max(start, one.first), min(start + memory.nbytes, one.first + one.nbytes)
             if first < last:
                 yield one.volume, one.offset + first - one.first, memory[first - start : last - start]
-
-
-def _stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[_Stripe]]:
-    """Cut each region into a part for each volume, so that what volumes hold keeps to their weights."""
-    found, ends, total = [], [0] * len(weights), 0
-    for nbytes in regions:
-        total += nbytes
-        wanted = [total * weight / sum(weights) - end for weight, end in zip(weights, ends, strict=True)]
-        sizes = _pages(wanted, nbytes)
-        firsts = accumulate(sizes, initial=0)
-        cut = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
-        found.append([_Stripe(*one) for one in cut if one[3]])
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    return found
-
-
-def _pages(wanted: Sequence[float], nbytes: int) -> list[int]:
-    """Return whole pages of `nbytes` in all, near `wanted`, which may be negative."""
-    sizes = [max(0, int(share)) // ALIGNMENT * ALIGNMENT for share in wanted]
-    while (missing := nbytes - sum(sizes)) != 0:
-        lacks = [share - size for share, size in zip(wanted, sizes, strict=True)]
-        if missing > 0:
-            sizes[lacks.index(max(lacks))] += ALIGNMENT
-        else:
-            held = [volume for volume, size in enumerate(sizes) if size]
-            sizes[min(held, key=lambda volume: lacks[volume])] -= ALIGNMENT
-    return sizes
 
 
 def _nameless_file(path: str) -> int:

@@ -1,0 +1,47 @@
+"""How regions of bytes are striped over volumes. No torch in here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from llmtrain.plan.placement import PAGE
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """A range of a file. first: the byte of the region that is stored at `offset`."""
+
+    volume: int
+    offset: int
+    first: int
+    nbytes: int
+
+
+def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Stripe]]:
+    """Cut each region into a part for each volume, so that what volumes hold keeps to their weights; return the parts.
+
+    regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
+    """
+    found, ends, total = [], [0] * len(weights), 0
+    for nbytes in regions:
+        total += nbytes
+        wanted = [total * weight / sum(weights) - end for weight, end in zip(weights, ends, strict=True)]
+        sizes = _pages(wanted, nbytes)
+        firsts = accumulate(sizes, initial=0)
+        cut = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
+        found.append([Stripe(*one) for one in cut if one[3]])
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    return found
+
+
+def _pages(wanted: Sequence[float], nbytes: int) -> list[int]:
+    """Return whole pages of `nbytes` in all, near `wanted`, which may be negative."""
+    sizes = [max(0, int(share)) // PAGE * PAGE for share in wanted]
+    while (missing := nbytes - sum(sizes)) != 0:
+        lacks = [share - size for share, size in zip(wanted, sizes, strict=True)]
+        if missing > 0:
+            sizes[lacks.index(max(lacks))] += PAGE
+        else:
+            held = [volume for volume, size in enumerate(sizes) if size]
+            sizes[min(held, key=lambda volume: lacks[volume])] -= PAGE
+    return sizes

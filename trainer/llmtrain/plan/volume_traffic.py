@@ -1,0 +1,75 @@
+"""The bytes that a rank reads from and writes to each volume in an optimizer step that is applied. No torch in here."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
+from llmtrain.plan.near_volumes import for_rank
+from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.instructions import Gather
+from llmtrain.plan.rank_borders import border_bytes, in_pages, rank_moves
+from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.stripes import stripes
+
+Moved = dict[str, tuple[int, int]]
+"""Bytes read and written, by the path of the volume."""
+
+
+def volume_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Moved]:
+    """Return the bytes that a rank of the run moves, by what they are: optimizer, weights, gradients or activations.
+    programs: of the rank."""
+    near = for_rank(plan, rank)
+    states, activations = near.sharding.offload, near.activation_offload
+    found = {
+        "optimizer": _moved(_optimizer(near, rank), states.paths, states.weights),
+        "weights": _moved(_weights(near, rank, programs), states.paths, states.weights),
+        "gradients": _moved(_gradients(near, rank, programs), states.paths, states.weights),
+        "activations": _moved(_activations(near, rank), activations.paths, activations.weights),
+    }
+    return {name: moved for name, moved in found.items() if moved}
+
+
+_Region = tuple[int, int, int]
+"""Bytes of a region of a file, and how often it is read and written."""
+
+
+def _optimizer(plan: Plan, rank: int) -> Iterator[_Region]:
+    if plan.sharding.offload.tier == "nvme":
+        yield from ((bucket.nbytes, 1, 1) for bucket in rank_buckets(plan, rank))
+
+
+def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
+    if plan.sharding.offload.parameters == "nvme":
+        gathers = Counter(one.unit for one in programs.step.issues if isinstance(one, Gather) and not one.secondary)
+        for unit, numel in outside_shards(plan, rank).items():
+            yield numel * plan.compute_bytes, gathers[unit], 1
+
+
+def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
+    if plan.sharding.offload.gradients != "nvme":
+        return
+    units = gradient_buckets(plan, rank)
+    moves = gradient_moves(units, programs)
+    reads = Counter(move.bucket for move in moves if move.reads)
+    writes = Counter(move.bucket for move in moves if move.writes)
+    buckets = (bucket for unit in units.values() for bucket in unit.buckets)
+    yield from ((bucket.nbytes, reads[number], writes[number]) for number, bucket in enumerate(buckets))
+
+
+def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
+    if plan.activation_offload.tier == "nvme":
+        moves, size = rank_moves(plan, rank), in_pages(border_bytes(plan))
+        written = Counter(save.region for save in moves.saves)
+        yield from ((size, written[region], written[region]) for region in range(moves.regions))
+
+
+def _moved(regions: Iterable[_Region], paths: Sequence[str], weights: Sequence[float]) -> Moved:
+    held, read, written = list(regions), Counter[str](), Counter[str]()
+    cut = stripes([nbytes for nbytes, _, _ in held], weights or [1.0] * len(paths)) if held else []
+    for (_, reads, writes), parts in zip(held, cut, strict=True):
+        for part in parts:
+            read[paths[part.volume]] += reads * part.nbytes
+            written[paths[part.volume]] += writes * part.nbytes
+    return {path: (read[path], written[path]) for path in paths} if held else {}
