@@ -33,6 +33,9 @@ STRATEGIES = [
     ("parallel.tensor=2", "parallel.pipeline=2", "parallel.data=4", "pipeline.schedule=interleaved", "zero.stage=3"),
     ("activation_checkpointing=full", "zero.stage=1"),
     ("model.tie_embeddings=true", "parallel.pipeline=2", "model.dropout=0.1"),
+    ("offload.optimizer=host",),
+    ("offload.parameters=host", "parallel.tensor=2"),
+    ("offload.parameters=nvme", "offload.gradients=host", "zero.stage=2"),
 ]
 
 
@@ -88,6 +91,7 @@ def test_one_byte_of_the_device(strategy: tuple[str, ...], capsys: pytest.Captur
         ("offload.optimizer=host", "offload.spare=0"),
         ("offload.optimizer=host", "offload.spare=1", "zero.stage=3"),
         ("offload.optimizer=nvme", "offload.paths=[/scratch]"),
+        ("offload.parameters=host", "zero.stage=1"),
         ("zero.stage=1",),
     ],
     ids=" ".join,

@@ -88,7 +88,7 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
 def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less memory, those that cost least time first: a larger zero.stage,
     activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload: of
-    activations, where they are recomputed, and of optimizer states."""
+    activations, where they are recomputed, of optimizer states, and of all model states."""
     for stage in STAGES[(recipe.zero.stage or 0) + 1 :]:
         yield Change((f"zero.stage={stage}",), replace(recipe, zero=replace(recipe.zero, stage=stage)))
     if recipe.activation_checkpointing == "none":
@@ -107,18 +107,25 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             for tier in tiers:
                 offload = replace(recipe.offload, **{key: tier})  # type: ignore[arg-type]
                 yield Change((f"offload.{key}={tier}",), replace(recipe, offload=offload))
+    if recipe.offload.parameters == "none":
+        states = ("optimizer", "parameters") if recipe.offload.optimizer == "none" else ("parameters",)
+        for tier in tiers:
+            offload = replace(recipe.offload, **dict.fromkeys(states, tier))  # type: ignore[arg-type]
+            yield Change(tuple(f"offload.{key}={tier}" for key in states), replace(recipe, offload=offload))
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less of the host's memory: no spare memory, files instead of the host, a
     smaller share of what leaves the device, and none."""
     given = recipe.offload
-    if given.optimizer == "none":
-        return
     if plan.sharding.offload.spare:
         yield Change(("offload.spare=0",), replace(recipe, offload=replace(given, spare=0.0)))
-    if given.optimizer == "host" and plan.cluster and plan.cluster.node.nvme:
-        yield Change(("offload.optimizer=nvme",), replace(recipe, offload=replace(given, optimizer="nvme")))
+    for key in ("optimizer", "parameters"):
+        if getattr(given, key) == "host" and plan.cluster and plan.cluster.node.nvme:
+            changed = replace(given, **{key: "nvme"})  # type: ignore[arg-type]
+            yield Change((f"offload.{key}=nvme",), replace(recipe, offload=changed))
+    if given.optimizer == "none":
+        return
     for tenths in range(9, 0, -1):
         if tenths / 10 < plan.sharding.offload.share:
             share = replace(given, share=tenths / 10)

@@ -25,6 +25,7 @@ from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic, step_traffic
+from llmtrain.plan.volume_traffic import Moved, volume_traffic
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
@@ -61,12 +62,14 @@ STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
 @dataclass(frozen=True, kw_only=True)
 class PlanView:
     """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
-    each decision. advice: sentences on settings that are likely mistakes."""
+    each decision. advice: sentences on settings that are likely mistakes. moved: bytes that the rank with most files
+    reads from and writes to volumes in a step."""
 
     plan: Plan
     device: Device
     budget: Budget
     traffic: Sequence[RoleTraffic]
+    moved: Mapping[str, Moved]
     least: LeastTime
     problem: str | None
     auto: Sequence[str]
@@ -103,6 +106,7 @@ class PlanView:
                 "roles": [_role(plan, row) for row in budget.rows],
             },
             "sent": [_traffic(row) for row in self.traffic],
+            "moved": {"rank": most_outside(budget).role.rank, "volumes": self.moved},
             "least_seconds": asdict(self.least),
             "step_threads": self.step_threads,
             "volumes": [asdict(one) for one in self.volumes],
@@ -141,6 +145,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
+        moved=volume_traffic(plan, rank := most_outside(budget).role.rank, programs(rank)),
         least=least_time(plan, facts.device),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
@@ -165,6 +170,9 @@ def parts(view: PlanView) -> Iterator[Table | str]:
         yield table(
             ("volume", "socket", "part of the files", "from other sockets"), list(_volumes(volume_shares(plan)))
         )
+    if view.moved:
+        yield ""
+        yield table(("moved in a step", "volume", "read", "written"), list(_moved(view.moved)))
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
@@ -215,9 +223,14 @@ def _breakdown(budget: Budget) -> Iterator[tuple[str, str, str]]:
         yield ("left" if left >= 0 else "missing"), units.size(abs(left)), f"{abs(left) / whole:.1%}"
 
 
+def most_outside(budget: Budget) -> RoleMemory:
+    """Return the first role of those that take most of the host's memory, and most files."""
+    return max(budget.rows, key=lambda row: (sum(row.host.values()), row.files))
+
+
 def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
     """Yield rows about the host's memory and files of the rank that takes most of them."""
-    row = max(budget.rows, key=lambda row: (sum(row.host.values()), row.files))
+    row = most_outside(budget)
     whole = budget.host_limit
     for name, count in row.host.items():
         if count:
@@ -231,6 +244,12 @@ def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
 def _volumes(shares: Sequence[VolumeShare]) -> Iterator[Sequence[object]]:
     for one in shares:
         yield one.path, "-" if one.socket is None else one.socket, f"{one.share:.1%}", f"{one.far:.1%}"
+
+
+def _moved(moved: Mapping[str, Moved]) -> Iterator[tuple[str, str, str, str]]:
+    for name, by_path in moved.items():
+        for path, (read, written) in by_path.items():
+            yield name, path, units.size(read), units.size(written)
 
 
 _COLUMNS = ("ranks", "from rank", "pipeline", "layers", "parameters", "model states", "rest", "total", "")
