@@ -1,12 +1,12 @@
-"""Offload saves memory that the kernel counts: the same run fits a memory limit with states in files, and is killed
-without. Needs root and the memory controller of cgroup v1."""
+"""Offload saves memory that the kernel counts: the same run fits a memory limit with states, or activations, in files,
+and is killed without. Needs root and the memory controller of cgroup v1."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,16 @@ model: {{family: gpt2, layers: 8, hidden: 768, heads: 12, vocab: 4096, positions
 data: {{path: {folder}/set, sequence_length: 128, split: [1, 0, 0]}}
 train: {{steps: 4, global_batch: 2, microbatch: 1, eval_every: 0}}
 optimizer: {{warmup: 2}}
+checkpoint: {{async: false}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+# Each of the inputs of 24 groups takes 16 MiB.
+DEEP = """
+model: {{family: gpt2, layers: 24, hidden: 64, heads: 2, vocab: 512, positions: 256}}
+data: {{path: {folder}/set, sequence_length: 256, split: [1, 0, 0]}}
+train: {{steps: 1, global_batch: 256, microbatch: 256, eval_every: 0}}
+optimizer: {{warmup: 1}}
+activation_checkpointing: full
 checkpoint: {{async: false}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
@@ -38,22 +48,44 @@ def limited() -> Iterator[Path]:
     group.rmdir()
 
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(limited: Path, tmp_path: Path) -> Run:
+    """Run a recipe within the group, as a run of the given name."""
+    write_corpus(tmp_path / "set", 3000)
+
+    def inside(recipe: str, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "r.yaml").write_text(recipe.format(folder=tmp_path))
+        words = [sys.executable, "-m", "llmtrain", "run", str(tmp_path / "r.yaml"), f"name={name}", *overrides]
+        grouped = ["sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh", *words]
+        return subprocess.run(grouped, capture_output=True, text=True, timeout=600, check=False)
+
+    return inside
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_states_in_files_fit_a_limit(limited: Path, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "set", 200)
-    (tmp_path / "r.yaml").write_text(RECIPE.format(folder=tmp_path))
-
-    def run(name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "llmtrain", "run", str(tmp_path / "r.yaml"), f"name={name}", *overrides]
-        inside = ["sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh", *words]
-        return subprocess.run(inside, capture_output=True, text=True, timeout=600, check=False)
-
-    beside = run("beside")
+def test_states_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
+    beside = run(RECIPE, "beside")
     assert beside.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), beside.stderr
-    offloaded = run("offloaded", *OFFLOAD)
+    offloaded = run(RECIPE, "offloaded", *OFFLOAD)
     assert offloaded.returncode == 0, offloaded.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs/offloaded/metrics.jsonl").read_text().splitlines()]
     moved = rows[2]["offload"]["read_bytes"]["."]
     assert 2 * 4 * 59_900_000 < moved < 2 * 4 * 60_100_000
     assert [*(tmp_path / "runs/offloaded/checkpoints").glob("step-00000004/manifest.json")]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_activations_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
+    """The process takes what is planned."""
+    beside = run(DEEP, "beside")
+    assert beside.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), beside.stderr
+    offloaded = run(DEEP, "offloaded", "offload.activations=nvme", "offload.paths=[.]")
+    assert offloaded.returncode == 0, offloaded.stderr
+    step, end = (json.loads(line) for line in (tmp_path / "runs/offloaded/metrics.jsonl").read_text().splitlines())
+    assert step["offload"]["activations"]["read_bytes"]["."] == 22 * 2**24
+    assert end["planned"]["memory_bytes"] == pytest.approx(end["measured"]["memory_bytes"], abs=2**26)

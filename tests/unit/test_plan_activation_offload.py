@@ -16,7 +16,7 @@ from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.rank_borders import border_bytes, border_memory, rank_moves
-from llmtrain.plan.view import view_recipe
+from llmtrain.plan.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 
@@ -240,6 +240,24 @@ def test_folders_are_checked(tmp_path: Path) -> None:
     problem = offload_problem(planned(tmp_path, *keys), 1)
     assert problem is not None
     assert "/dev/shm, which is on a tmpfs" in problem
+
+
+def test_the_host_s_memory_is_a_budget(tmp_path: Path) -> None:
+    """A rank's share holds what leaves the device, or files are advised, which then fit."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    def view(memory: int, *keys: str) -> PlanView:
+        host = f"host: {{memory: {memory}B}}, nvme: [{{path: /scratch}}]"
+        cluster = f"cluster={{accelerator: {{name: A100-80GB}}, node: {{ranks: 1, {host}}}}}"
+        fixed = (cluster, "checkpoint.async=false", "data.sequence_length=4096", "model.positions=4096")
+        return view_recipe(str(tmp_path / "r.yaml"), [*fixed, "model.layers=48", *keys], 1)
+
+    needed = view(10**12, "offload.activations=host").budget.host
+    assert view(needed, "offload.activations=host").problem is None
+    refused = view(needed - 1, "offload.activations=host").problem
+    assert refused is not None
+    assert "set offload.activations=nvme, which needs" in refused
+    assert view(needed - 1, "offload.activations=nvme").problem is None
 
 
 def test_offload_is_advised(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from llmtrain.comm.device import give_freed_memory_back
 from llmtrain.offload.border_copies import BorderCopies, CpuCopies, GpuCopies
 from llmtrain.offload.border_store import BorderStore, FileBorders, HostBorders
 from llmtrain.offload.striped_file import StripedFile
@@ -101,6 +102,9 @@ def open_borders(
     if not moves.left:
         return None
     on_gpu = device.type != "cpu"
+    if not on_gpu:
+        # On a CPU, memory that is free but kept would take the place of what leaves.
+        give_freed_memory_back()
     store: BorderStore
     if offload.tier == "host":
         store = HostBorders(moves, shape, dtype, pinned=on_gpu)

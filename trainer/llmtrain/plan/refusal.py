@@ -120,10 +120,12 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     given = recipe.offload
     if plan.sharding.offload.spare:
         yield Change(("offload.spare=0",), replace(recipe, offload=replace(given, spare=0.0)))
-    for key in ("optimizer", "parameters"):
+    for key in ("activations", "optimizer", "parameters"):
         if getattr(given, key) == "host" and plan.cluster and plan.cluster.node.nvme:
             changed = replace(given, **{key: "nvme"})  # type: ignore[arg-type]
             yield Change((f"offload.{key}=nvme",), replace(recipe, offload=changed))
+    if given.activations == "host":
+        yield Change(("offload.activations=none",), replace(recipe, offload=replace(given, activations="none")))
     if given.optimizer == "none":
         return
     for tenths in range(9, 0, -1):
