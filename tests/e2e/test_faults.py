@@ -43,6 +43,13 @@ LAYOUTS = {
     "two": ("2",),
     "two-zero3": ("2", "zero.stage=3"),
     "two-nvme": ("2", "zero.stage=2", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
+    "two-all-nvme": (
+        "2",
+        "offload.optimizer=nvme",
+        "offload.parameters=nvme",
+        "offload.paths=[.]",
+        "offload.bucket=1024",
+    ),
     "two-tensor": ("2", "parallel.tensor=2", "parallel.sequence=true"),
     "four": ("4",),
     "four-zero3": ("4", "zero.stage=3", "checkpoint.async=false"),
@@ -203,11 +210,12 @@ def test_faults(corpus: Path, disk: Path) -> None:
     suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0)
 
 
+@pytest.mark.parametrize("layout", ["two-nvme", "two-all-nvme"])
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
-def test_kills_with_states_in_files(kills: int, corpus: Path, disk: Path) -> None:
+def test_kills_with_states_in_files(kills: int, layout: str, corpus: Path, disk: Path) -> None:
     """Files of a killed run are of no use to the next: it resumes from the checkpoint alone, and none is left."""
     before = sorted(Path().iterdir())
-    suffer_all("two-nvme", ["kill"] * kills, corpus, disk, seed=1)
+    suffer_all(layout, ["kill"] * kills, corpus, disk, seed=1)
     assert sorted(Path().iterdir()) == before
 
 

@@ -25,7 +25,7 @@ class BucketRing:
     """The buckets of a file, taken in the order of `moves`, again and again. Memory: `slots` buckets of the largest
     size.
 
-    waited: seconds that `take` and `flush` have waited for transfers. Bucket number n of all that are ever taken passes
+    waited: seconds that calls have waited for transfers. Bucket number n of all that are ever taken passes
     through slot n modulo the number of slots. While it is in use, the next `ahead` are read, and those before it are
     written.
     """
@@ -46,7 +46,7 @@ class BucketRing:
         """Return a bucket's bytes, which may change until it is put back; uninitialized if its move does not read
         it."""
         if self._move(self._taken).bucket != bucket:
-            self._restart(self._next(bucket))
+            raise RuntimeError(f"bucket {bucket} is taken, but the step's next move is {self._move(self._taken)}")
         while self._started <= self._taken + self._ahead and not self._changes_before(self._started):
             self._start(self._started)
             self._started += 1
@@ -66,15 +66,6 @@ class BucketRing:
         if self._taken % len(self._moves):
             self._restart(0)
 
-    def flush(self) -> None:
-        """Wait until the file has all that was put back."""
-        for slot in self._slots:
-            self._finish(slot.write)
-
-    def forget(self) -> None:
-        """Forget what was read ahead, because the file changes."""
-        self._restart(self._taken % len(self._moves))
-
     @property
     def nbytes(self) -> int:
         """Bytes of the slots."""
@@ -82,11 +73,6 @@ class BucketRing:
 
     def _move(self, count: int) -> Move:
         return self._moves[count % len(self._moves)]
-
-    def _next(self, bucket: int) -> int:
-        """Return the place, among the moves, of the next one of a bucket."""
-        places = range(self._taken, self._taken + len(self._moves))
-        return next(place for place in places if self._move(place).bucket == bucket) % len(self._moves)
 
     def _changes_before(self, count: int) -> bool:
         """Whether a bucket to be read changes in a move that is not complete."""
@@ -105,8 +91,8 @@ class BucketRing:
         slot.read = self._file.start_read(self._queue, move.bucket, slot.memory[: self._sizes[move.bucket]])
 
     def _restart(self, place: int) -> None:
-        self.flush()
         for slot in self._slots:
+            self._finish(slot.write)
             self._finish(slot.read)
         # The next count of this place: counts go on, because they choose the slots.
         self._taken += (place - self._taken) % len(self._moves)

@@ -8,7 +8,7 @@ import torch
 from llmtrain_kernels.squared_sum.op import squared_blocks
 from torch import Tensor
 
-from llmtrain.offload.tiers import StateTier
+from llmtrain.offload.gradient_tiers import GradientTier
 from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
 from llmtrain.sharding.optimizer_shard import Range
@@ -37,7 +37,7 @@ class BucketedGradients:
     """Sums of gradients in the buckets of a tier. See GradientStore. It runs on the CPU."""
 
     def __init__(
-        self, tier: StateTier, units: Mapping[str, UnitGradients], ranges: Mapping[str, Sequence[Range]],
+        self, tier: GradientTier, units: Mapping[str, UnitGradients], ranges: Mapping[str, Sequence[Range]],
         starts: Mapping[str, int], pinned: bool,
     ) -> None:  # fmt: skip
         """ranges: of each unit, whose squared norms are asked for. starts: first element of each unit's gradient shard.
@@ -57,7 +57,7 @@ class BucketedGradients:
         if last:
             self._squares[unit] = _Squares(self._ranges[unit])
         for number, bucket, owned in zip(held.numbers, held.buckets, held.owned, strict=True):
-            total = self._tier.take(number)[0]
+            total = self._tier.take(number)
             own = self._to_host(part[bucket.start : bucket.end])
             if first:
                 total.copy_(own)
@@ -75,7 +75,7 @@ class BucketedGradients:
             return
         for number, bucket in zip(held.numbers, held.buckets, strict=True):
             own = slice(bucket.start, bucket.end)
-            total[own].copy_(self._tier.take(number)[0])
+            total[own].copy_(self._tier.take(number))
             total[own].add_(part[own])
             self._tier.put(number)
 
@@ -85,7 +85,7 @@ class BucketedGradients:
         stepped = self._stepped(unit)
         offset = stepped[0][1].start
         for number, bucket in stepped:
-            total = self._tier.take(number)[0]
+            total = self._tier.take(number)
             total.copy_(self._to_host(values[bucket.start - offset : bucket.end - offset]))
             squares.take(self._starts[unit] + bucket.start, total)
             self._tier.put(number)
@@ -94,7 +94,7 @@ class BucketedGradients:
         """See GradientStore."""
         start = self._starts[unit]
         for number, bucket in self._stepped(unit):
-            yield (start + bucket.start, start + bucket.end), self._tier.take(number)[0]
+            yield (start + bucket.start, start + bucket.end), self._tier.take(number)
             self._tier.put(number)
 
     def squares(self, unit: str, within: Range) -> float:

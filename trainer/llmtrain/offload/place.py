@@ -9,8 +9,8 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import new_stream, waiting_stream
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.gradient_store import BucketedGradients
+from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
-from llmtrain.offload.tiers import FileTier, HostTier, StateTier
 from llmtrain.offload.usage import TierUsage
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
 from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
@@ -30,7 +30,7 @@ class Outside:
 
     states: OffloadedStates | None
     weights: OutsideWeights | None
-    gradients: StateTier | None
+    gradients: GradientTier | None
     moving: Sequence["Moving"]
 
     def usage(self) -> TierUsage:
@@ -68,14 +68,14 @@ def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])
 
 
-def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> StateTier | None:
+def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTier | None:
     offload, units = plan.sharding.offload, gradient_buckets(plan, ranks.rank)
     buckets = [bucket for unit in units.values() for bucket in unit.buckets]
     if not buckets:
         return None
     if offload.gradients == "host":
-        return HostTier(buckets, pinned=not is_cpu(ranks.device))
-    return FileTier(buckets, offload.paths, offload.weights, gradient_moves(units, programs))
+        return HostGradients(buckets, pinned=not is_cpu(ranks.device))
+    return FileGradients(buckets, offload.paths, offload.weights, gradient_moves(units, programs))
 
 
 def outside_gradients(

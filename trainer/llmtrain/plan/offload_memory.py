@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_buckets
-from llmtrain.plan.offload import OVERLAP, Bucket, largest, ring_slots
+from llmtrain.plan.offload import Bucket, largest, ring_slots, slots
 from llmtrain.plan.outside_weights import outside_shards
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
@@ -61,7 +61,7 @@ def _slots(plan: Plan, most: int, states: int) -> int:
     return offload.workers * most * (4 * states + ahead)
 
 
-def _ring(buckets: Sequence[Bucket], overlap: int = OVERLAP) -> int:
+def _ring(buckets: Sequence[Bucket], overlap: int) -> int:
     """Return the bytes of the slots through which buckets in files pass, and of the buffer for a part of one."""
     ring = ring_slots(len(buckets), overlap) * max(one.nbytes for one in buckets)
     # A buffer that begins at a page is cut out of one that is a page larger.
@@ -86,4 +86,6 @@ def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:
     passing = 0 if device == "cpu" else 4 * largest(buckets)
     if plan.sharding.offload.gradients == "host":
         return OffloadMemory(gradients=sum(4 * one.numel for one in buckets), buffers=passing)
-    return OffloadMemory(buffers=_ring(buckets) + passing, files=sum(one.nbytes for one in buckets))
+    # A buffer that begins at a page is cut out of one that is a page larger.
+    ring = slots(len(buckets)) * max(one.nbytes for one in buckets) + PAGE
+    return OffloadMemory(buffers=ring + passing, files=sum(one.nbytes for one in buckets))

@@ -1,0 +1,97 @@
+"""Memory outside of the device for buckets of gradient sums: the host's memory, or files."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from llmtrain_kernels.direct_io.queue import DirectQueue
+from torch import Tensor
+
+from llmtrain.offload.bucket_ring import BucketRing
+from llmtrain.offload.striped_file import StripedFile
+from llmtrain.offload.usage import TierUsage
+from llmtrain.plan.gradient_buckets import Move
+from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
+
+
+class GradientTier(Protocol):
+    """Holds fp32 buckets, which are taken in the order of the step's moves. One thread at a time calls its methods."""
+
+    def begin(self) -> None:
+        """Begin a step: what is taken next is its first bucket."""
+
+    def take(self, bucket: int) -> Tensor:
+        """Return a bucket in the host's memory, fp32 `[n]`, which may change until `put`; uninitialized if its move
+        does not read it."""
+
+    def put(self, bucket: int) -> None:
+        """Give back the bucket that was taken last."""
+
+    def usage(self) -> TierUsage:
+        """Return what has been moved since the start."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+
+class HostGradients:
+    """Buckets in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
+
+    def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
+        sizes = [bucket.numel for bucket in buckets]
+        self._buckets = torch.zeros(sum(sizes), pin_memory=pinned).split(sizes)
+
+    def begin(self) -> None:
+        """See GradientTier."""
+
+    def take(self, bucket: int) -> Tensor:
+        """See GradientTier."""
+        return self._buckets[bucket]
+
+    def put(self, bucket: int) -> None:
+        """See GradientTier."""
+
+    def usage(self) -> TierUsage:
+        """See GradientTier. Nothing moves."""
+        return TierUsage()
+
+    def close(self) -> None:
+        """See GradientTier."""
+
+
+class FileGradients:
+    """Buckets in files, which pass through slots of the host's memory."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float], moves: Sequence[Move]
+    ) -> None:
+        """weights: relative bandwidths of the volumes. moves: of one step.
+
+        Raises RunFailedError if a volume has too little space, or cannot be used."""
+        sizes = [bucket.nbytes for bucket in buckets]
+        self._numel = [bucket.numel for bucket in buckets]
+        self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
+        self._ring = BucketRing(self._file, self._queue, sizes, moves, slots(len(sizes)), READ_AHEAD)
+
+    def begin(self) -> None:
+        """See GradientTier."""
+        self._ring.begin()
+
+    def take(self, bucket: int) -> Tensor:
+        """See GradientTier."""
+        return self._ring.take(bucket).view(torch.float32)[: self._numel[bucket]]
+
+    def put(self, bucket: int) -> None:
+        """See GradientTier."""
+        self._ring.put(bucket)
+
+    def usage(self) -> TierUsage:
+        """See GradientTier."""
+        moved = self._file.moved(self._queue)
+        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
+        return TierUsage(read, written, self._ring.waited)
+
+    def close(self) -> None:
+        """See GradientTier. Waits for the transfers that run."""
+        self._queue.close()
+        self._file.close()
