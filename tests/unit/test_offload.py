@@ -15,10 +15,11 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
-from llmtrain.offload.stepper import Do, Stepper
+from llmtrain.offload.stepper import Stepper
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, ring_slots, rounded
 from llmtrain.plan.placement import Placement
+from llmtrain.plan.program.offload_moves import Event, Moves, order_problems
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
@@ -59,19 +60,32 @@ def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[Shard
     found.close()
 
 
-def numbers_of(number: int, divisor: float = 1.7) -> AdamWStep:
+DIVISOR = 1.7
+
+
+def numbers_of(number: int, divisor: float = DIVISOR) -> AdamWStep:
     return AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(divisor))
 
 
-def step(units: list[ShardedUnit], number: int, stepper: Stepper | None = None, ahead: float | None = None) -> None:
-    """Step units with drawn gradients. ahead: the divisor of a step ahead of some of them; None for no step ahead."""
+def step(
+    units: list[ShardedUnit],
+    number: int,
+    stepper: Stepper | None = None,
+    ahead: float | None = None,
+    events: list[Event] | None = None,
+) -> None:
+    """Step units with drawn gradients. ahead: the divisor of a step ahead of some of them; None for no step ahead.
+    events: receives what happens."""
+    events = [] if events is None else events
     if stepper is not None:
         stepper.begin(None if ahead is None else numbers_of(number, ahead))
     for place, unit in reversed(list(enumerate(units))):
         unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
+        events.append(Event("gradient", place))
         unit.step_ahead()
     if stepper is not None:
         stepper.decide(numbers_of(number))
+        events.append(Event("decide", applies=ahead == DIVISOR))
     tickets = [unit.step(numbers_of(number)) for unit in units]
     for ticket in tickets:
         if ticket is not None:
@@ -114,10 +128,10 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
     beside = units_of(dtype)
     with offloaded(dtype, offload) as (units, outside):
         assert all(map(torch.equal, states(units), states(beside)))
-        done = list[tuple[Do, int]]()
-        outside.stepper.observe = lambda do, bucket: done.append((do, bucket))
+        events = list[Event]()
+        outside.stepper.observe = lambda do, bucket: events.append(Event(do.value, bucket))
         for number, ahead in enumerate(AHEAD, 1):
-            step(units, number, outside.stepper, ahead)
+            step(units, number, outside.stepper, ahead, events)
             step(beside, number)
             if number in (2, 5):
                 # A checkpoint reads between two steps, and a rewind writes.
@@ -125,8 +139,9 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
                 for unit, other in zip(units, beside, strict=True):
                     write_odd_ranges(unit, other)
         assert all(map(torch.equal, states(units), states(beside)))
-        spare = [bucket.spare for bucket in buckets_of(units, offload)]
-        assert_steps_are(done, spare)
+        moves = moves_of(units, offload)
+        assert order_problems(moves, events) == []
+        assert ("commit" in {event.kind for event in events}) == bool(offload.spare)
         assert all(
             unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000
         )
@@ -134,22 +149,9 @@ def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, t
         assert sorted(tmp_path.rglob("*")) == paths
 
 
-def assert_steps_are(done: list[tuple[Do, int]], spare: list[bool]) -> None:
-    """Each step of AHEAD commits or steps each bucket once. Buckets with spare memory alone are stepped ahead; those
-    that commit are stepped ahead before."""
-    final = [bucket for do, bucket in done if do is not Do.AHEAD]
-    count = len(spare)
-    assert len(final) == len(AHEAD) * count
-    assert all(sorted(final[first : first + count]) == list(range(count)) for first in range(0, len(final), count))
-    ahead: set[int] = set()
-    for do, bucket in done:
-        if do is Do.AHEAD:
-            assert spare[bucket]
-            ahead.add(bucket)
-        elif do is Do.COMMIT:
-            ahead.remove(bucket)
-    if any(spare):
-        assert {Do.AHEAD, Do.COMMIT} <= {do for do, _ in done}
+def moves_of(units: list[ShardedUnit], offload: Offload) -> list[Moves]:
+    places = {unit.spec.name: place for place, unit in enumerate(units)}
+    return [Moves(places[one.unit], one.spare, one.numel) for one in buckets_of(units, offload)]
 
 
 @pytest.mark.parametrize("bucket", [1024, 2**19])

@@ -69,15 +69,18 @@ class Staging(Protocol):
 
 
 class InPlace:
-    """A CPU computes and steps: nothing moves."""
+    """A CPU computes and steps: nothing moves. threads: of the kernel."""
 
     nbytes = 0
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
 
     def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
         weight = work.spare if ahead else work.weight
         before, into = _by_name(work, old, work.masters), _by_name(work, new, work.spare if ahead else work.masters)
-        _step(work, before, work.gradient, numbers, weight, into)
+        _step(work, before, work.gradient, numbers, weight, into, self._threads)
         return None
 
     def publish(self, work: Work) -> Event:
@@ -92,6 +95,8 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        # Published weights have a stream of their own, so that the next gradients do not wait for them.
+        self._publishing = None if device.type == "cpu" else torch.cuda.Stream(device)
 
     @contextmanager
     def after(self, event: Event) -> Iterator[None]:
@@ -104,13 +109,22 @@ class Copies:
                 self._stream.wait_event(event)
             yield
 
+    def publish(self, to: Tensor, values: Tensor) -> Event:
+        """Copy weights; return when they are there, None if that is now."""
+        if self._publishing is None:
+            to.copy_(values)
+            return None
+        with torch.cuda.stream(self._publishing):
+            to.copy_(values, non_blocking=True)
+        return self._publishing.record_event()
+
     def wait(self) -> None:
-        """Let the host wait for all copies."""
+        """Let the host wait for all copies but those of `publish`."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def record(self) -> Event:
-        """Return an event behind all copies; None if there are none under way."""
+        """Return an event behind the same copies; None if there are none under way."""
         return None if self._stream is None else self._stream.record_event()
 
 
@@ -120,9 +134,9 @@ class Pinned:
 
     nbytes = 0
 
-    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype) -> None:
-        """bucket: most elements of a bucket. dtype: of weights."""
-        self._copies = copies
+    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, threads: int = 1) -> None:
+        """bucket: most elements of a bucket. dtype: of weights. threads: of the kernel."""
+        self._copies, self._threads = copies, threads
         self._gradient = torch.empty(bucket, pin_memory=True)
         self._weight = torch.empty(bucket, dtype=dtype, pin_memory=True)
 
@@ -136,7 +150,8 @@ class Pinned:
         # The weight of the bucket before has left its slot after this, too.
         self._copies.wait()
         written = work.spare if ahead else weight
-        _step(work, _by_name(work, old, None), gradient, numbers, written, _by_name(work, new, None))
+        states, into = _by_name(work, old, None), _by_name(work, new, None)
+        _step(work, states, gradient, numbers, written, into, self._threads)
         if ahead:
             return None
         with self._copies.after(None):
@@ -145,7 +160,8 @@ class Pinned:
 
     def publish(self, work: Work) -> Event:
         """See Staging."""
-        return _brought(self._copies, work)
+        assert work.spare is not None
+        return self._copies.publish(work.result, work.spare)
 
 
 class OnDevice:
@@ -173,7 +189,7 @@ class OnDevice:
                 weight = stepped if masters is None else None
                 masters = None if masters is None else stepped.copy_(masters)
             states = _by_name(work, slot, masters)
-            _step(work, states, gradient, numbers, weight, states)
+            _step(work, states, gradient, numbers, weight, states, 1)
             for inside, outside in zip(slot, new, strict=True):
                 outside.copy_(inside, non_blocking=True)
             if ahead:
@@ -184,17 +200,19 @@ class OnDevice:
 
     def publish(self, work: Work) -> Event:
         """See Staging."""
-        return _brought(self._copies, work)
+        assert work.spare is not None
+        return self._copies.publish(work.result, work.spare)
 
 
 def stagings(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> list[Staging]:
     """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype: of
-    weights. states: of a bucket."""
+    weights. states: of a bucket. torch's threads are shared out over the kernels that run at once."""
+    threads = max(1, torch.get_num_threads() // offload.workers)
     if offload.on_device:
         return [_on_device(offload, device, bucket, dtype, states) for _ in range(offload.workers)]
     if device.type == "cpu":
-        return [InPlace() for _ in range(offload.workers)]
-    return [Pinned(Copies(device), bucket, dtype) for _ in range(offload.workers)]
+        return [InPlace(threads) for _ in range(offload.workers)]
+    return [Pinned(Copies(device), bucket, dtype, threads) for _ in range(offload.workers)]
 
 
 def _on_device(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> OnDevice:
@@ -202,13 +220,6 @@ def _on_device(offload: Offload, device: torch.device, bucket: int, dtype: torch
     if not offload.spare:
         return OnDevice(copies, slot, None, None)
     return OnDevice(copies, slot, torch.zeros(bucket, device=device), torch.zeros(bucket, dtype=dtype, device=device))
-
-
-def _brought(copies: Copies, work: Work) -> Event:
-    assert work.spare is not None
-    with copies.after(None):
-        work.result.copy_(work.spare, non_blocking=True)
-    return copies.record()
 
 
 def _by_name(work: Work, states: Tensor, masters: Tensor | None) -> dict[str, Tensor]:
@@ -219,9 +230,9 @@ def _by_name(work: Work, states: Tensor, masters: Tensor | None) -> dict[str, Te
 
 def _step(
     work: Work, states: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
-    into: Mapping[str, Tensor],
+    into: Mapping[str, Tensor], threads: int,
 ) -> None:  # fmt: skip
     weight = weight if work.masters is None else None
     # A kernel that finds the new states where the old ones are steps in place.
     apart = any(into[name].data_ptr() != states[name].data_ptr() for name in STATES)
-    work.rule.step(states, work.within, gradient, numbers, weight, into if apart else None, 1)
+    work.rule.step(states, work.within, gradient, numbers, weight, into if apart else None, threads)

@@ -51,11 +51,13 @@ class _Job:
 
 @dataclass
 class _Queue:
-    """What is to be done. ahead: by unit, in the order in which their gradients arrived. final: in order.
-    stepped_ahead: whether a step ahead is done, by bucket. left: final jobs that are not done."""
+    """What is to be done. ahead: by unit, in the order in which their gradients arrived. final, commits: in order;
+    steps, and commits of steps ahead. stepped_ahead: whether a step ahead is done, by bucket. left: jobs of both that
+    are not done."""
 
     ahead: list[deque[Work]] = field(default_factory=list)
     final: deque[_Job] = field(default_factory=deque)
+    commits: deque[_Job] = field(default_factory=deque)
     stepped_ahead: dict[int, bool] = field(default_factory=dict)
     left: int = 0
 
@@ -73,7 +75,7 @@ class _Queue:
 
 
 class Stepper:
-    """Steps the buckets of a rank, on one thread for each staging.
+    """Steps the buckets of a rank, on one thread for each staging, and publishes those of steps ahead on another one.
 
     Before the norm is known, it takes first what arrived last, as the next forward pass needs that first. Afterwards it
     takes what is left in the order of the units. What is stepped ahead leaves the old states as they are; it counts if
@@ -99,6 +101,7 @@ class Stepper:
             threading.Thread(target=self._run, args=(staging, fetched), name="optimizer steps", daemon=True)
             for staging in stagings
         ]
+        self._threads.append(threading.Thread(target=self._publish, name="weights of steps ahead", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -132,7 +135,8 @@ class Stepper:
         with self._changed:
             for work in works:
                 do = Do.COMMIT if work.bucket in self._queue.stepped_ahead else Do.STEP
-                self._queue.final.append(_Job(do, work, ticket))
+                jobs = self._queue.commits if do is Do.COMMIT else self._queue.final
+                jobs.append(_Job(do, work, ticket))
             self._queue.left += len(works)
             self._changed.notify_all()
         return ticket
@@ -180,9 +184,7 @@ class Stepper:
                 with self._changed:
                     self._done(job, event)
         except BaseException as error:
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _enter(self, entered: deque[_Job], fetched: int) -> bool:
         """Wait for a job, and begin to fetch as many others. Return whether there is one."""
@@ -193,22 +195,14 @@ class Stepper:
             new = list[_Job]()
             while len(entered) + len(new) <= fetched and (job := self._queue.next()) is not None:
                 new.append(job)
-                if job.do is not Do.COMMIT:
-                    self.observe(job.do, job.work.bucket)
+                self.observe(job.do, job.work.bucket)
         for job in new:
-            if job.do is not Do.COMMIT and not job.work.part.start:
+            if not job.work.part.start:
                 self.states.fetch(job.work.bucket)
         entered.extend(new)
         return True
 
     def _do(self, job: _Job, staging: Staging) -> Event:
-        if job.do is Do.COMMIT:
-            # Another thread may still step it.
-            self.wait_until(lambda: self._queue.stepped_ahead[job.work.bucket])
-            self.observe(job.do, job.work.bucket)
-            event = staging.publish(job.work)
-            self.states.commit(job.work.bucket)
-            return event
         ahead = job.do is Do.AHEAD
         numbers = self._ahead_numbers if ahead else self._numbers
         assert numbers is not None
@@ -221,6 +215,37 @@ class Stepper:
             del self._taken[work.bucket]
             self.states.put(work.bucket, ahead)
         return event
+
+    def _publish(self) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            while (job := self._next_commit()) is not None:
+                event = self._stagings[0].publish(job.work)
+                if event is not None:
+                    # One after the other: the weights of steps that are not ahead must not wait for all of these.
+                    event.synchronize()
+                self.states.commit(job.work.bucket)
+                with self._changed:
+                    self._done(job, event)
+        except BaseException as error:
+            self._fail(error)
+
+    def _next_commit(self) -> _Job | None:
+        """Wait for a commit whose step ahead is done; return None at the end."""
+        commits, stepped_ahead = self._queue.commits, self._queue.stepped_ahead
+        with self._changed:
+            # A thread may still step the first one.
+            self._changed.wait_for(lambda: self._closed or (commits and stepped_ahead[commits[0].work.bucket]))
+            if self._closed:
+                return None
+            job = commits.popleft()
+            self.observe(job.do, job.work.bucket)
+            return job
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def _done(self, job: _Job, event: Event) -> None:
         self.done[job.do] += 1

@@ -1,0 +1,127 @@
+"""The lanes of offloaded states: what a step moves, in which order, and how long it takes."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.offload_play import Computation, Order, Rates, exact_least, least_seconds, play
+from llmtrain.plan.program.offload_moves import Event, Moves, bucket_moves, order_problems
+from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.recipe.load import load_recipe
+
+UNITS, PER_UNIT, ELEMENTS = 32, 4, 1000
+TOTAL = UNITS * PER_UNIT * ELEMENTS
+RECIPE = """
+model: {family: gpt2, layers: 4, hidden: 64, heads: 2, vocab: 512}
+data: {path: set, sequence_length: 32}
+precision: {compute: bf16}
+offload: {optimizer: host, bucket: 4096}
+"""
+
+
+def moves_with(spare: int) -> list[Moves]:
+    """Equal buckets, of which one in `spare` may be stepped ahead; none if it is 0."""
+    numbered = enumerate(unit for unit in range(UNITS) for _ in range(PER_UNIT))
+    return [
+        Moves(unit, bool(spare) and place % spare == 0, ELEMENTS, False, 4 * ELEMENTS, 2 * ELEMENTS, 0, 2 * ELEMENTS)
+        for place, unit in numbered
+    ]
+
+
+def computation(microbatches: int = 1) -> Computation:
+    """One second for each microbatch."""
+    return Computation([1 / 3 / UNITS] * UNITS, [2 / 3 / UNITS] * UNITS, microbatches)
+
+
+def rates(link: float, step: float) -> Rates:
+    """Rates with which all gradients come down in `link` seconds, and all buckets are stepped in `step` seconds."""
+    return Rates(down=4 * TOTAL / link, up=4 * TOTAL / link, step=TOTAL / step)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+@pytest.mark.parametrize(("link", "step"), [(0.25, 0.25), (0.5, 0.5), (1, 0.5), (0.5, 1), (0.5, 2)])
+def test_all_ahead_is_near_the_least_time(link: float, step: float, microbatches: int) -> None:
+    given = moves_with(1), computation(microbatches), rates(link, step)
+    played = play(*given, Order(4))
+    assert order_problems(given[0], played.events) == []
+    assert max(least_seconds(*given).values()) - 1e-9 <= exact_least(*given) <= played.seconds + 1e-9
+    assert played.seconds <= 1.07 * exact_least(*given)
+
+
+def test_more_spare_memory_is_never_slower() -> None:
+    for link, step in ((0.5, 1), (1, 0.5), (0.5, 2)):
+        none, quarter, full = (
+            play(moves_with(spare), computation(), rates(link, step), Order(4)).seconds for spare in (0, 4, 1)
+        )
+        whole = play(moves_with(0), computation(), rates(link, step), Order(4, whole=True)).seconds
+        apart = play(moves_with(0), computation(), rates(link, step), Order(1, whole=True)).seconds
+        assert full < quarter < none < whole < apart
+        # Without any overlap, everything follows.
+        assert apart == pytest.approx(1 + link + link / 2 + step)
+
+
+def test_files_are_read_ahead_and_written_behind() -> None:
+    moves = [Moves(unit, False, ELEMENTS, files=12 * ELEMENTS) for unit in range(UNITS)]
+    given = moves, computation(), Rates(step=ELEMENTS * UNITS / 1.0, files=12 * ELEMENTS * UNITS / 4.0)
+    apart, together = (play(*given, Order(1, whole=True, fetched=fetched)).seconds for fetched in (0, 3))
+    assert together == pytest.approx(1 + 4 + 1 / UNITS)
+    assert apart == pytest.approx(1 + 4 + 1)
+
+
+def events(*texts: str) -> list[Event]:
+    found = []
+    for text in texts:
+        kind, _, place = text.partition(" ")
+        found.append(Event(kind, int(place or 0), applies=kind == "decide" and not place))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("happened", "said"),
+    [
+        (("gradient 1", "ahead 1", "gradient 0", "decide", "step 0", "commit 1"), None),
+        (("gradient 1", "ahead 1", "gradient 0", "decide 1", "step 0", "step 1"), None),
+        (("gradient 1", "ahead 1", "commit 1"), "the norm is not known"),
+        (("ahead 1",), "gradients are not complete"),
+        (("gradient 0", "ahead 0"), "has no spare memory"),
+        (("gradient 1", "ahead 1", "ahead 1"), "ahead twice"),
+        (("decide", "step 0", "commit 1"), "was not stepped ahead with these numbers"),
+        (("gradient 1", "ahead 1", "decide 1", "step 0", "commit 1"), "was not stepped ahead with these numbers"),
+        (("gradient 1", "ahead 1", "decide", "step 1"), "its step ahead counts"),
+        (("decide", "step 0", "step 0"), "was stepped already"),
+        (("decide", "step 1", "step 0"), "after one that follows it"),
+        (("decide", "step 0"), r"buckets \[1\] are not stepped"),
+        (("decide", "step 0", "decide"), r"buckets \[1\] of the step before"),
+    ],
+    ids=str,
+)
+def test_wrong_orders_are_found(happened: tuple[str, ...], said: str | None) -> None:
+    moves = [Moves(0, False, 1), Moves(1, True, 1)]
+    problems = order_problems(moves, events(*happened))
+    if said is None:
+        assert problems == []
+    else:
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(problems)
+
+
+def test_moves_are_those_of_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    def moves_on(*keys: str) -> list[Moves]:
+        plan = make_plan(load_recipe(str(tmp_path / "r.yaml"), keys), Facts(world=1, device="cuda"))
+        found = bucket_moves(plan, 0, "cuda")
+        assert sum(one.elements for one in found) == sum(one.numel for one in rank_buckets(plan, 0))
+        return found
+
+    host, device = moves_on("offload.spare=0"), moves_on("offload.spare=0", "offload.step=device")
+    numel = sum(one.elements for one in host)
+    assert (sum(one.down for one in host), sum(one.up for one in host)) == (4 * numel, 2 * numel)
+    assert (sum(one.down for one in device), sum(one.up for one in device)) == (12 * numel, 12 * numel)
+    host, device = moves_on("offload.spare=1"), moves_on("offload.spare=1", "offload.step=device")
+    # The weights of a step ahead of the device wait on the host.
+    assert (sum(one.down for one in host), sum(one.up for one in host)) == (4 * numel, 2 * numel)
+    assert (sum(one.down for one in device), sum(one.up for one in device)) == (14 * numel, 14 * numel)
+    files = moves_on("offload.spare=0", "offload.optimizer=nvme", "offload.paths=[/scratch]")
+    assert sum(one.files for one in files) >= 12 * numel

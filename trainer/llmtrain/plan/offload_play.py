@@ -1,0 +1,225 @@
+"""How long a step takes in which offloaded states are stepped beside the computation, by playing its lanes. No torch in
+here.
+
+Each lane does one thing at a time, in the order in which it is asked: the computation, the host link each way, the
+kernel that steps, and reads and writes of files. The queue of buckets is that of `plan.program.offload_moves`.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+
+from llmtrain.plan.program.offload_moves import Event, Moves
+
+# A process yields the time at which it goes on, or a condition.
+_Process = Generator[float | Callable[[], bool], None, None]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """The computation of one microbatch, by unit in the order of the forward pass: seconds of each. microbatches: of a
+    step."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    microbatches: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step's computation alone."""
+        return self.microbatches * (sum(self.forward) + sum(self.backward))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """down, up: bytes per second from and to the device. step: elements per second. files: bytes per second in each
+    direction."""
+
+    down: float = inf
+    up: float = inf
+    step: float = inf
+    files: float = inf
+
+
+@dataclass(frozen=True)
+class Order:
+    """What may overlap. threads: buckets that are under way at once. whole: whether the next step waits for all
+    buckets, and not for each unit's own. fetched: buckets of files that are read while one is stepped."""
+
+    threads: int
+    whole: bool = False
+    fetched: int = 0
+
+
+@dataclass(frozen=True)
+class Played:
+    """seconds: of a step, in the steady state. events: of all steps that were played."""
+
+    seconds: float
+    events: Sequence[Event]
+
+
+def least_seconds(moves: Sequence[Moves], computation: Computation, rates: Rates) -> dict[str, float]:
+    """Return the seconds that each lane is busy in a step. No step is shorter than the largest."""
+    return {
+        "compute": computation.seconds,
+        "down": sum(one.down for one in moves) / rates.down,
+        "up": sum(one.up for one in moves) / rates.up,
+        "step": sum(one.elements for one in moves) / rates.step,
+        "files": sum(one.files for one in moves) / rates.files,
+    }
+
+
+def exact_least(moves: Sequence[Moves], computation: Computation, rates: Rates) -> float:
+    """Return the least seconds of a step that is exact.
+
+    Gradients are complete in the last backward pass, and the next forward pass needs the weights: the other lanes run
+    beside these two alone. Weights come up once the norm is known, beside the forward pass.
+    """
+    busy = least_seconds(moves, computation, rates)
+    alone = busy.pop("compute")
+    one, backward = alone / computation.microbatches, sum(computation.backward)
+    weights = sum(one.commit for one in moves) / rates.up
+    return alone - one + max(one, backward + weights, *busy.values())
+
+
+def play(moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order, steps: int = 6) -> Played:
+    """Play steps that do not clip, and return the time of the last one."""
+    played = _Play(moves, computation, rates, order)
+    ends = played.run(steps)
+    return Played(ends[-1] - ends[-2], played.events)
+
+
+@dataclass
+class _Lanes:
+    """When each lane is free."""
+
+    free: dict[str, float] = field(default_factory=dict)
+
+    def take(self, lane: str, now: float, seconds: float) -> float:
+        """Return when a lane is done with something that may begin now."""
+        self.free[lane] = max(now, self.free.get(lane, 0.0)) + seconds
+        return self.free[lane]
+
+
+class _Play:
+    def __init__(self, moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order) -> None:
+        self._moves, self._computation, self._rates, self._order = moves, computation, rates, order
+        self._units = range(len(computation.forward))
+        self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in self._units]
+        self._lanes, self._now, self.events = _Lanes(), 0.0, list[Event]()
+        self._ahead: list[deque[int]] = []
+        self._final, self._commits = deque[int](), deque[int]()
+        self._stepped_ahead: dict[int, bool] = {}
+        self._left = [0] * len(computation.forward)
+        self._ends: list[float] = []
+        self._done = False
+
+    def run(self, steps: int) -> list[float]:
+        """Return when the computation of each step ends."""
+        numbers, later = count(), list[tuple[float, int, _Process]]()
+        waiting: list[tuple[Callable[[], bool], _Process]] = []
+        ready = deque([self._compute(steps), self._publish(), *(self._thread() for _ in range(self._order.threads))])
+        while not self._done:
+            while ready:
+                process = ready.popleft()
+                wanted = next(process, None)
+                if callable(wanted):
+                    waiting.append((wanted, process))
+                elif wanted is not None:
+                    heapq.heappush(later, (wanted, next(numbers), process))
+                held, waiting = waiting, []
+                for reached, one in held:
+                    if reached():
+                        ready.append(one)
+                    else:
+                        waiting.append((reached, one))
+            if later:
+                self._now, _, process = heapq.heappop(later)
+                ready.append(process)
+        return self._ends
+
+    def _compute(self, steps: int) -> _Process:
+        computation = self._computation
+        for _ in range(steps):
+            for microbatch in range(computation.microbatches):
+                for unit in self._units:
+                    waited = self._units if self._order.whole else (unit,)
+                    yield lambda waited=waited: not any(self._left[one] for one in waited)  # type: ignore[misc]
+                    yield self._now + computation.forward[unit]
+                for unit in reversed(self._units):
+                    yield self._now + computation.backward[unit]
+                    if microbatch == computation.microbatches - 1:
+                        self._complete(unit)
+            self._decide()
+            self._ends.append(self._now)
+        yield lambda: not any(self._left)
+        self._done = True
+
+    def _complete(self, unit: int) -> None:
+        self.events.append(Event("gradient", unit))
+        spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
+        if spare:
+            self._ahead.append(deque(spare))
+
+    def _decide(self) -> None:
+        self.events.append(Event("decide", applies=True))
+        self._ahead.clear()
+        for unit, places in enumerate(self._of_unit):
+            self._left[unit] = len(places)
+            for place in places:
+                (self._commits if place in self._stepped_ahead else self._final).append(place)
+
+    def _next(self) -> tuple[str, int]:
+        if self._final:
+            return "step", self._final.popleft()
+        place = self._ahead[-1].popleft()
+        if not self._ahead[-1]:
+            self._ahead.pop()
+        self._stepped_ahead[place] = False
+        return "ahead", place
+
+    def _thread(self) -> _Process:
+        entered = deque[tuple[str, int, float]]()
+        while True:
+            # Another thread may be faster.
+            while not (entered or self._final or self._ahead):
+                yield lambda: bool(self._final or self._ahead)
+            while len(entered) <= self._order.fetched and (self._final or self._ahead):
+                do, place = self._next()
+                seconds = self._moves[place].files / self._rates.files
+                entered.append((do, place, self._lanes.take("read", self._now, seconds)))
+                self._note(do, place)
+            do, place, read = entered.popleft()
+            yield read
+            yield from self._bucket(do, place)
+
+    def _publish(self) -> _Process:
+        while True:
+            yield lambda: bool(self._commits)
+            place = self._commits.popleft()
+            yield lambda place=place: self._stepped_ahead[place]  # type: ignore[misc]
+            self._note("commit", place)
+            yield self._lanes.take("up", self._now, self._moves[place].commit / self._rates.up)
+            del self._stepped_ahead[place]
+            self._left[self._moves[place].unit] -= 1
+
+    def _bucket(self, do: str, place: int) -> _Process:
+        one, rates = self._moves[place], self._rates
+        there, back = ("up", "down") if one.on_device else ("down", "up")
+        rate = {"up": rates.up, "down": rates.down}
+        yield self._lanes.take(there, self._now, one.there / rate[there])
+        yield self._lanes.take("step", self._now, one.elements / rates.step)
+        if one.files:
+            self._lanes.take("write", self._now, one.files / rates.files)
+        yield self._lanes.take(back, self._now, (one.back_ahead if do == "ahead" else one.back) / rate[back])
+        if do == "ahead":
+            self._stepped_ahead[place] = True
+        else:
+            self._left[one.unit] -= 1
+
+    def _note(self, do: str, place: int) -> None:
+        self.events.append(Event("ahead" if do == "ahead" else "step" if do == "step" else "commit", place))

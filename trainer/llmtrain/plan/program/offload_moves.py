@@ -1,0 +1,146 @@
+"""What a step moves for a rank's offloaded optimizer states, bucket by bucket, and in which order. No torch in here.
+
+Each bucket passes through lanes: its states are read (NVMe) and come down or up with its gradient or its weight (the
+host link), and it is stepped. Before the norm is known, buckets with spare memory are stepped ahead, those first whose
+gradients were complete last: the next forward pass needs them first. Once the norm is known, the buckets follow in the
+order of the units: a bucket that was stepped ahead commits, and another one is stepped.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtrain.plan.facts import Device
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_buckets import rank_buckets
+
+# GRADIENT: the gradients of a unit are complete. DECIDE: the norm is known. The others are of a bucket.
+Kind = Literal["gradient", "decide", "ahead", "step", "commit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What one bucket moves. unit: place of its unit among those of the rank, in the order of the forward pass. spare:
+    whether it may be stepped ahead. elements: stepped. on_device: whether the device steps it.
+
+    there: bytes that cross the host link to what steps: the gradient down, or states up. back: bytes that cross it
+    after that, the other way: the weight, or states. back_ahead: the same after a step ahead. commit: bytes that come
+    up when a step ahead commits. files: bytes that are read, and as many that are written.
+    """
+
+    unit: int
+    spare: bool
+    elements: int
+    on_device: bool = False
+    there: int = 0
+    back: int = 0
+    back_ahead: int = 0
+    commit: int = 0
+    files: int = 0
+
+    @property
+    def down(self) -> int:
+        """Bytes from the device in a step that does not clip. `up`: to it."""
+        return self._back if self.on_device else self.there
+
+    @property
+    def up(self) -> int:
+        """See `down`."""
+        commit = self.commit if self.spare else 0
+        return commit + (self.there if self.on_device else self._back)
+
+    @property
+    def _back(self) -> int:
+        return self.back_ahead if self.spare else self.back
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens to a bucket, or to a unit (GRADIENT). applies: at DECIDE, whether the step is applied with
+    the numbers of the steps ahead."""
+
+    kind: Kind
+    place: int = 0
+    applies: bool = False
+
+
+def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
+    """Return what each bucket of a rank of the run moves in a step. device: what it computes on; a CPU's memory is the
+    host's, so that nothing comes down or up."""
+    offload, found = plan.sharding.offload, list[Moves]()
+    units: dict[str, int] = {}
+    for bucket in rank_buckets(plan, rank):
+        place, numel = units.setdefault(bucket.unit, len(units)), bucket.numel
+        weight, states = plan.compute_bytes * numel, 4 * bucket.states * numel
+        # A device that steps writes its weights itself, but those of a step ahead wait on the host.
+        moved = (states, states, states + weight, weight) if offload.on_device else (4 * numel, weight, 0, weight)
+        link = (0, 0, 0, 0) if device == "cpu" else moved
+        files = bucket.nbytes if offload.tier == "nvme" else 0
+        found.append(Moves(place, bucket.spare, numel, offload.on_device, *link, files))
+    return found
+
+
+def order_problems(moves: Sequence[Moves], events: Iterable[Event]) -> list[str]:
+    """Return every way in which events of whole steps, in their order, are not those of the program, as sentences."""
+    found, checked = list[str](), _Checked(moves)
+    for event in events:
+        found += checked.take(event)
+    if checked.due:
+        found.append(f"buckets {sorted(checked.due)} are not stepped after the norm is known")
+    return found
+
+
+class _Checked:
+    """The state of a step. complete: units whose gradients are complete. ahead: buckets that were stepped ahead. due:
+    buckets that are still to be stepped, or to commit, in order."""
+
+    def __init__(self, moves: Sequence[Moves]) -> None:
+        self._moves = moves
+        self.complete: list[int] = []
+        self.ahead: set[int] = set()
+        self.due: list[int] = []
+        self._applies, self._last = False, dict[Kind, int]()
+
+    def take(self, event: Event) -> list[str]:
+        """Return what is wrong with the next event."""
+        place, named = event.place, f"bucket {event.place}"
+        if event.kind == "gradient":
+            self.complete.append(place)
+            return []
+        if event.kind == "decide":
+            said = [f"the norm is known, but buckets {self.due} of the step before are not stepped"] if self.due else []
+            self.due, self.complete, self._applies = list(range(len(self._moves))), [], event.applies
+            self._last.clear()
+            if not event.applies:
+                self.ahead.clear()
+            return said
+        if event.kind == "ahead":
+            said = self._ahead_problems(place, named)
+            self.ahead.add(place)
+            return said
+        return self._final_problems(event, named)
+
+    def _ahead_problems(self, place: int, named: str) -> list[str]:
+        one, said = self._moves[place], list[str]()
+        if not one.spare:
+            said.append(f"{named} is stepped ahead, but has no spare memory")
+        if place in self.ahead:
+            said.append(f"{named} is stepped ahead twice")
+        if one.unit not in self.complete:
+            said.append(f"{named} is stepped ahead, but its gradients are not complete")
+        return said
+
+    def _final_problems(self, event: Event, named: str) -> list[str]:
+        place, said = event.place, list[str]()
+        if place not in self.due:
+            return [f"{named} is to {event.kind}, but the norm is not known, or it was stepped already"]
+        self.due.remove(place)
+        if place < self._last.get(event.kind, 0):
+            said.append(f"{named} is to {event.kind} after one that follows it")
+        self._last[event.kind] = place
+        if event.kind == "commit" and place not in self.ahead:
+            said.append(f"{named} commits, but was not stepped ahead with these numbers")
+        if event.kind == "step" and place in self.ahead and self._applies:
+            said.append(f"{named} is stepped again, though its step ahead counts")
+        self.ahead.discard(place)
+        return said
