@@ -18,7 +18,7 @@ class HostWeights:
         """sizes: elements of each unit's shard."""
         memory = torch.zeros(sum(sizes.values()), dtype=dtype, pin_memory=pinned)
         self._shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
-        self.nbytes = memory.nbytes
+        self.nbytes, self._pinned = memory.nbytes, pinned
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
@@ -30,6 +30,9 @@ class HostWeights:
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore."""
+        if self._pinned:
+            # Writes are done in the order of the current stream, for which the host has not waited.
+            torch.cuda.current_stream().synchronize()
         return self._shards[unit][start:end]
 
     def usage(self) -> TierUsage:
