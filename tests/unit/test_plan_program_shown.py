@@ -64,7 +64,9 @@ def test_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "small.yaml", *KEYS, "--ranks", "16", "--program", "9"]) == 0
     assert capsys.readouterr().out.splitlines() == lines
     assert main(["plan", "small.yaml", *KEYS, "--ranks", "16", "--program", "9", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"rank": 9, "program": lines}
+    # Elements of weights; with units of one size, none beyond the bound.
+    gathered = {"gathered": 138240, "least": 138240}
+    assert json.loads(capsys.readouterr().out) == {"rank": 9, "program": lines, "gathered": gathered}
     assert main(["plan", "small.yaml", *KEYS, "--ranks", "16", "--program", "16"]) == 2
     assert "--program is 16, but the run has 16 ranks" in capsys.readouterr().err
 

@@ -32,7 +32,6 @@ def plan(
     """
     from llmtrain.errors import BadInputError
     from llmtrain.plan.program.in_order import InOrder
-    from llmtrain.plan.program.text import program_lines
     from llmtrain.plan.view import parts, view_recipe
 
     if png is not None and png.suffix.lower() != ".png":
@@ -52,7 +51,7 @@ def plan(
         say_json((ordered or view).as_data())
     else:
         console = Terminal()
-        for part in parts(view) if ordered is None else program_lines(ordered.program):
+        for part in parts(view) if ordered is None else ordered.lines():
             console.print(part, soft_wrap=ordered is not None)
     if view.problem is not None and not force:
         raise BadInputError(view.problem)

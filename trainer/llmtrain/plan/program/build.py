@@ -99,15 +99,33 @@ def whole_program(
 
 
 def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tuple[list[list[Issue]], int]:
-    sizes = {name: size for name, size in spec.padded.items() if spec.is_gathered(name)}
-    filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
-    # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
-    capacity = sum(sizes.values())
-    if spec.ordered:
-        capacity = min(spec.resident or lookahead_capacity(events, sizes), capacity)
+    capacity = residency_capacity(spec, events)
     # Buffers of unlike sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
     capacity = capacity if most is None else min(capacity, most)
-    return reside(events, Units(sizes, spec.rounded, filled, spec.granule), capacity)
+    return reside(events, residency_units(spec), capacity)
+
+
+def residency_units(spec: ProgramSpec) -> Units:
+    """Return the units that a rank gathers."""
+    sizes = {name: size for name, size in spec.padded.items() if spec.is_gathered(name)}
+    filled = frozenset(name for name in sizes if spec.degrees[name].secondary)
+    return Units(sizes, spec.rounded, filled, spec.granule)
+
+
+def residency_capacity(spec: ProgramSpec, events: Sequence[Event]) -> int:
+    """Return the elements of memory for gathered weights. events: of a step."""
+    sizes = residency_units(spec).sizes
+    # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
+    capacity = sum(sizes.values())
+    return min(spec.resident or lookahead_capacity(events, sizes), capacity) if spec.ordered else capacity
+
+
+def residency_events(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[Event]:
+    """Yield the uses of gathered units in actions."""
+    spots = [
+        list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
+    ]
+    yield from _events(actions, spots, spec)
 
 
 def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[Event]:

@@ -1,8 +1,10 @@
 """The instructions of a rank's step, lane by lane, in the order in which the rank issues them. No torch in here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from llmtrain_data import units
 
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.errors import BadInputError
@@ -10,6 +12,7 @@ from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.instructions import Drop, Issue, Pass, Program
+from llmtrain.plan.program.residency_bound import GatherGap, gather_gap
 from llmtrain.plan.program.text import program_lines
 from llmtrain.plan.program.transfers import Transfer, UnitTraffic, lane_members, unit_traffic
 
@@ -31,11 +34,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class InOrder:
-    """The instructions of a rank of the run."""
+    """The instructions of a rank of the run. gap: what it gathers beyond the least."""
 
     plan: Plan
     rank: int
     program: Program
+    gap: GatherGap
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "InOrder":
@@ -43,34 +47,45 @@ class InOrder:
         if rank >= plan.grid.world:
             ranks = f"{plan.grid.world} ranks, counted from 0" if plan.grid.world > 1 else "rank 0 alone"
             raise BadInputError(f"--program is {rank}, but the run has {ranks}; name one that it has")
-        return cls(plan, rank, programs_of(plan)(rank).step)
+        programs = programs_of(plan)(rank)
+        return cls(plan, rank, programs.step, gather_gap(programs))
 
     def as_data(self) -> dict[str, Any]:
         """Return the program as plain data, for JSON."""
-        return {"rank": self.rank, "program": list(program_lines(self.program))}
+        return {"rank": self.rank, "program": list(program_lines(self.program)), "gathered": asdict(self.gap)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the program as text."""
+        yield from program_lines(self.program)
+        if self.gap.gathered > self.gap.least:
+            gathered, least = (units.number(count) for count in (self.gap.gathered, self.gap.least))
+            yield (
+                f"gathers {gathered} elements of weights, {self.gap.share:.1%} above the bound of {least} for units of "
+                "unlike sizes in this memory"
+            )
 
     def bars(self) -> list[Bar]:
         """Return a bar for each pass, for each hop of a gather or reduction, and for the updates after the step."""
-        units = {unit.spec.name: unit for unit in unit_traffic(self.plan, self.rank)}
+        held = {unit.spec.name: unit for unit in unit_traffic(self.plan, self.rank)}
         found: list[Bar] = []
-        place = self._issue(found, units, self.program.start, 0)
+        place = self._issue(found, held, self.program.start, 0)
         for one in self.program.passes:
             first = place
             for point in one.points:
-                place = self._issue(found, units, point.issues, place)
+                place = self._issue(found, held, point.issues, place)
             place = max(place, first + 1)
             found.append(Bar(COMPUTE, first, place, str(one.action), _kind(one)))
-        for unit in units.values():
+        for unit in held.values():
             updates = list(self._transfers(unit, unit.update(), place))
             found += updates
             place += len(updates) > 0
         return found
 
-    def _issue(self, found: list[Bar], units: dict[str, UnitTraffic], issues: tuple[Issue, ...], place: int) -> int:
+    def _issue(self, found: list[Bar], held: dict[str, UnitTraffic], issues: tuple[Issue, ...], place: int) -> int:
         """Add the bars of issues from `place` on; return the place after them."""
         for issue in issues:
             if not isinstance(issue, Drop):
-                unit = units[issue.unit]
+                unit = held[issue.unit]
                 found += self._transfers(unit, unit.of(issue), place)
                 place += 1
         return place
