@@ -6,6 +6,7 @@ from typing import Any
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.shared_memory import SharedMemoryCollectives
 from llmtrain.comm.workspace import Workspace
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.weights import GatheredWeights
 from llmtrain.training.build import Assembly
@@ -27,6 +28,10 @@ class HighWater:
         self.pools: dict[str, int] = {}
         self._taken: dict[int, dict[str, int]] = {}
         self._rounds: dict[int, int] = {}
+        self.receives = 0
+        Transport.receive = self._watched(Transport.receive)  # type: ignore[method-assign]
+        Transport.expect = self._watched(Transport.expect)  # type: ignore[method-assign]
+        Transport._next = self._watched(Transport._next)  # type: ignore[method-assign]
         self.arenas = {"gathered_weights": 0, "gradient_buffers": 0}
         Workspace.take = self._take(TAKE)  # type: ignore[method-assign]
         SharedMemoryCollectives._start = self._start(START)  # type: ignore[method-assign]
@@ -68,7 +73,17 @@ class HighWater:
         last = self._assembly.pools
         return {
             "built": self.pools, "last": last, "arenas": self.arenas, "workspaces": workspaces, "rounds": rounds,
+            "receives": self.receives,
         }  # fmt: skip
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(transport: Transport, *arguments: Any) -> Any:
+            found = call(transport, *arguments)
+            posted = [values.nbytes for inbox in transport._inboxes.values() for values, _ in inbox.posted]
+            self.receives = max(self.receives, sum(posted))
+            return found
+
+        return counted
 
     def _take(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def counted(workspace: Workspace, name: str, numel: int, dtype: Any) -> Tensor:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.messages import Channel, Posting
+from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_gloo import GlooMessages
-from llmtrain.comm.messages_nccl import POSTING
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.posted_receives import Posting, posting_of
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.training import build_pipeline
@@ -79,7 +79,7 @@ def test_as_many_receives_are_posted_as_messages_are_under_way(posted: list[Mess
 
 def test_nccl_posts_the_first_receive_when_it_is_needed_and_then_one_ahead(posted: list[Message]) -> None:
     """On a GPU, a posted receive occupies multiprocessors until its message arrives."""
-    transport = expecting(3, 0, POSTING)
+    transport = expecting(3, 0, posting_of("nccl", 1))
     assert not posted
     assert not transport.arrived(CHANNEL)
     assert len(posted) == 1

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from llmtrain.plan.posted_receives import Posting
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -14,15 +16,6 @@ class Channel:
 
     source: int
     target: int
-
-
-@dataclass(frozen=True)
-class Posting:
-    """How many receives of a channel are posted. at_start: when its messages are announced. ahead: as each message is
-    taken, beyond that one."""
-
-    at_start: int
-    ahead: int
 
 
 class Request(Protocol):

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from llmtrain.comm.arrivals import Wait
-from llmtrain.comm.messages import Channel, Posting
+from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_torch import TorchMessages
+from llmtrain.plan.posted_receives import posting_of
 
 
 class GlooMessages(TorchMessages):
@@ -19,7 +20,7 @@ class GlooMessages(TorchMessages):
         ahead: int,
         tell: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(peers, Posting(at_start=ahead, ahead=ahead), tell)
+        super().__init__(peers, posting_of("gloo", ahead), tell)
 
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.comm.messages import Channel, Posting, Request
+from llmtrain.comm.messages import Channel, Request
 from llmtrain.errors import BadInputError
+from llmtrain.plan.posted_receives import posting_of
 
 SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4
 """How long a rank tests for a message without a pause, and how long it sleeps between tests after that."""
@@ -34,7 +35,7 @@ class MpiMessages:
             )
         self._world = everyone.Dup()
         self._peers, self._stages, self._memory = peers, stages, _memory_of(device)
-        self.posting = Posting(at_start=ahead, ahead=ahead)
+        self.posting = posting_of("mpi", ahead)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
         """Post a receive."""

@@ -7,12 +7,9 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.comm.arrivals import Wait
-from llmtrain.comm.messages import Channel, Posting
+from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_torch import TorchMessages
-
-# A receive occupies multiprocessors until its message arrives. The first one is therefore posted when it is needed.
-# Each later one is posted as the one before it is taken, and arrives while the stage computes.
-POSTING = Posting(at_start=0, ahead=1)
+from llmtrain.plan.posted_receives import posting_of
 
 
 class NcclMessages(TorchMessages):
@@ -28,7 +25,7 @@ class NcclMessages(TorchMessages):
     """
 
     def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device) -> None:
-        super().__init__(peers, POSTING)
+        super().__init__(peers, posting_of("nccl", 1))
         self._device = device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()

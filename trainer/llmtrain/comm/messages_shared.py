@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmtrain.comm.mapped_memory import shared_memory
-from llmtrain.comm.messages import Channel, Messages, Posting, Request
+from llmtrain.comm.messages import Channel, Messages, Request
 from llmtrain.comm.pipes import Pipes, connect_pipes
 from llmtrain.plan.message_buffers import ring_slots
+from llmtrain.plan.posted_receives import posting_of
 
 Slots = NDArray[np.uint8]
 
@@ -54,7 +55,7 @@ class SharedMemoryMessages:
     needed: no receive has to be posted ahead. The pipes also tell that the other rank has ended.
     """
 
-    posting = Posting(at_start=0, ahead=0)
+    posting = posting_of("shared", 0)
 
     def __init__(self, rings: Mapping[Channel, Ring]) -> None:
         """rings: of this rank's channels."""

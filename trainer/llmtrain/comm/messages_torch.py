@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.comm.arrivals import Arrivals, Wait
-from llmtrain.comm.messages import Channel, Posting, Request
+from llmtrain.comm.messages import Channel, Request
+from llmtrain.plan.posted_receives import Posting
 
 
 class TorchMessages(ABC):

@@ -15,6 +15,7 @@ from llmtrain.plan.message_buffers import ring_bytes
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.posted_receives import posted_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
@@ -61,6 +62,7 @@ def pool_bytes(plan: Plan, rank: int, programs: Programs, device: Device) -> dic
         "hops": hops,
         "groups": groups,
         "messages": ring_bytes(plan, rank, device),
+        "receives": posted_bytes(plan, rank, device),
     }
 
 

@@ -53,7 +53,12 @@ class Assembly:
         """Bytes of this rank's buffers, by what uses them."""
         groups = 0 if self.mesh.collectives is None else self.mesh.collectives.nbytes
         pools = self.engine.pools
-        return {**pools, "groups": pools["groups"] + groups, "messages": self.executor.message_bytes}
+        return {
+            **pools,
+            "groups": pools["groups"] + groups,
+            "messages": self.executor.message_bytes,
+            "receives": self.executor.posted_bytes,
+        }
 
     def close(self) -> None:
         """Wait for pending work and leave the process groups."""

@@ -109,6 +109,11 @@ class Executor:
         """Bytes of the buffers that messages to other stages go through."""
         return self._links.nbytes
 
+    @property
+    def posted_bytes(self) -> int:
+        """Most bytes so far of receives that were posted and not taken."""
+        return self._links.posted_bytes
+
     def close(self) -> None:
         """Stop the transport and release process groups."""
         self._links.close()

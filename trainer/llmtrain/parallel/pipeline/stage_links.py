@@ -84,6 +84,11 @@ class StageLinks:
         """Bytes of the buffers that messages go through."""
         return self._transport.nbytes
 
+    @property
+    def posted_bytes(self) -> int:
+        """Most bytes so far of receives that were posted and not taken."""
+        return self._transport.posted_bytes
+
     def close(self) -> None:
         """Stop the transport."""
         self._transport.close()

@@ -56,27 +56,32 @@ class _Outbox:
 class Transport:
     """Tensors on channels between this rank and the ranks of other stages. Without channels it does nothing.
 
-    messages: the backend. dtype, device: of all tensors.
+    messages: the backend. dtype, device: of all tensors. posted_bytes: most bytes of receives that were posted and not
+    taken at once.
     """
 
     def __init__(self, messages: Messages, dtype: torch.dtype, device: torch.device) -> None:
         self._messages, self._dtype, self._device = messages, dtype, device
         self._inboxes: dict[Channel, _Inbox] = {}
         self._outboxes: dict[Channel, _Outbox] = {}
+        self.posted_bytes = self._posted = 0
 
     def expect(self, channel: Channel, shapes: Iterable[torch.Size]) -> None:
         """Announce the next messages of a channel, so that their receives can be posted early."""
         inbox = self._inboxes.setdefault(channel, _Inbox())
         inbox.shapes.extend(shapes)
         self._post(channel, inbox, self._messages.posting.at_start)
+        self.posted_bytes = max(self.posted_bytes, self._posted)
 
     def receive(self, channel: Channel) -> Tensor:
         """Wait for the next message of a channel and return it."""
         inbox = self._inboxes[channel]
         self._post(channel, inbox, 1)
         values, request = inbox.posted.popleft()
+        self._posted -= values.nbytes
         # Post before waiting: nothing should delay the computation once the message is there.
         self._post(channel, inbox, self._messages.posting.ahead)
+        self.posted_bytes = max(self.posted_bytes, self._posted)
         request.wait()
         inbox.asked = inbox.asked and bool(inbox.posted)
         if inbox.asked:
@@ -132,6 +137,7 @@ class Transport:
             if inbox.posted:
                 inbox.asked = True
                 found.append(inbox.posted[0][1])
+        self.posted_bytes = max(self.posted_bytes, self._posted)
         return found
 
     def _post(self, channel: Channel, inbox: _Inbox, count: int) -> None:
@@ -139,6 +145,7 @@ class Transport:
         while inbox.shapes and len(inbox.posted) < count:
             values = torch.empty(inbox.shapes.popleft(), dtype=self._dtype, device=self._device)
             inbox.posted.append((values, self._messages.receive(channel, values)))
+            self._posted += values.nbytes
 
 
 def _reverse(channel: Channel) -> Channel:
