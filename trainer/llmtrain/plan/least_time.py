@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 
 from llmtrain.cluster.description import Accelerator
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.quantity import quantity
 from llmtrain.plan.facts import Device
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
-from llmtrain.plan.near_volumes import volume_shares
+from llmtrain.plan.near_volumes import socket_of, volume_shares
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import most_states, state_bytes
+from llmtrain.plan.volume_traffic import volume_traffic
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class LeastTime:
 
     compute: of the products of all microbatches, at the accelerator's peak. optimizer: of the optimizer's reads and
     writes, at the bandwidth of the accelerator's memory. host: of those of offloaded states by the CPUs of a node, at
-    the bandwidth of the host's memory. volumes: of reading and writing the files of a node's ranks, both at once, at
-    the bandwidth of its volumes.
+    the bandwidth of the host's memory. volumes: of all that a node's ranks read from and write to its volumes, both at
+    once, at their bandwidth.
     """
 
     compute: float | None
@@ -33,10 +35,10 @@ class LeastTime:
     volumes: float | None = None
 
 
-def least_time(plan: Plan, device: Device) -> LeastTime:
-    """Return the lower bounds of a step's times. device: what computes."""
+def least_time(plan: Plan, device: Device, programs: ProgramsOf) -> LeastTime:
+    """Return the lower bounds of a step's times. device: what computes. programs: of the ranks."""
     accelerator = plan.cluster.accelerator if plan.cluster else None
-    host, volumes = _host_seconds(plan, device), _volume_seconds(plan)
+    host, volumes = _host_seconds(plan, device), _volume_seconds(plan, programs)
     if accelerator is None:
         return LeastTime(None, None, host, volumes)
     peak, rate = _peak(plan, accelerator), accelerator.bandwidth
@@ -53,7 +55,8 @@ def step_threads(plan: Plan) -> int | None:
     """Return the threads with which each rank of a GPU steps offloaded states: its even share of the host's cores. None
     where the description does not state them, or where the CPU steps nothing."""
     host = plan.cluster.node.host if plan.cluster else None
-    if plan.cluster is None or host is None or host.cores is None or not plan.sharding.offload.share:
+    offload = plan.sharding.offload
+    if plan.cluster is None or host is None or host.cores is None or not offload.share or offload.on_device:
         return None
     return max(1, host.cores // plan.cluster.node.ranks)
 
@@ -66,14 +69,25 @@ def _host_seconds(plan: Plan, device: Device) -> float | None:
     return moved / quantity(host.bandwidth, "byte/s") if moved else None
 
 
-def _volume_seconds(plan: Plan) -> float | None:
+def _volume_seconds(plan: Plan, programs: ProgramsOf) -> float | None:
     rates = {one.path: one.bandwidth for one in plan.cluster.node.nvme} if plan.cluster else {}
-    files = _most_of_a_node(plan, lambda rank: sum(one.nbytes for one in rank_buckets(plan, rank)))
-    volumes = volume_shares(plan) if plan.sharding.offload.tier == "nvme" else []
-    known = [(one.share, rate) for one in volumes if (rate := rates.get(one.path)) is not None]
-    if not known or len(known) < len(volumes):
+    used = [one.path for one in volume_shares(plan)]
+    known = {path: quantity(rate, "byte/s") for path in used if (rate := rates.get(path)) is not None}
+    if not used or len(known) < len(used):
         return None
-    return max(files * share / quantity(rate, "byte/s") for share, rate in known)
+    return max(
+        _most_of_a_node(plan, partial(_moved_on, plan, programs, path, way)) / rate
+        for path, rate in known.items()
+        for way in (0, 1)
+    )
+
+
+def _moved_on(plan: Plan, programs: ProgramsOf, path: str, way: int, rank: int) -> int:
+    """Return the bytes that a rank reads from a volume (way 0), or writes to it (1)."""
+    # Data-parallel ranks have the same program, which takes long to make.
+    first = sum(plan.grid.group_of(0, axis)[plan.grid.coordinate(rank, axis)] for axis in (Axis.PIPELINE, Axis.TENSOR))
+    moved = volume_traffic(plan, rank, programs(first)).values()
+    return sum(of_volume[path][way] for of_volume in moved if path in of_volume)
 
 
 def _most_of_a_node(plan: Plan, of_rank: Callable[[int], int]) -> int:
@@ -81,21 +95,22 @@ def _most_of_a_node(plan: Plan, of_rank: Callable[[int], int]) -> int:
     if plan.cluster is None:
         return 0
     size, grid = plan.cluster.node.ranks, plan.grid
+    alike: dict[tuple[int, ...], int] = {}
 
-    @cache
-    def of_place(pipeline: int, tensor: int) -> int:
-        return of_rank(grid.group_of(0, Axis.PIPELINE)[pipeline] + grid.group_of(0, Axis.TENSOR)[tensor])
+    def of_place(rank: int) -> int:
+        # Data-parallel ranks on the same socket are alike.
+        place = *(grid.coordinate(rank, axis) for axis in (Axis.PIPELINE, Axis.TENSOR)), socket_of(plan, rank)
+        if place not in alike:
+            alike[place] = of_rank(rank)
+        return alike[place]
 
-    def of_node(first: int) -> int:
-        ranks = range(first, min(first + size, grid.world))
-        return sum(of_place(grid.coordinate(rank, Axis.PIPELINE), grid.coordinate(rank, Axis.TENSOR)) for rank in ranks)
-
-    return max(of_node(first) for first in {role.rank // size * size for role in roles(plan)})
+    firsts = {role.rank // size * size for role in roles(plan)}
+    return max(sum(map(of_place, range(first, min(first + size, grid.world)))) for first in firsts)
 
 
 def _stepped_bytes(plan: Plan, rank: int, device: Device) -> int:
     """Return the bytes that the host's CPU reads and writes to step the states of a rank."""
-    outside = rank_buckets(plan, rank)
+    outside = [] if device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
     elements = sum(one.end - one.start for one in outside)
     separate = any(one.states == 3 for one in outside)
     if device == "cpu":

@@ -146,7 +146,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
         moved=volume_traffic(plan, rank := most_outside(budget).role.rank, programs(rank)),
-        least=least_time(plan, facts.device),
+        least=least_time(plan, facts.device, programs),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
         advice=advice(plan),
@@ -306,7 +306,7 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         ("compute", view.least.compute, "at the accelerator's peak"),
         ("optimizer", view.least.optimizer, "at the bandwidth of the accelerator's memory"),
         ("optimizer on the host", view.least.host, f"at the bandwidth of the host's memory{stepping}"),
-        ("optimizer's files", view.least.volumes, "at the bandwidth of the volumes"),
+        ("volumes", view.least.volumes, "at the bandwidth of the volumes"),
     )
     for name, value, why in known:
         if value is not None:
