@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,6 @@ activation_checkpointing: full
 checkpoint: {{async: false}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-OFFLOAD = ("offload.optimizer=nvme", "offload.paths=[.]")
-
-
 # 521M parameters. In fp32: weights, gradients and both moments take 8.3 GB, and checkpoints 6.3 GB.
 LARGE = """
 model: {{family: gpt2, layers: 36, hidden: 1024, heads: 16, vocab: 32768, positions: 256, tie_embeddings: false}}
@@ -47,33 +43,21 @@ checkpoint: {{async: false}}
 cluster: {{accelerator: {{memory: 1400MiB}}, node: {{ranks: 1}}}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-ALL_IN_FILES = (*OFFLOAD, "offload.parameters=nvme")
+OFFLOAD = ("offload.optimizer=nvme", "offload.paths=[.]")
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
-class Limited:
-    """A memory group, which holds what a process takes and the pages of its files. recipe: what it runs."""
-
-    def __init__(self, group: Path, recipe: Path) -> None:
-        self._group, self._recipe = group, recipe
-
-    def run(self, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-        """Run the recipe inside."""
-        words = [sys.executable, "-m", "llmtrain", "run", str(self._recipe), f"name={name}", *overrides]
-        inside = ["sh", "-c", f'echo $$ > {self._group}/cgroup.procs && exec "$@"', "sh", *words]
-        return subprocess.run(inside, capture_output=True, text=True, timeout=2400, check=False)
-
-
-@contextmanager
-def limited(limit: int, recipe: Path) -> Iterator[Limited]:
-    """Make a memory group of `limit` bytes."""
+@pytest.fixture
+def limited(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A memory group, which holds what a process takes and the pages of its files: of 1 GiB, or as many bytes as the
+    test asks for."""
     group = GROUPS / f"test-{os.getpid()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit))
+        (group / "memory.limit_in_bytes").write_text(str(getattr(request, "param", 2**30)))
     except OSError as error:
         pytest.skip(f"memory cannot be limited here: {error}")
-    yield Limited(group, recipe)
+    yield group
     group.rmdir()
 
 
@@ -89,21 +73,18 @@ def run(limited: Path, tmp_path: Path) -> Run:
         (tmp_path / "r.yaml").write_text(recipe.format(folder=tmp_path))
         words = [sys.executable, "-m", "llmtrain", "run", str(tmp_path / "r.yaml"), f"name={name}", *overrides]
         grouped = ["sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh", *words]
-        return subprocess.run(grouped, capture_output=True, text=True, timeout=600, check=False)
+        return subprocess.run(grouped, capture_output=True, text=True, timeout=2400, check=False)
 
     return inside
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_states_in_files_fit_a_limit(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "set", 200)
-    (tmp_path / "r.yaml").write_text(RECIPE.format(folder=tmp_path))
-    with limited(2**30, tmp_path / "r.yaml") as group:
-        beside = group.run("beside")
-        assert beside.returncode in KILLED, beside.stderr
-        offloaded = group.run("offloaded", *OFFLOAD)
-        assert offloaded.returncode == 0, offloaded.stderr
+def test_states_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
+    beside = run(RECIPE, "beside")
+    assert beside.returncode in KILLED, beside.stderr
+    offloaded = run(RECIPE, "offloaded", *OFFLOAD)
+    assert offloaded.returncode == 0, offloaded.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs/offloaded/metrics.jsonl").read_text().splitlines()]
     moved = rows[2]["offload"]["read_bytes"]["."]
     assert 2 * 4 * 59_900_000 < moved < 2 * 4 * 60_100_000
@@ -111,15 +92,26 @@ def test_states_in_files_fit_a_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_activations_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
+    """The process takes what is planned."""
+    beside = run(DEEP, "beside")
+    assert beside.returncode in KILLED, beside.stderr
+    offloaded = run(DEEP, "offloaded", "offload.activations=nvme", "offload.paths=[.]")
+    assert offloaded.returncode == 0, offloaded.stderr
+    step, end = (json.loads(line) for line in (tmp_path / "runs/offloaded/metrics.jsonl").read_text().splitlines())
+    assert step["offload"]["activations"]["read_bytes"]["."] == 22 * 2**24
+    assert end["planned"]["memory_bytes"] == pytest.approx(end["measured"]["memory_bytes"], abs=2**26)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_model_of_five_times_the_memory_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limited", [3 * 2**29], indirect=True)
+def test_a_model_of_five_times_the_memory_trains(run: Run, tmp_path: Path) -> None:
     """The plan refuses the same recipe without offload; forced, the kernel kills it."""
-    write_corpus(tmp_path / "set", 200)
-    (tmp_path / "r.yaml").write_text(LARGE.format(folder=tmp_path))
-    with limited(3 * 2**29, tmp_path / "r.yaml") as group:
-        refused = group.run("beside")
-        assert (refused.returncode, "more than cluster.accelerator.memory" in refused.stderr) == (2, True)
-        assert group.run("beside", "--force").returncode in KILLED
-        offloaded = group.run("offloaded", *ALL_IN_FILES)
-        assert offloaded.returncode == 0, offloaded.stderr
+    refused = run(LARGE, "beside")
+    assert (refused.returncode, "more than cluster.accelerator.memory" in refused.stderr) == (2, True)
+    assert run(LARGE, "beside", "--force").returncode in KILLED
+    offloaded = run(LARGE, "offloaded", *OFFLOAD, "offload.parameters=nvme")
+    assert offloaded.returncode == 0, offloaded.stderr
     assert [*(tmp_path / "runs/offloaded/checkpoints").glob("step-00000005/manifest.json")]
