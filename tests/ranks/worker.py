@@ -37,6 +37,7 @@ from llmtrain.training import loop as loop
 from llmtrain.training import run as run
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
+from llmtrain_kernels.adamw.step import AdamWStep
 
 # Seconds for the other ranks to end after one has failed.
 GRACE = 20
@@ -198,8 +199,21 @@ def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
     return late
 
 
+def mostly_settled(decide: Callable[..., None]) -> Callable[..., None]:
+    """Return a stepper's `decide` that waits in most steps for what is stepped ahead. These passes are short."""
+
+    def settled(stepper: Stepper, numbers: AdamWStep | None) -> None:
+        queue = stepper._queue
+        if numbers is None or numbers.step % 3:
+            stepper.wait_until(lambda: not queue.ahead and all(queue.stepped_ahead.values()))
+        decide(stepper, numbers)
+
+    return settled
+
+
 def main() -> None:
     """Serve jobs until stdin ends."""
+    Stepper.decide = mostly_settled(Stepper.decide)  # type: ignore[method-assign]
     ThreadStream.submit = late_now_and_then(ThreadStream.submit)  # type: ignore[method-assign]
     Transport.arrived = sometimes_late(Transport.arrived)  # type: ignore[method-assign]
     # This saves 0.15 s per case; no test here uses the value.

@@ -74,8 +74,8 @@ def step(
     ahead: float | None = None,
     events: list[Event] | None = None,
 ) -> None:
-    """Step units with drawn gradients. ahead: the divisor of a step ahead of some of them; None for no step ahead.
-    events: receives what happens."""
+    """Step units with drawn gradients; the first steps wait for steps ahead. ahead: the divisor of a step ahead of some
+    of them; None for no step ahead. events: receives what happens."""
     events = [] if events is None else events
     if stepper is not None:
         stepper.begin(None if ahead is None else numbers_of(number, ahead))
@@ -83,6 +83,8 @@ def step(
         unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
         events.append(Event("gradient", place))
         unit.step_ahead()
+    if stepper is not None and number < 5:
+        stepper.wait_until(lambda: not stepper._queue.ahead and all(stepper._queue.stepped_ahead.values()))
     if stepper is not None:
         stepper.decide(numbers_of(number))
         events.append(Event("decide", applies=ahead == DIVISOR))
