@@ -216,6 +216,20 @@ def test_a_run_has_the_same_bits(keys: tuple[str, ...], train: Train, tmp_path: 
     assert all("offload" not in row for row in rows(tmp_path / "runs" / "none"))
 
 
+def test_activations_leave_beside_model_states(train: Train, tmp_path: Path) -> None:
+    """All of them in files on the same volume: the same bits, and each counted for itself."""
+    keys = ("activation_checkpointing=full", "precision.compute=bf16")
+    train("none", *keys)
+    elsewhere = [f"offload.{key}=nvme" for key in ("optimizer", "parameters", "gradients")]
+    train("states", *keys, *elsewhere, f"offload.paths=[{tmp_path}]")
+    plan = train("all", *keys, *elsewhere, "offload.activations=nvme", f"offload.paths=[{tmp_path}]")
+    assert curve(tmp_path / "runs" / "all") == curve(tmp_path / "runs" / "none")
+    states, both = ([row for row in rows(tmp_path / "runs" / name) if "event" not in row] for name in ("states", "all"))
+    for before, row in zip(states, both, strict=True):
+        assert row["offload"]["activations"]["read_bytes"] == {str(tmp_path): border_memory(plan, 0, "cpu").moved}
+        assert row["offload"]["written_bytes"] == before["offload"]["written_bytes"]
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_planned_memory_is_what_is_allocated(tier: str, train: Train, tmp_path: Path) -> None:
     paths = (f"offload.paths=[{tmp_path}]",) if tier == "nvme" else ()

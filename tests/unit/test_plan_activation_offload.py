@@ -1,12 +1,13 @@
 """Which activations leave, in which order they move, and what that takes."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from llmtrain.errors import BadInputError
-from llmtrain.plan.activation_offload import READ_AHEAD, Border, BorderMoves, border_moves
+from llmtrain.plan.activation_offload import READ_AHEAD, Border, BorderMoves, border_counts, border_moves
 from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
@@ -69,6 +70,10 @@ def test_no_other_choice_moves_less(stay: int) -> None:
         assert most_alive(order, {border for _, border in order} - left) <= stay
         assert moves.left == len(left) == least_leaving(order, stay)
         assert moves.regions == most_alive(order, left)
+        counts = border_counts(actions, groups, stay)
+        assert counts.passes == Counter((border.microbatch, border.chunk) for border in left)
+        assert (counts.regions, counts.left) == (moves.regions, moves.left)
+        assert (counts.read_slots, counts.write_slots) == (moves.read_slots, moves.write_slots)
         cases += moves.left > 0
     assert cases > 20
 

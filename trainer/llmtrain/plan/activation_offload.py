@@ -6,7 +6,7 @@ of them on its device. Of those that are alive, the ones whose use is furthest l
 no other choice moves fewer. A border that leaves does so as soon as it is saved: to leave later saves no copy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
@@ -122,6 +122,45 @@ class BorderMoves:
         return min(WRITE_BEHIND, self.left)
 
 
+@dataclass(frozen=True)
+class BorderCounts:
+    """What `BorderMoves` come to. passes: borders that leave, by (microbatch, chunk). regions: as there."""
+
+    passes: Mapping[tuple[int, int], int]
+    regions: int
+
+    @property
+    def left(self) -> int:
+        """Borders that leave in a step."""
+        return sum(self.passes.values())
+
+    @property
+    def read_slots(self) -> int:
+        """Borders that are in use or being read at once."""
+        return min(READ_AHEAD + 1, self.left)
+
+    @property
+    def write_slots(self) -> int:
+        """Borders that are being written at once."""
+        return min(WRITE_BEHIND, self.left)
+
+
+def border_counts(actions: Sequence[Action], groups: Sequence[int], stay: int) -> BorderCounts:
+    """Return what `border_moves` come to, in less time."""
+    events = _Events.of(actions, groups)
+    leaves, passes = events.leaving(stay), dict[tuple[int, int], int]()
+    outside = most = 0
+    for one in events.order:
+        if one < 0:
+            outside -= leaves[~one]
+        elif leaves[one]:
+            outside += 1
+            most = max(most, outside)
+            key = events.borders[one][:2]
+            passes[key] = passes.get(key, 0) + 1
+    return BorderCounts(passes, most)
+
+
 def border_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> BorderMoves:
     """Return what happens to the borders of a rank's actions. groups: of each chunk's stage. stay: most borders that
     stay at once, at least READ_AHEAD.
@@ -129,67 +168,82 @@ def border_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) ->
     A region is taken when its border is saved and free once it is used. The next READ_AHEAD borders that left come back
     while one is used, as far as they have been saved.
     """
-    times = {pair: time for time, pair in enumerate(_events(actions, groups))}
-    uses = {border: time for (kind, border), time in times.items() if kind is Kind.B}
-    leaving = _leaving(times, uses, stay)
-    regions: dict[Border, int] = {}
+    events = _Events.of(actions, groups)
+    leaves, regions = events.leaving(stay), dict[int, int]()
     free: list[int] = []
-    saved, used, count = [], [], 0
-    for kind, border in times:
-        if kind is Kind.B:
-            used.append((border, regions.get(border)))
-            if border in leaving:
-                heappush(free, regions[border])
+    saves, used, count = [], [], 0
+    for one in events.order:
+        if one < 0:
+            used.append(~one)
+            if leaves[~one]:
+                heappush(free, regions[~one])
             continue
-        if border in leaving:
-            regions[border], count = (heappop(free), count) if free else (count, count + 1)
-        saved.append(Save(border, regions.get(border)))
-    reads = _reads(times, leaving)
-    found = (Use(border, region, tuple(regions[one] for one in reads.get(border, ()))) for border, region in used)
-    return BorderMoves(tuple(saved), tuple(found), count)
+        if leaves[one]:
+            regions[one], count = (heappop(free), count) if free else (count, count + 1)
+        saves.append(Save(events.borders[one], regions.get(one)))
+    reads = events.reads(leaves)
+    uses = (
+        Use(events.borders[one], regions.get(one), tuple(regions[other] for other in reads.get(one, ())))
+        for one in used
+    )
+    return BorderMoves(tuple(saves), tuple(uses), count)
 
 
-_Event = tuple[Literal[Kind.F, Kind.B], Border]
+@dataclass(frozen=True)
+class _Events:
+    """The saves and uses of a rank's borders. borders: in the order of their saves. order: the place in `borders` for
+    each save, and its complement (`~place`) for each use. uses: for each border, the place of its use in `order`."""
 
+    borders: Sequence[Border]
+    order: Sequence[int]
+    uses: Sequence[int]
 
-def _events(actions: Sequence[Action], groups: Sequence[int]) -> Iterator[_Event]:
-    """Yield each border's save (F) and use (B), in their order."""
-    for action in actions:
-        count = groups[action.chunk]
-        if action.kind is Kind.F:
-            yield from ((Kind.F, Border(action.microbatch, action.chunk, group)) for group in range(count))
-        elif action.kind is Kind.B:
-            yield from ((Kind.B, Border(action.microbatch, action.chunk, group)) for group in reversed(range(count)))
+    @classmethod
+    def of(cls, actions: Sequence[Action], groups: Sequence[int]) -> "_Events":
+        """Return the events of actions: groups are saved in order, and used in the reverse order."""
+        borders, order, uses = list[Border](), list[int](), list[int]()
+        firsts: dict[tuple[int, int], int] = {}
+        for action in actions:
+            key, count = (action.microbatch, action.chunk), groups[action.chunk]
+            if action.kind is Kind.F:
+                first = firsts[key] = len(borders)
+                borders += [Border(*key, group) for group in range(count)]
+                order += range(first, first + count)
+                uses += [0] * count
+            elif action.kind is Kind.B:
+                for one in reversed(range(firsts[key], firsts[key] + count)):
+                    uses[one] = len(order)
+                    order.append(~one)
+        return cls(borders, order, uses)
 
-
-def _leaving(times: Mapping[_Event, int], uses: Mapping[Border, int], stay: int) -> set[Border]:
-    """Return the borders that leave. times: of all events, in their order. uses: times of uses."""
-    leaving: set[Border] = set()
-    # Those that stay and have been used remain in the heap. They never come out: one that is used later is there.
-    staying: list[tuple[int, Border]] = []
-    count = 0
-    for kind, border in times:
-        if kind is Kind.F:
-            heappush(staying, (-uses[border], border))
+    def leaving(self, stay: int) -> list[bool]:
+        """Return whether each border leaves."""
+        leaves, count = [False] * len(self.borders), 0
+        # Those that stay and have been used remain in the heap. They never come out: one that is used later is there.
+        staying: list[tuple[int, int]] = []
+        for one in self.order:
+            if one < 0:
+                count -= not leaves[~one]
+                continue
+            heappush(staying, (-self.uses[one], one))
             count += 1
             if count > stay:
-                leaving.add(heappop(staying)[1])
+                leaves[heappop(staying)[1]] = True
                 count -= 1
-        elif border not in leaving:
-            count -= 1
-    return leaving
+        return leaves
 
-
-def _reads(times: Mapping[_Event, int], leaving: set[Border]) -> dict[Border, list[Border]]:
-    """Return which borders start to come back at the use of which others."""
-    awaited = [border for kind, border in times if kind is Kind.B and border in leaving]
-    found: dict[Border, list[Border]] = {}
-    started = used = 0
-    for (kind, border), time in times.items():
-        if kind is Kind.B:
-            used += border in leaving
+    def reads(self, leaves: Sequence[bool]) -> dict[int, list[int]]:
+        """Return which borders start to come back at the use of which others."""
+        awaited = [~one for one in self.order if one < 0 and leaves[~one]]
+        found: dict[int, list[int]] = {}
+        saved, started, used = [False] * len(self.borders), 0, 0
+        for one in self.order:
+            if one >= 0:
+                saved[one] = True
+                continue
+            used += leaves[~one]
             end = min(used + READ_AHEAD, len(awaited))
-            while started < end and times[Kind.F, awaited[started]] < time:
-                found.setdefault(border, []).append(awaited[started])
+            while started < end and saved[awaited[started]]:
+                found.setdefault(~one, []).append(awaited[started])
                 started += 1
-    return found
+        return found

@@ -8,7 +8,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import border_bytes, left_groups
+from llmtrain.plan.rank_borders import border_bytes, rank_counts
 from llmtrain.plan.saved_tensors import (
     Sizes,
     block_tensors,
@@ -90,7 +90,7 @@ def live_activations(plan: Plan, rank: int) -> int:
         for chunk in range(len(layouts))
         for kind in Kind
     }
-    left, border = left_groups(plan, rank), border_bytes(plan)
+    left, border = rank_counts(plan, rank).passes, border_bytes(plan)
     live = peak = 0
     for action in schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]:
         # What has left is not added by the forward pass, and not freed by the backward pass.

@@ -11,7 +11,7 @@ from llmtrain.plan.budget import passing_memory, role_memory
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
-from llmtrain.plan.rank_borders import border_memory, rank_moves
+from llmtrain.plan.rank_borders import border_bytes, border_memory, rank_counts
 from llmtrain.plan.roles import Role, roles
 
 
@@ -30,7 +30,7 @@ def with_most_staying(plan: Plan, device: Device) -> Plan:
 def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf, limit: int) -> int:
     """Return the most activations that may stay on ranks of roles of one place; READ_AHEAD if even these exceed the
     limit."""
-    places, every = len(plan.pipeline.stages), len(rank_moves(plan, held[0].rank).saves)
+    places = len(plan.pipeline.stages)
     # What does not depend on what leaves takes longest to plan.
     rooms = [
         limit - role_memory(plan, role, device, programs(role.rank)).total + _bytes(plan, role, device) for role in held
@@ -40,11 +40,16 @@ def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf
         other = _staying(plan, [stay] * places)
         return any(_bytes(other, role, device) > room for role, room in zip(held, rooms, strict=True))
 
+    # Borders that are outside at once, beside those that stay.
+    every = READ_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
     # Where all stay, there are no buffers either.
     if not exceeds(every):
         return every
-    # The first number that exceeds the memory is one more than what fits.
-    return max(READ_AHEAD, bisect_left(range(every), True, lo=READ_AHEAD, key=exceeds) - 1)
+    # About as many as the room holds; the first number that exceeds it is one more than what fits.
+    room = min(room - _bytes(plan, role, device) for role, room in zip(held, rooms, strict=True))
+    guess = min(max(READ_AHEAD, READ_AHEAD + room // border_bytes(plan)), every - 1)
+    low, high = (READ_AHEAD, guess) if exceeds(guess) else (guess + 1, every)
+    return max(READ_AHEAD, bisect_left(range(high), True, lo=low, key=exceeds) - 1)
 
 
 def _bytes(plan: Plan, role: Role, device: Device) -> int:

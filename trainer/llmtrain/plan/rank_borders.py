@@ -1,12 +1,12 @@
 """The activations that a rank of a plan moves, and the memory and files that they take. No torch in here."""
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.activation_offload import BorderMoves, border_moves
+from llmtrain.plan.activation_offload import BorderCounts, BorderMoves, border_counts, border_moves
 from llmtrain.plan.facts import Device
+from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
@@ -29,17 +29,23 @@ def group_count(plan: Plan, layout: StageLayout) -> int:
 
 def rank_moves(plan: Plan, rank: int) -> BorderMoves:
     """Return what happens to the borders of a rank of the run in each step; nothing without offload."""
-    place, offload = plan.grid.coordinate(rank, Axis.PIPELINE), plan.activation_offload
-    if offload.tier == "none":
-        return BorderMoves()
-    groups = [group_count(plan, layout) for layout in plan.stages_of(rank)]
-    return border_moves(plan.pipeline.schedule.actions[place], groups, offload.stay[place])
+    return BorderMoves() if plan.activation_offload.tier == "none" else border_moves(*_schedule(plan, rank))
 
 
-def left_groups(plan: Plan, rank: int) -> Mapping[tuple[int, int], int]:
-    """Return the number of borders that leave, by (microbatch, chunk)."""
-    moves = rank_moves(plan, rank)
-    return Counter((save.border.microbatch, save.border.chunk) for save in moves.saves if save.region is not None)
+def rank_counts(plan: Plan, rank: int) -> BorderCounts:
+    """Return what `rank_moves` come to."""
+    return BorderCounts({}, 0) if plan.activation_offload.tier == "none" else _counts(*_schedule(plan, rank))
+
+
+def _schedule(plan: Plan, rank: int) -> tuple[tuple[Action, ...], tuple[int, ...], int]:
+    """Return a rank's actions, the groups of its chunks, and the number of borders that stay."""
+    place = plan.grid.coordinate(rank, Axis.PIPELINE)
+    groups = tuple(group_count(plan, layout) for layout in plan.stages_of(rank))
+    return plan.pipeline.schedule.actions[place], groups, plan.activation_offload.stay[place]
+
+
+# Several lines of a budget ask for the same counts.
+_counts = lru_cache(maxsize=256)(border_counts)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class BorderMemory:
 
 def border_memory(plan: Plan, rank: int, device: Device) -> BorderMemory:
     """Return what the borders that leave a rank of the run take. device: what it computes on."""
-    moves, border = rank_moves(plan, rank), border_bytes(plan)
+    moves, border = rank_counts(plan, rank), border_bytes(plan)
     if not moves.left:
         return BorderMemory()
     slots = DEVICE_SLOTS * border if device == "cuda" else 0
