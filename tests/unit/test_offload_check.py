@@ -11,6 +11,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.plan.budget import memory_budget
+from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_problem
@@ -221,6 +222,13 @@ def test_the_least_share_that_fits_leaves(tier: str, device: str | None, tmp_pat
         assert view(total(0.5) - 1, "auto").plan.sharding.offload.share > 0.5
     assert view(total(1) - 1, "auto").plan.sharding.offload.share == 1
     assert view(total(1) - 1, "auto").problem is not None
+
+
+def test_nothing_is_decided_where_nothing_leaves(tmp_path: Path) -> None:
+    cluster = "cluster={accelerator: {name: A100-80GB, memory: 80GB}, node: {ranks: 2}}"
+    plan = planned_on(tmp_path, cluster)
+    assert plan.record["offload"]["share"] == "auto"
+    assert advice(plan) == []
 
 
 def test_all_leave_where_no_memory_is_stated(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
 def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe with its share of states that leave. `offload.spare: auto` is 0."""
     given = recipe.offload
-    if given.share != "auto":
+    if given.optimizer == "none" or given.share != "auto":
         return _plan(recipe, facts)
     # The memory that is left goes to gathered weights after that.
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
