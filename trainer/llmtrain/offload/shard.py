@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -59,12 +60,18 @@ class OffloadedShard:
             self._outside.stepper.finish()
             return self._masters[start - self.held[0] : end - self.held[0]]
         self._outside.stepper.finish()
-        found = [self._resident.read(name, *part) for part in _common(self._resident.held, (start, end))]
-        state = self._names.index(name)
-        found += [
-            self._outside.stepper.states.read(number, state, *part) for number, part, _ in self._parts(start, end)
-        ]
-        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *(one.cpu() for one in found)])
+        reads = [partial(self._resident.read, name, *part) for part in _common(self._resident.held, (start, end))]
+        states, state = self._outside.stepper.states, self._names.index(name)
+        reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
+        if len(reads) == 1:
+            return reads[0]()
+        # One part after another: a checkpoint has no memory for all of them twice.
+        values, done = torch.empty(end - start), 0
+        for read in reads:
+            part = read()
+            values[done : done + part.numel()].copy_(part)
+            done += part.numel()
+        return values
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """See `OptimizerShard.write`."""
