@@ -13,7 +13,13 @@ from llmtrain.recipe.keys import recipe_keys
 
 CLUSTER: dict[str, Any] = {
     "name": "sites",
-    "accelerator": {"name": "A100-80GB", "memory": "80GB", "peak": {"bf16": "312TFLOP/s"}, "bandwidth": "2TB/s"},
+    "accelerator": {
+        "name": "A100-80GB",
+        "memory": "80GB",
+        "peak": {"bf16": "312TFLOP/s"},
+        "bandwidth": "2TB/s",
+        "host_link": "25GB/s",
+    },
     "node": {
         "ranks": 8,
         "tiers": [{"name": "die", "ranks": 2, "bandwidth": "400GB/s", "latency": "1us"}],
@@ -36,6 +42,7 @@ OTHER: dict[str, Any] = {
     "accelerator.memory": "40GB",
     "accelerator.peak": {"bf16": "100TFLOP/s"},
     "accelerator.bandwidth": "1TB/s",
+    "accelerator.host_link": "12GB/s",
     "node.ranks": 16,
     "node.tiers[].name": "pair",
     "node.tiers[].ranks": 4,

@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     "llmtrain.comm.environment",
     "llmtrain.launch.measure.discover",
     "llmtrain.launch.measure.links",
+    "llmtrain.launch.measure.memory_result",
     "llmtrain.launch.measure.result",
     "llmtrain.launch.doctor",
     "llmtrain.launch.run_lock",

@@ -133,7 +133,7 @@ def node(*volumes: tuple[float, int | None], ranks: int = 4, **host: Any) -> dic
     return {"ranks": ranks, "nvme": nvme, "host": {"sockets": 2, **host}}
 
 
-def planned(described: dict[str, Any], ranks: int = 4, device: Device = "cpu") -> Plan:
+def planned(described: dict[str, Any], ranks: int = 4, device: Device = "cpu", **accelerator: str) -> Plan:
     """The plan of a run with all optimizer states on the volumes of a node."""
     recipe = parse_recipe(
         {
@@ -144,7 +144,9 @@ def planned(described: dict[str, Any], ranks: int = 4, device: Device = "cpu") -
             "offload": {"optimizer": "nvme", "share": 1.0},
         }
     )
-    return make_plan(recipe, Facts(world=ranks, device=device, cluster=load_cluster({"node": described})))
+    return make_plan(
+        recipe, Facts(world=ranks, device=device, cluster=load_cluster({"node": described, "accelerator": accelerator}))
+    )
 
 
 def weights(plan: Plan, rank: int) -> list[float]:
@@ -192,13 +194,16 @@ def test_volumes_get_their_part_however_they_lie(volumes: list[tuple[float, int]
 
 
 def test_least_time_of_offloaded_states() -> None:
-    plan = planned(node((4, 0), (2, 1), bandwidth="100GB/s", cores=64), device="cuda")
+    plan = planned(node((4, 0), (2, 1), bandwidth="100GB/s", cores=64), device="cuda", host_link="10GB/s")
     elements = sum(one.end - one.start for rank in range(4) for one in rank_buckets(plan, rank))
     least = least_time(plan, "cuda", programs_of(plan))
     # fp32 masters and moments are read and written, gradients are read, 16-bit weights are written.
     assert least.host == pytest.approx(elements * (2 * 12 + 4 + 2) / 100e9)
     files = sum(one.nbytes for rank in range(4) for one in rank_buckets(plan, rank))
     assert least.volumes == pytest.approx(files / 6e9, rel=0.02)
+    # Gradients go to the host in fp32; weights come back in 16 bits.
+    most = max(sum(one.end - one.start for one in rank_buckets(plan, rank)) for rank in range(4))
+    assert least.link == pytest.approx(4 * most / 10e9)
     assert step_threads(plan) == 16
 
 

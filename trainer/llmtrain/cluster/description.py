@@ -21,7 +21,8 @@ class Accelerator:
     """The device that one rank computes on. name: the card's name, from which `llmtrain plan` takes a peak that is left
     out. memory: its size, which `auto` of `zero.partition` fills, and which no run may exceed. peak: datasheet speed by
     compute dtype (fp32, bf16, fp16), for the least time of a step and for the MFU of cards whose name is unknown.
-    bandwidth: bandwidth of its memory, for the least time of the optimizer's step.
+    bandwidth: bandwidth of its memory, for the least time of the optimizer's step. host_link: bandwidth to the host's
+    memory in one direction, for the least time of what offloaded optimizer states send.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -30,9 +31,10 @@ class Accelerator:
     memory: str | None = None
     peak: Mapping[str, str] = field(default_factory=dict)
     bandwidth: str | None = None
+    host_link: str | None = None
 
     def __post_init__(self) -> None:
-        _check_quantities(self, memory="byte", bandwidth="byte/s")
+        _check_quantities(self, memory="byte", bandwidth="byte/s", host_link="byte/s")
         for dtype, speed in self.peak.items():
             if dtype not in _COMPUTE:
                 raise ValueError(f"peak.{dtype} is no compute dtype; expected {', '.join(_COMPUTE)}")

@@ -21,11 +21,16 @@ def bind(cores: frozenset[int], allowed: frozenset[int]) -> bool:
     whether that changes anything."""
     if not cores & allowed or cores >= allowed:
         return False
+    run_on(cores & allowed)
+    return True
+
+
+def run_on(cores: frozenset[int]) -> None:
+    """Run all threads of this process, and those that they start, on `cores`."""
     for thread in _THREADS.iterdir():
         # A thread may have ended.
         with suppress(OSError):
-            os.sched_setaffinity(int(thread.name), cores & allowed)
-    return True
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass(frozen=True)

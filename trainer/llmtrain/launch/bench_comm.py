@@ -22,7 +22,7 @@ from llmtrain.launch.ending import end_together
 from llmtrain.launch.gpus import check_gpus
 from llmtrain.launch.measure.discover import Machine, discovered, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
-from llmtrain.launch.measure.result import Measured, as_data, described, without_slow_cards
+from llmtrain.launch.measure.result import Measured, check_writable, described, without_slow_cards, write_cluster
 
 if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks
@@ -55,9 +55,7 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
     """
     heed_launcher()
     given = load_cluster(options.cluster) if options.cluster else None
-    for file in (options.output, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
+    check_writable(options.output, options.plot)
     place = launched(os.environ, nproc)
     with loading("PyTorch", place is None or place.is_first):
         from llmtrain.comm.device import gpu_count
@@ -119,7 +117,7 @@ def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: in
     found = discovered(machines, per_node, one_machine)
     if given is not None:
         return replace(given, clusters=found.clusters, between=found.between)
-    return replace(found, accelerator=_accelerator())
+    return replace(found, accelerator=this_accelerator())
 
 
 def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:
@@ -154,7 +152,9 @@ def _report(options: CommBench, cluster: Cluster, found: list[Measured], world: 
     if discovered:
         after = without_slow_cards(after)
     if options.output is not None:
-        _write(options.output, after, f"{world} ranks over {dist.get_backend()}, {date.today()}")
+        write_cluster(
+            options.output, after, f"llmtrain bench comm: {world} ranks over {dist.get_backend()}, {date.today()}"
+        )
     if options.plot is not None:
         from llmtrain.launch.measure.figure import links_figure
 
@@ -169,14 +169,8 @@ def _report(options: CommBench, cluster: Cluster, found: list[Measured], world: 
         console.print(f"use it in a recipe with cluster={options.output}")
 
 
-def _write(output: Path, cluster: Cluster, how: str) -> None:
-    from omegaconf import OmegaConf
-
-    text = OmegaConf.to_yaml(OmegaConf.create(as_data(cluster)))
-    output.write_text(f"# Measured by llmtrain bench comm: {how}.\n{text}", encoding="utf-8")
-
-
-def _accelerator() -> Accelerator | None:
+def this_accelerator() -> Accelerator | None:
+    """Return the description of this machine's first GPU; None without one."""
     from llmtrain.comm.device import gpus
 
     seen = gpus()

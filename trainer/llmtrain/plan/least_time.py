@@ -26,13 +26,15 @@ class LeastTime:
     compute: of the products of all microbatches, at the accelerator's peak. optimizer: of the optimizer's reads and
     writes, at the bandwidth of the accelerator's memory. host: of those of offloaded states by the CPUs of a node, at
     the bandwidth of the host's memory. volumes: of all that a node's ranks read from and write to its volumes, both at
-    once, at their bandwidth.
+    once, at their bandwidth. link: of the gradients and weights of offloaded states, or of the states themselves where
+    the device steps them, in the direction that takes longer, at the bandwidth of the accelerator's link to the host.
     """
 
     compute: float | None
     optimizer: float | None
     host: float | None = None
     volumes: float | None = None
+    link: float | None = None
 
 
 def least_time(plan: Plan, device: Device, programs: ProgramsOf) -> LeastTime:
@@ -48,6 +50,7 @@ def least_time(plan: Plan, device: Device, programs: ProgramsOf) -> LeastTime:
         None if rate is None else _moved(plan) / quantity(rate, "byte/s"),
         host,
         volumes,
+        _link_seconds(plan, accelerator, device),
     )
 
 
@@ -67,6 +70,20 @@ def _host_seconds(plan: Plan, device: Device) -> float | None:
         return None
     moved = _most_of_a_node(plan, lambda rank: _stepped_bytes(plan, rank, device))
     return moved / quantity(host.bandwidth, "byte/s") if moved else None
+
+
+def _link_seconds(plan: Plan, accelerator: Accelerator, device: Device) -> float | None:
+    if accelerator.host_link is None or device == "cpu":
+        return None
+    offload = plan.sharding.offload
+    moved = max(
+        sum(
+            (one.end - one.start) * 4 * (one.states if offload.on_device else 1)
+            for one in rank_buckets(plan, role.rank)
+        )
+        for role in roles(plan)
+    )
+    return moved / quantity(accelerator.host_link, "byte/s") if moved else None
 
 
 def _volume_seconds(plan: Plan, programs: ProgramsOf) -> float | None:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,16 +24,25 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
         return None
     ranks = min(ranks_per_node, plan.grid.world)
     needed = ranks * max(_files(plan, role.rank) for role in roles(plan)) // len(paths)
-    problems = [problem for path in paths for problem in _problems(Path(path), needed, ranks)]
-    return next(iter([*problems, *_shared(paths)]), None)
+    leaves = f"what leaves {units.count(ranks, 'rank')}", "give a larger volume or more of them, or offload less"
+    return volume_problem("offload.paths", paths, needed, leaves)
+
+
+def volume_problem(key: str, paths: Sequence[str], needed: int, room: tuple[str, str]) -> str | None:
+    """Return an error if one of some folders is not on a volume of its own with room for `needed` bytes, else None.
+
+    key: what names the folders. room: what needs the bytes, and what to do where they are missing.
+    """
+    problems = [problem for path in paths for problem in _problems(key, Path(path), needed, room)]
+    return next(iter([*problems, *_shared(key, paths)]), None)
 
 
 def _files(plan: Plan, rank: int) -> int:
     return offload_memory(plan, rank, "cpu").files + border_memory(plan, rank, "cpu").files
 
 
-def _problems(path: Path, needed: int, ranks: int) -> Iterator[str]:
-    said = f"offload.paths has {path}"
+def _problems(key: str, path: Path, needed: int, room: tuple[str, str]) -> Iterator[str]:
+    said = f"{key} has {path}"
     if not path.is_dir():
         yield f"{said}, which is no folder on this machine; give a folder of an NVMe volume"
     elif not os.access(path, os.W_OK | os.X_OK):
@@ -41,21 +50,19 @@ def _problems(path: Path, needed: int, ranks: int) -> Iterator[str]:
     elif (kind := _file_system(path)) in IN_MEMORY:
         yield f"{said}, which is on a {kind}, in memory; give a folder of an NVMe volume"
     elif (free := shutil.disk_usage(path).free) < needed:
-        yield (
-            f"{said}, where {units.size(free)} are free, and what leaves {ranks} rank{'s' if ranks > 1 else ''} takes "
-            f"{units.size(needed)}; give a larger volume or more of them, or offload less"
-        )
+        what, advice = room
+        yield f"{said}, where {units.size(free)} are free, and {what} takes {units.size(needed)}; {advice}"
     elif not _takes_direct_writes(path):
         yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); give a folder of an NVMe volume"
 
 
-def _shared(paths: tuple[str, ...]) -> Iterator[str]:
+def _shared(key: str, paths: Sequence[str]) -> Iterator[str]:
     volumes: dict[int, str] = {}
     for path in paths:
         with suppress(OSError):
             volume = os.stat(path).st_dev
             if volume in volumes:
-                yield f"offload.paths has {volumes[volume]} and {path}, which are on one volume; leave one of them out"
+                yield f"{key} has {volumes[volume]} and {path}, which are on one volume; leave one of them out"
             volumes[volume] = path
 
 

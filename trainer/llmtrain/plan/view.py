@@ -306,6 +306,7 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         ("compute", view.least.compute, "at the accelerator's peak"),
         ("optimizer", view.least.optimizer, "at the bandwidth of the accelerator's memory"),
         ("optimizer on the host", view.least.host, f"at the bandwidth of the host's memory{stepping}"),
+        ("host link", view.least.link, "at the bandwidth of the accelerator's link to the host"),
         ("volumes", view.least.volumes, "at the bandwidth of the volumes"),
     )
     for name, value, why in known:

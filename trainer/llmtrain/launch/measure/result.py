@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmtrain_data import units
 
 from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.quantity import quantity
+from llmtrain.errors import BadInputError
 from llmtrain.launch.measure.links import Link
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send and receive")
@@ -69,6 +71,21 @@ def without_slow_cards(cluster: Cluster) -> Cluster:
 def as_data(cluster: Cluster) -> dict[str, Any]:
     """Return a description as plain data, without unknown values."""
     return {key: kept for key, value in asdict(cluster).items() if (kept := _known(value)) is not None}
+
+
+def write_cluster(output: Path, cluster: Cluster, how: str) -> None:
+    """Write a description to a file. how: what measured it."""
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.create(as_data(cluster)))
+    output.write_text(f"# Measured by {how}.\n{text}", encoding="utf-8")
+
+
+def check_writable(*files: Path | None) -> None:
+    """Raise BadInputError if the folder of a file that is to be written does not exist."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise BadInputError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
 
 
 def _known(value: Any) -> Any:
