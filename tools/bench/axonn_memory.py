@@ -21,12 +21,11 @@ activation_checkpointing: auto
 cluster: {accelerator: {name: V100-16GB, memory: 16GB}, node: {ranks: 6, host: {memory: 512GB}}}
 """
 AXONN_RANKS = 48
-# Bytes of a parameter that section V counts without and with the optimization, elements of its buckets, and what it
-# measured on all GPUs.
-PLAIN_BYTES, OPTIMIZED_BYTES, AXONN_BUCKET = 20, 4, 16 * 10**6
+# Elements of its buckets, and what it found on all GPUs without and with the optimization.
+AXONN_BUCKET = 16 * 10**6
 PLAIN_TOTAL, OPTIMIZED_TOTAL = 520 * GB, 130.24 * GB
 HALF = "half of the gradients, which are fp32"
-HOST = ("offload.optimizer=host", "offload.share=1")
+OPTIMIZED = ("offload.optimizer=host", "offload.share=1", "offload.step=device", f"offload.bucket={AXONN_BUCKET}")
 
 
 def means(plan: dict[str, Any]) -> dict[str, float]:
@@ -66,7 +65,7 @@ class Compared:
 
 def axonn() -> tuple[Compared, Compared]:
     """Return AxoNN's 12B model without and with its optimization."""
-    plans = [planned(AXONN, keys, AXONN_RANKS) for keys in ((), HOST)]
+    plans = [planned(AXONN, keys, AXONN_RANKS) for keys in ((), OPTIMIZED)]
     plain, moved = map(means, plans)
     # Each stage is on two ranks.
     elements = 2 * plans[0]["parameters"] / AXONN_RANKS
@@ -81,10 +80,10 @@ def axonn() -> tuple[Compared, Compared]:
         ),
         Compared(
             moved,
-            {"weights": 2 * elements, "gradients": 2 * elements, "optimizer": 16 * AXONN_BUCKET},
+            {"weights": 2 * elements, "gradients": 2 * elements, "offload_slots": 16 * AXONN_BUCKET},
             OPTIMIZED_TOTAL / AXONN_RANKS,
-            {**{name: moved[name] for name in unlike}, "gradients": moved["gradients"] / 2},
-            {"buckets of states on the GPU": 16 * AXONN_BUCKET},
+            {**{name: moved[name] for name in (*unlike, "offload_slots")}, "gradients": moved["gradients"] / 2},
+            {"one bucket of states on the GPU": 16 * AXONN_BUCKET},
         ),
     )
 
@@ -141,6 +140,8 @@ AXONN_LINES = """\
   and receives in fp16. Each stage has two blocks of 244M parameters. AxoNN reduces the fp16 gradients where they lie.
 - *context, communicators, fragmentation*: what nvidia-smi shows beside tensors. AxoNN does not count them: what is left
   of its 130.24 GB beside its own formula is 0.43 GB on a GPU, which the activations take.
-- *optimizer states*: with the optimization, ours are on the host, where the CPU steps them; the GPU has no buckets.
+- *slots*: with the optimization both step buckets of 16M elements on the GPU. AxoNN counts one, of 16 bytes for each
+  element with its fp32 gradients; ours are six slots of 12 bytes, so that buckets come and go while one is stepped. Our
+  default is a bucket of 0.5M elements, whose slots take 0.04 GB.
 - The embedding and the head are two matrices here. AxoNN does not say whether they are one; on two stages, each holds a
   copy in either case."""
