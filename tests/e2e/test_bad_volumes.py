@@ -35,6 +35,7 @@ BAD = [
     ("a share in words", "offload.share=half", "offload.share is half; expected a number from 0 to 1 or auto"),
     ("a bucket that is too small", "offload.bucket=1023", "offload.bucket is 1023; expected a whole number from 1,024 to 1,073,741,824 or auto"),
     ("a bucket that is too large", "offload.bucket=1073741825", "offload.bucket is 1073741825; expected a whole number from 1,024"),
+    ("nothing that is brought to the device", "offload.optimizer=none offload.step=device", "offload.step is device, but optimizer is none, so that nothing is brought to the device; set optimizer to host or nvme"),
     ("an unknown tier", "offload.optimizer=disk", "offload.optimizer is disk; expected one of none, host, nvme"),
 ]  # fmt: skip
 
