@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmtrain.comm.device import is_cpu
+from llmtrain.comm.device import give_freed_memory_back, is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import new_stream, waiting_stream
 from llmtrain.model.dtypes import DTYPES
@@ -62,6 +62,9 @@ class Moving(Protocol):
 def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
     offload = plan.sharding.offload
+    if "nvme" in (offload.tier, offload.parameters, offload.gradients) and is_cpu(ranks.device):
+        # Memory that is free but kept would take the place of what has left.
+        give_freed_memory_back()
     states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, DTYPES[plan.compute])
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
