@@ -74,6 +74,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tools.bench.papers_memory --write docs/memory.md
 	$(BIN)/python -m tools.bench.pipeline --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.offload --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.offload_rate --write docs/benchmarks.md
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tools.bench.wire --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.resident --write docs/benchmarks.md

@@ -217,8 +217,8 @@ def _numbers(run: Run, lr: float, applied: int, divisor: float) -> AdamWStep:
 def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
     """Return what this rank moved between its device, the host and files since the last step: model states, and
     `activations`; None where nothing rests elsewhere than on the device. step: counted from 0."""
-    if is_logged(run.plan, step + 1):
-        # Otherwise the next row would have a part of this step.
+    if is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2):
+        # A row has all of its step, and nothing of the step before.
         run.engine.finish_steps()
     movers = {"states": run.outside if run.outside.moving else None, "activations": run.borders}
     before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}

@@ -1,0 +1,189 @@
+"""An emulated accelerator: a computation that takes its time, a host link that takes bytes over its bandwidth each way,
+and a kernel that steps. The stepper, its threads and its order are those of a run.
+
+Everything happens at times that are computed: whoever waits sleeps until then, and whatever follows begins then, and
+not when the sleeper wakes. So a busy machine disturbs only the order in which threads take up their work.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from llmtrain.model.tensors import TensorSpec, UnitSpec
+from llmtrain.offload.staging import Event, InPlace, Work
+from llmtrain.offload.states import HostStates
+from llmtrain.offload.stepper import Stepper, StepTicket
+from llmtrain.plan.offload import Bucket
+from llmtrain.plan.offload_play import Computation, Order, Rates
+from llmtrain.plan.program.offload_moves import Event as Happened
+from llmtrain.plan.program.offload_moves import Moves
+from llmtrain.sharding.optimizer_shard import StepRule
+from llmtrain_kernels.adamw.step import AdamWStep
+
+
+@dataclass(frozen=True)
+class At:
+    """Stands for a CUDA event: something that happens at a time."""
+
+    time: float
+
+    def synchronize(self) -> None:
+        """Sleep until then."""
+        left = self.time - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class Lane:
+    """Does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._lock, self._free = threading.Lock(), 0.0
+
+    def take(self, ready: float, seconds: float) -> float:
+        """Do something that may begin at `ready`; return when it is done, at that time."""
+        with self._lock:
+            self._free = done = max(ready, self._free) + seconds
+        At(done).synchronize()
+        return done
+
+
+@dataclass(frozen=True)
+class Device:
+    """The lanes of an emulated device. rates: of the lanes. moves: of the buckets."""
+
+    moves: Sequence[Moves]
+    rates: Rates
+    down: Lane
+    up: Lane
+    kernel: Lane
+
+    @classmethod
+    def new(cls, moves: Sequence[Moves], rates: Rates) -> "Device":
+        """Return a device that does nothing yet."""
+        return cls(moves, rates, Lane(), Lane(), Lane())
+
+    def link(self, lane: str, ready: float, nbytes: float) -> float:
+        """Move bytes up or down."""
+        rate = self.rates.up if lane == "up" else self.rates.down
+        return (self.up if lane == "up" else self.down).take(ready, nbytes / rate)
+
+
+class EmulatedStaging:
+    """Steps buckets of an emulated device, really, and takes the time that it would take. See Staging."""
+
+    nbytes = 0
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._inside, self._clock, self._published = device, InPlace(), 0.0, 0.0
+
+    def step(self, work: Work, old: torch.Tensor, new: torch.Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+        """See Staging."""
+        device, one = self._device, self._device.moves[work.bucket]
+        there, back = ("up", "down") if one.on_device else ("down", "up")
+        came = device.link(there, max(self._clock, at(work)), one.there)
+        self._inside.step(work, old, new, numbers, ahead)
+        stepped = device.kernel.take(came, one.elements / device.rates.step)
+        self._clock = device.link(back, stepped, one.back_ahead if ahead else one.back)
+        return cast(Event, At(self._clock))
+
+    def publish(self, work: Work) -> Event:
+        """See Staging."""
+        self._inside.publish(work)
+        self._published = self._device.link(
+            "up", max(self._published, at(work)), self._device.moves[work.bucket].commit
+        )
+        return cast(Event, At(self._published))
+
+
+def at(work: Work) -> float:
+    """Return when a bucket may be stepped."""
+    return cast(At, work.computed).time
+
+
+class EmulatedRun:
+    """Optimizer steps of an emulated device. moves: of each bucket. seconds: of each step; the first one begins without
+    weights to wait for. happened: what happened, in order."""
+
+    def __init__(self, moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order) -> None:
+        self._moves, self._computation, self._order = moves, computation, order
+        units = range(len(computation.forward))
+        self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in units]
+        # A few real elements of each bucket are enough to see that they are stepped.
+        self._size = 1024
+        spec = UnitSpec("unit", (TensorSpec("weight", "weight", (self._size,), decay=True),))
+        self._rule = StepRule(spec, self._size, "cpu")
+        buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
+        device = Device.new(moves, rates)
+        stagings = [EmulatedStaging(device) for _ in range(order.threads)]
+        self.stepper = Stepper(HostStates(buckets, pinned=False), stagings, 0, torch.device("cpu"))
+        self.happened = list[Happened]()
+        self.stepper.observe = lambda do, bucket: self.happened.append(Happened(do.value, bucket))
+        self._works = [self._work(place) for place in range(len(moves))]
+        self._tickets: list[StepTicket] = []
+        self._now = 0.0
+        self.seconds = list[float]()
+
+    def run(self, steps: int) -> None:
+        """Run steps."""
+        self._now = time.perf_counter()
+        for number in range(1, steps + 1):
+            began, numbers = self._now, AdamWStep(number, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+            self.stepper.begin(numbers)
+            for microbatch in range(self._computation.microbatches):
+                self._pass(microbatch == self._computation.microbatches - 1)
+            self.stepper.decide(numbers)
+            self.happened.append(Happened("decide", applies=True))
+            self._tickets = [self.stepper.step(self._at(places, self._now)) for places in self._of_unit]
+            self.seconds.append(self._now - began)
+        self.stepper.finish()
+        self.stepper.close()
+
+    def reduced(self, chunk: int, seconds: float) -> float:
+        """Return the seconds in which a reduction goes through all buckets and they are stepped. chunk: buckets of each
+        of its calls. seconds: of a call."""
+        self._now = began = time.perf_counter()
+        self.stepper.decide(AdamWStep(1, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+        tickets = []
+        for first in range(0, len(self._moves), chunk):
+            self._compute(seconds)
+            tickets.append(self.stepper.step(self._at(range(first, first + chunk), self._now)))
+        self.stepper.finish()
+        self.stepper.close()
+        return max(cast(At, event).time for ticket in tickets for event in ticket.events) - began
+
+    def _pass(self, last: bool) -> None:
+        for unit, seconds in enumerate(self._computation.forward):
+            for ticket in self._tickets if self._order.whole else self._tickets[unit : unit + 1]:
+                self.stepper.wait_until(lambda ticket=ticket: not ticket.left)  # type: ignore[misc]
+                self._now = max(self._now, *(cast(At, event).time for event in ticket.events))
+            self._compute(seconds)
+        for unit, seconds in reversed(list(enumerate(self._computation.backward))):
+            self._compute(seconds)
+            if last:
+                self.happened.append(Happened("gradient", unit))
+                spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
+                self.stepper.step_ahead(self._at(spare, self._now))
+
+    def _compute(self, seconds: float) -> None:
+        self._now += seconds
+        At(self._now).synchronize()
+
+    def _at(self, places: Sequence[int], when: float) -> list[Work]:
+        return [replace(self._works[place], computed=cast(Event, At(when))) for place in places]
+
+    def _work(self, place: int) -> Work:
+        gradient = torch.full((self._size,), 1.0 + place)
+        weights = torch.zeros(2, self._size, dtype=torch.bfloat16)
+        return Work(
+            bucket=place, part=slice(0, self._size), last=True, within=(0, self._size), rule=self._rule,
+            gradient=gradient, weight=weights[0], masters=None, spare=weights[1], computed=None,
+        )  # fmt: skip
+
+    @property
+    def masters(self) -> torch.Tensor:
+        """The stepped masters of all buckets."""
+        return torch.stack([self.stepper.states.read(place, 0, 0, 1)[0] for place in range(len(self._moves))])

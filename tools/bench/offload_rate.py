@@ -1,0 +1,219 @@
+"""The rate of training whose optimizer states are on the host, with an emulated accelerator (see `emulated`).
+
+Its computation, its host link and its kernel take their time; what runs is the stepper of a run. Each ratio is of the
+seconds that the computation of one microbatch, the gradients on the host link, and the steps of all buckets take;
+weights take half of the gradients' time, up. Beside the measured seconds of a step are those of the played program
+(`llmtrain.plan.offload_play`), and of the busiest lane.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from llmtrain.cluster.levels import Degrees
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.model.gpt import GPT
+from llmtrain.model.tensors import model_units
+from llmtrain.offload.optimizer_states import open_states
+from llmtrain.plan.budget import memory_budget
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.offload_play import Computation, Order, Rates, exact_least, least_seconds, play
+from llmtrain.plan.program.offload_moves import Moves, order_problems
+from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.recipe.load import load_recipe
+from llmtrain.sharding.hops import Hops
+from llmtrain.sharding.unit import ShardedUnit
+
+from tools.bench.emulated import EmulatedRun
+from tools.bench.table import machine, table, write_section
+
+# Compute, host link and step.
+RATIOS = ((1, 0.25, 0.25), (1, 0.5, 0.5), (1, 1, 0.5), (1, 0.5, 1), (1, 0.5, 2))
+ACCUMULATIONS = (1, 4, 16)
+UNITS, PER_UNIT, ELEMENTS, THREADS = 32, 4, 1000, 4
+TOTAL = UNITS * PER_UNIT * ELEMENTS
+# AxoNN's chunks of the reduction: seconds of the whole reduction, and of beginning each of its calls.
+REDUCTION, CALL = 0.4, 0.004
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. spare: one bucket in so many may be stepped ahead, 0 for none."""
+
+    ratio: tuple[float, float, float]
+    microbatches: int
+    spare: int = 0
+    order: Order = field(default_factory=lambda: Order(THREADS))
+    on_device: bool = False
+
+    def moves(self) -> list[Moves]:
+        """Return what each bucket moves."""
+        link = (12, 12, 14, 2) if self.on_device else (4, 2, 0, 2)
+        moved = [count * ELEMENTS for count in link]
+        units = [unit for unit in range(UNITS) for _ in range(PER_UNIT)]
+        return [
+            Moves(unit, bool(self.spare) and place % self.spare == 0, ELEMENTS, self.on_device, *moved)
+            for place, unit in enumerate(units)
+        ]
+
+    def given(self, second: float) -> tuple[list[Moves], Computation, Rates]:
+        """Return what is played. second: seconds of a microbatch's computation."""
+        compute, link, step = (part * second for part in self.ratio)
+        forward, backward = [compute / 3 / UNITS] * UNITS, [2 * compute / 3 / UNITS] * UNITS
+        rate = 4 * TOTAL / link
+        computation = Computation(forward, backward, self.microbatches)
+        return self.moves(), computation, Rates(down=rate, up=rate, step=TOTAL / step)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Seconds of a step: measured, played, of the busiest lane, and the least of an exact step."""
+
+    measured: Sequence[float]
+    played: float
+    busiest: float
+    exact: float
+
+
+def main() -> None:
+    """Measure, print the tables, and write them to the document if --write is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--second", type=float, default=0.8, help="seconds of a microbatch's computation")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
+    parser.add_argument("--write", type=Path, help="document to update with the tables")
+    arguments = parser.parse_args()
+    load, rows, others = os.getloadavg()[0], list[Sequence[str]](), list[Sequence[str]]()
+    for ratio in RATIOS:
+        for microbatches in ACCUMULATIONS:
+            found = {
+                spare: measure(Case(ratio, microbatches, spare), arguments.second, arguments.steps)
+                for spare in (0, 4, 1)
+            }
+            rows.append(row(ratio, microbatches, found))
+            print(rows[-1], flush=True)
+        others.append(other_orders(ratio, arguments.second, arguments.steps))
+        print(others[-1], flush=True)
+    text = report(rows, others, memory_rows(), arguments.second, arguments.steps, load)
+    print(text)
+    if arguments.write:
+        write_section(arguments.write, "offload rate", text)
+
+
+def measure(case: Case, second: float, steps: int) -> Found:
+    """Run a case, and play it."""
+    given = case.given(second)
+    run = EmulatedRun(*given, case.order)
+    run.run(steps + 1)
+    problems = order_problems(given[0], run.happened)
+    assert not problems, problems[:3]
+    played = play(*given, case.order)
+    return Found(run.seconds[1:], played.seconds, max(least_seconds(*given).values()), exact_least(*given))
+
+
+def row(ratio: Sequence[float], microbatches: int, found: dict[int, Found]) -> Sequence[str]:
+    """Return a row of the first table."""
+    full = found[1]
+    cells = [f"{statistics.median(one.measured) / full.busiest:.2f}" for one in found.values()]
+    noise = (max(full.measured) - min(full.measured)) / full.played
+    return (
+        shown(ratio),
+        str(microbatches),
+        *cells,
+        f"{statistics.median(full.measured) / full.played:.3f}",
+        f"{noise:.3f}",
+        f"{full.played / full.busiest:.3f}",
+        f"{full.played / full.exact:.3f}",
+    )
+
+
+def other_orders(ratio: tuple[float, float, float], second: float, steps: int) -> Sequence[str]:
+    """Return a row of the second table, of one microbatch: other orders, as multiples of the busiest lane."""
+    apart = measure(Case(ratio, 1, order=Order(1, whole=True)), second, steps)
+    at_end = measure(Case(ratio, 1, order=Order(THREADS, whole=True)), second, steps)
+    cells = [f"{statistics.median(one.measured) / one.busiest:.2f}" for one in (apart, at_end)]
+    cells += [f"{axonn(ratio, chunk, second) / second:.2f}" for chunk in (1, 2, 4, UNITS * PER_UNIT)]
+    return shown(ratio), *cells
+
+
+def axonn(ratio: tuple[float, float, float], chunk: int, second: float) -> float:
+    """Return the seconds of a step in AxoNN's order (section V): after the passes, the reduction goes through chunks of
+    buckets, and the device steps those that are reduced."""
+    moves, computation, rates = Case(ratio, 1, on_device=True).given(second)
+    chunks = len(moves) // chunk
+    run = EmulatedRun(moves, Computation((), ()), rates, Order(THREADS))
+    return computation.seconds + run.reduced(chunk, (REDUCTION * second) / chunks + CALL)
+
+
+def shown(ratio: Sequence[float]) -> str:
+    """Return a ratio as text."""
+    return " : ".join(f"{part:g}" for part in ratio)
+
+
+def memory_rows() -> list[Sequence[str]]:
+    """Return rows of the device's memory, planned, and counted in what a run allocates."""
+    rows: list[Sequence[str]] = []
+    recipe = Path(__file__).with_name("offload_rate.yaml")
+    for keys in (("offload.overlap=1",), ("offload.overlap=3",), ("offload.overlap=3", "offload.spare=1")):
+        for step in ("host", "device"):
+            plan = make_plan(load_recipe(str(recipe), (*keys, f"offload.step={step}")), Facts(world=1, device="cuda"))
+            planned = memory_budget(plan, "cuda").rows[0].device
+            names = ("weights", "gradients", "optimizer", "offload_slots")
+            alone, cpu, dtype = Degrees(), torch.device("cpu"), DTYPES[plan.compute]
+            assert all(one.degrees == alone for one in plan.sharding.placements.values())
+            model, placement = GPT(plan.model, cpu), next(iter(plan.sharding.placements.values()))
+            units = [
+                ShardedUnit(spec, model.unit(spec.name), Hops(placement), dtype, 0, cpu)
+                for spec in model_units(plan.model)
+            ]
+            states = open_states(plan.sharding.offload, rank_buckets(plan, 0), cpu, dtype)
+            assert states is not None
+            for unit in units:
+                states.take(unit)
+            counted = sum(unit.nbytes for unit in units) + states.stepper.nbytes
+            states.close()
+            said = " ".join((*keys, f"offload.step={step}"))
+            rows.append((said, f"{sum(planned[name] for name in names):,}", f"{counted:,}"))
+    return rows
+
+
+def report(
+    rows: Sequence[Sequence[str]], others: Sequence[Sequence[str]], memory: Sequence[Sequence[str]],
+    second: float, steps: int, load: float,
+) -> str:  # fmt: skip
+    """Return the section."""
+    header = (
+        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "measured / played", "noise",
+        "played / busiest lane", "played / least exact",
+    )  # fmt: skip
+    chunks = ("AxoNN, k = 1", "k = 2", "k = 4", "no chunks")
+    return f"""## Stepping on the host beside the computation
+
+`python -m tools.bench.offload_rate`: {machine()}, load {load:.1f} at the start. An emulated accelerator: {UNITS} units
+of {PER_UNIT} buckets, {second:g} s for the computation of one microbatch, {steps} steps a row.
+`compute : link : step` are the seconds of one microbatch's computation, of all gradients on the host link, and of
+stepping all buckets. `spare` columns are the measured seconds of a step as multiples of the busiest lane (compute, host
+link each way, step). `measured / played`, `noise` (of the measured steps, largest less smallest, over played) and the
+last two columns are with `spare 1`. The least exact step is longer than the busiest lane where gradients are complete
+only in the last of several microbatches, and as weights may come up only once the norm is known.
+
+{table(header, rows)}
+
+One microbatch in other orders, as multiples of the busiest lane: no overlap at all; all gradients down after the
+passes (ZeRO-Offload's order), four threads. AxoNN's columns are seconds as multiples of the computation, with the
+states on the host link (12 bytes an element each way), a reduction of {REDUCTION:g} of the computation after the passes
+in chunks of k buckets, and {CALL * 1000:g} ms for each call.
+
+{table(("compute : link : step", "no overlap", "down at the end", *chunks), others)}
+
+The device's memory for weights, gradients, optimizer states and slots, bytes:
+
+{table(("keys", "planned", "counted"), memory)}"""
+
+
+if __name__ == "__main__":
+    main()
