@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 from late_streams import LateCopies, LateStream, late_copies
+from llmtrain.offload import staging as staging_module
 from llmtrain.offload.staging import Copies, Event, OnDevice, Pinned, Staging, Work
 from llmtrain.sharding.optimizer_shard import StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -84,6 +85,28 @@ def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateC
 def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) -> None:
     with late:
         assert stepped(MAKERS[make], Copies, late, ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: False)
+    made: list[Staging] = []
+
+    def kept(copies: Copies) -> Staging:
+        made.append(MAKERS[make](copies))
+        return made[-1]
+
+    with late:
+        stepped(kept, Copies, late, ahead)
+    elements, (link,) = sum(SIZES), [one.link for one in made]
+    if make == "pinned":
+        # Gradients in fp32, and 16-bit weights.
+        assert (link.to_host, link.to_device) == (4 * elements, 2 * elements)
+    else:
+        # Three states; the weights of a step ahead wait in the host's memory.
+        more = 2 * elements if ahead else 0
+        assert (link.to_host, link.to_device) == (12 * elements + more, 12 * elements + more)
 
 
 class Earlier(Copies):

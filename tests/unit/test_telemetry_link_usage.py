@@ -1,5 +1,6 @@
 """Link rates during training: histograms, collection on the main rank, and machines with few counters."""
 
+import os
 import sys
 import threading
 import time
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Links, Ranks
+from llmtrain.offload.usage import TierUsage
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
-from llmtrain.telemetry.counters import Counts, HostLinks, NvidiaLinks
+from llmtrain.telemetry.counters import Counts, HostLink, HostLinks, NvidiaLinks, Volumes
 from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
@@ -217,3 +219,43 @@ def test_without_nvml_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert NvidiaLinks.open() is None
     assert [type(source) for source in counters.all_sources()] == [HostLinks]
+
+
+def test_volumes_are_counted_by_the_kernel(tmp_path: Path) -> None:
+    """A stat file has reads, merged reads, sectors read, milliseconds, and the same of writes."""
+    number = os.stat(tmp_path).st_dev
+    stat = tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}/stat"
+    volumes = Volumes([str(tmp_path), "/proc", "/not/there"], tmp_path)
+    assert volumes.counts() == {}
+    stat.parent.mkdir(parents=True)
+    stat.write_text("  1 0 100 5 2 0 300 7 0 1 1\n")
+    assert volumes.counts() == {f"volume {tmp_path}": (300 * 512, 100 * 512)}
+    stat.write_text("1 0\n")
+    assert volumes.counts() == {}
+
+
+def test_what_this_machine_s_volume_moves_is_counted(tmp_path: Path) -> None:
+    volumes = Volumes([str(tmp_path)])
+    before = volumes.counts()
+    if not before:
+        pytest.skip("the file system is on no block device")
+    with open(tmp_path / "file", "wb") as file:
+        file.write(bytes(2**20))
+        os.fsync(file.fileno())
+    (name, (written, _)), *_ = volumes.counts().items()
+    assert written - before[name][0] >= 2**20
+
+
+def test_the_host_link_of_a_run_is_sampled_beside_the_machine_s_links() -> None:
+    moved = [0]
+
+    def usage() -> TierUsage:
+        moved[0] += 10**6
+        return TierUsage(to_host=moved[0], to_device=3 * moved[0])
+
+    with LinkSampler(ranks(0, 0, None), [Growing()], [HostLink(usage)]) as sampler:
+        deadline = time.monotonic() + 30
+        while "host link" not in sampler.busiest() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    (rates,) = (links["host link"] for links in sampler.nodes().values())
+    assert rates["sent"]["average"] == pytest.approx(3 * rates["received"]["average"], rel=1e-3)

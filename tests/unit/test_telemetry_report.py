@@ -109,6 +109,27 @@ def test_the_links_of_each_node_are_shown(tmp_path: Path) -> None:
     assert "Bandwidth of the links" not in write_report(leave(tmp_path, [step_row(1)])).read_text()
 
 
+def test_volumes_and_the_host_link_are_shown(tmp_path: Path) -> None:
+    offload = {
+        "read_bytes": {"/scratch0": 2**30, "/scratch1": 2**20}, "written_bytes": {"/scratch0": 2**29, "/scratch1": 0},
+        "wait_s": 2.5, "waits_s": {"/scratch0": 2.5, "/scratch1": 0.0},
+        "to_host_bytes": 2**21, "to_device_bytes": 2**22,
+        "activations": {"read_bytes": {"host": 2**10}, "written_bytes": {"host": 2**11}, "wait_s": 0.0},
+    }  # fmt: skip
+    more = {**offload, "read_bytes": {"/scratch0": 3 * 2**30, "/scratch1": 2**20}}
+    rows = [step_row(1, offload=offload), step_row(2, offload=more), step_row(3)]
+    page = write_report(leave(tmp_path, rows)).read_text()
+    for cells in (
+        ("model states", "/scratch0", "2.00 GiB", "512 MiB", "2.5 s"),
+        ("model states", "/scratch1", "1.00 MiB", "0 B", "0.0 s"),
+        ("model states", "host link: to the device, to the host", "4.00 MiB", "2.00 MiB", ""),
+        ("activations", "host", "1.00 KiB", "2.00 KiB", ""),
+    ):
+        assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    odd = step_row(1, offload={"read_bytes": 3, "waits_s": {HOSTILE: "x"}, "activations": [1]})
+    assert "Volumes and host link" not in write_report(leave(tmp_path, [odd])).read_text()
+
+
 def pixels(picture: bytes) -> Any:
     return matplotlib.image.imread(BytesIO(picture), format="png")
 

@@ -83,6 +83,7 @@ class GpuCopies:
         with torch.cuda.stream(self._down):
             room.copy_(values, non_blocking=True)
             self._went.record()
+        self._store.link.to_host += values.nbytes
         self._going = region, values
 
     def settle(self) -> None:
@@ -107,6 +108,7 @@ class GpuCopies:
         with torch.cuda.stream(self._up):
             self._slots[slot].copy_(self._store.take(region), non_blocking=True)
             self._came[slot].record()
+        self._store.link.to_device += self._slots[slot].nbytes
         self._coming.append(slot)
         self._count += 1
 

@@ -11,13 +11,18 @@ from llmtrain_kernels.direct_io.queue import DirectQueue, aligned_bytes
 from torch import Tensor
 
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.usage import TierUsage
+from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.activation_offload import BorderMoves
 from llmtrain.plan.rank_borders import in_pages
 
 
 class BorderStore(Protocol):
-    """Regions that hold a border each. Borders come back in the order in which their reads start."""
+    """Regions that hold a border each. Borders come back in the order in which their reads start.
+
+    link: counts what is copied between it and a GPU.
+    """
+
+    link: LinkCount
 
     def room(self, region: int) -> Tensor:
         """Return host memory into which the border of a region can be written now."""
@@ -47,6 +52,7 @@ class HostBorders:
     """Borders in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
 
     def __init__(self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
+        self.link = LinkCount()
         self._memory = torch.empty(moves.regions, *shape, dtype=dtype, pin_memory=pinned)
         self._read = self._written = 0
 
@@ -68,7 +74,7 @@ class HostBorders:
 
     def usage(self) -> TierUsage:
         """See BorderStore."""
-        return TierUsage({"host": self._read}, {"host": self._written})
+        return TierUsage({"host": self._read}, {"host": self._written}).with_link(self.link)
 
     def close(self) -> None:
         """See BorderStore."""
@@ -87,6 +93,7 @@ class FileBorders:
         self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, file: StripedFile, pinned: bool
     ) -> None:
         """file: has a region of whole pages for each region of `moves`. pinned: whether the slots are."""
+        self.link = LinkCount()
         self._file, self._queue, self._shape, self._dtype = file, DirectQueue(), shape, dtype
         self._used = prod(shape) * dtype.itemsize
         size = in_pages(self._used)
@@ -132,7 +139,7 @@ class FileBorders:
         """See BorderStore."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read, written, self._waited)
+        return TierUsage(read, written, self._waited, self._file.waits).with_link(self.link)
 
     def close(self) -> None:
         """See BorderStore. Waits for the transfers that run."""

@@ -76,6 +76,7 @@ class BucketedGradients:
         for number, bucket in zip(held.numbers, held.buckets, strict=True):
             own = slice(bucket.start, bucket.end)
             total[own].copy_(self._tier.take(number))
+            self._tier.link.to_device += total[own].nbytes if len(self._came) else 0
             total[own].add_(part[own])
             self._tier.put(number)
 
@@ -110,4 +111,5 @@ class BucketedGradients:
         if not len(self._came):
             return values
         came = self._came.view(values.dtype)[: len(values)]
+        self._tier.link.to_host += came.nbytes
         return came.copy_(values)

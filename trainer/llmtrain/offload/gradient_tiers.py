@@ -9,13 +9,18 @@ from torch import Tensor
 
 from llmtrain.offload.bucket_ring import BucketRing
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.usage import TierUsage
+from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.gradient_buckets import Move
 from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
 
 
 class GradientTier(Protocol):
-    """Holds fp32 buckets, which are taken in the order of the step's moves. One thread at a time calls its methods."""
+    """Holds fp32 buckets, which are taken in the order of the step's moves. One thread at a time calls its methods.
+
+    link: counts what is copied between it and a GPU.
+    """
+
+    link: LinkCount
 
     def begin(self) -> None:
         """Begin a step: what is taken next is its first bucket."""
@@ -38,6 +43,7 @@ class HostGradients:
     """Buckets in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
 
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
+        self.link = LinkCount()
         sizes = [bucket.numel for bucket in buckets]
         self._buckets = torch.zeros(sum(sizes), pin_memory=pinned).split(sizes)
 
@@ -53,7 +59,7 @@ class HostGradients:
 
     def usage(self) -> TierUsage:
         """See GradientTier. Nothing moves."""
-        return TierUsage()
+        return TierUsage().with_link(self.link)
 
     def close(self) -> None:
         """See GradientTier."""
@@ -68,6 +74,7 @@ class FileGradients:
         """weights: relative bandwidths of the volumes. moves: of one step.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
+        self.link = LinkCount()
         sizes = [bucket.nbytes for bucket in buckets]
         self._numel = [bucket.numel for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
@@ -89,7 +96,7 @@ class FileGradients:
         """See GradientTier."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read, written, self._ring.waited)
+        return TierUsage(read, written, self._ring.waited, self._file.waits).with_link(self.link)
 
     def close(self) -> None:
         """See GradientTier. Waits for the transfers that run."""

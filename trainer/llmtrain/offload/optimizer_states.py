@@ -38,9 +38,10 @@ class OffloadedStates:
     ) -> None:
         """device: what computes. dtype: of weights."""
         self.states, self._offload, self._buckets = states, offload, buckets
-        staged = stagings(offload, device, largest(buckets), dtype, max(bucket.states for bucket in buckets))
+        most = max(bucket.states for bucket in buckets)
+        self._staged = stagings(offload, device, largest(buckets), dtype, most)
         kernel = device if offload.on_device else torch.device("cpu")
-        self.stepper = Stepper(states, staged, offload.overlap, kernel)
+        self.stepper = Stepper(states, self._staged, offload.overlap, kernel)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
         self._memory = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type != "cpu")
         parts = zip(self._memory.split(sizes), buckets, strict=True)
@@ -72,7 +73,7 @@ class OffloadedStates:
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
-        return self.states.usage()
+        return self.states.usage().with_link(*(one.link for one in self._staged))
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,8 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.comm.device import in_host_memory
+from llmtrain.offload.usage import LinkCount
 from llmtrain.plan.offload import Offload
 from llmtrain.sharding.optimizer_shard import STATES, Range, StepRule
 
@@ -67,6 +69,10 @@ class Staging(Protocol):
     def nbytes(self) -> int:
         """Bytes of the device's memory."""
 
+    @property
+    def link(self) -> LinkCount:
+        """What was copied between the host and the device."""
+
 
 class InPlace:
     """A CPU computes and steps: nothing moves. threads: of the kernel."""
@@ -74,7 +80,7 @@ class InPlace:
     nbytes = 0
 
     def __init__(self, threads: int = 1) -> None:
-        self._threads = threads
+        self._threads, self.link = threads, LinkCount()
 
     def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
@@ -94,6 +100,7 @@ class Copies:
     """Copies between the host and a device: on a CUDA stream of their own, or at once."""
 
     def __init__(self, device: torch.device) -> None:
+        self.link = LinkCount()
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
         # Published weights have a stream of their own, so that the next gradients do not wait for them.
         self._publishing = None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -111,6 +118,7 @@ class Copies:
 
     def publish(self, to: Tensor, values: Tensor) -> Event:
         """Copy weights; return when they are there, None if that is now."""
+        self.link.to_device += values.nbytes
         if self._publishing is None:
             to.copy_(values)
             return None
@@ -136,7 +144,7 @@ class Pinned:
 
     def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, threads: int = 1) -> None:
         """bucket: most elements of a bucket. dtype: of weights. threads: of the kernel."""
-        self._copies, self._threads = copies, threads
+        self._copies, self._threads, self.link = copies, threads, copies.link
         self._gradient = torch.empty(bucket, pin_memory=True)
         self._weight = torch.empty(bucket, dtype=dtype, pin_memory=True)
 
@@ -147,6 +155,7 @@ class Pinned:
         gradient, weight = self._gradient[:size], self._weight[:size]
         with self._copies.after(work.computed):
             gradient.copy_(work.gradient, non_blocking=True)
+        self.link.to_host += 0 if in_host_memory(work.gradient) else gradient.nbytes
         # The weight of the bucket before has left its slot after this, too.
         self._copies.wait()
         written = work.spare if ahead else weight
@@ -156,6 +165,7 @@ class Pinned:
             return None
         with self._copies.after(None):
             work.weight.copy_(weight, non_blocking=True)
+        self.link.to_device += weight.nbytes
         return self._copies.record()
 
     def publish(self, work: Work) -> Event:
@@ -172,6 +182,7 @@ class OnDevice:
         """slot: fp32 `[states, most elements of a bucket]`. ahead, weight: memory for the gradient, fp32, and for the
         weights of a step ahead; None if no bucket is stepped ahead."""
         self._copies, self._slot, self._ahead, self._weight = copies, slot, ahead, weight
+        self.link = copies.link
         self.nbytes = sum(one.nbytes for one in (slot, ahead, weight) if one is not None)
 
     def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
@@ -195,6 +206,8 @@ class OnDevice:
             if ahead:
                 assert work.spare is not None
                 work.spare.copy_(stepped, non_blocking=True)
+        self.link.to_device += old.nbytes
+        self.link.to_host += new.nbytes + (stepped.nbytes if ahead else 0)
         self._copies.wait()
         return None
 

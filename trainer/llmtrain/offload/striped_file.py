@@ -1,6 +1,7 @@
 """Regions of bytes that are striped over files on several volumes."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import mkstemp
@@ -25,6 +26,7 @@ class StripedFile:
     def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
         self._paths, self._stripes = paths, stripes(regions, weights or [1.0] * len(paths))
         self._files = [_nameless_file(path) for path in paths]
+        self._waited = [0.0] * len(paths)
         self.nbytes = [0] * len(paths)
         for stripe in (one for region in self._stripes for one in region):
             self.nbytes[stripe.volume] += stripe.nbytes
@@ -50,8 +52,10 @@ class StripedFile:
     def finish(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
         """Wait for transfers. Raises RunFailedError."""
         for volume, transfer in transfers:
+            started = time.perf_counter()
             with _failing(self._paths[volume], "failed", _RESUME):
                 queue.finish(transfer)
+            self._waited[volume] += time.perf_counter() - started
 
     def read(self, region: int, start: int, into: Tensor) -> None:
         """Read bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them. Any thread may call it."""
@@ -69,6 +73,11 @@ class StripedFile:
         """Return the bytes that a queue has read from and written to each volume, by path."""
         moved = [(queue.moved[file, "read"], queue.moved[file, "write"]) for file in self._files]
         return dict(zip(self._paths, moved, strict=True))
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """The seconds that `finish` has waited for each volume, by path, once the volumes before had what it asked."""
+        return dict(zip(self._paths, self._waited, strict=True))
 
     def close(self) -> None:
         """Close the files, which frees their space."""

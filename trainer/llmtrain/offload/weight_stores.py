@@ -7,7 +7,7 @@ from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_byt
 from torch import Tensor
 
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.usage import TierUsage
+from llmtrain.offload.usage import LinkCount, TierUsage
 
 
 class HostWeights:
@@ -16,6 +16,7 @@ class HostWeights:
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype, pinned: bool) -> None:
         """sizes: elements of each unit's shard."""
+        self._pinned, self._link = pinned, LinkCount()
         memory = torch.zeros(sum(sizes.values()), dtype=dtype, pin_memory=pinned)
         self._shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
         self.nbytes, self._pinned = memory.nbytes, pinned
@@ -23,10 +24,12 @@ class HostWeights:
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
         into.copy_(self._shards[unit], non_blocking=True)
+        self._link.to_device += into.nbytes if self._pinned else 0
 
     def store(self, unit: str, values: Tensor) -> None:
         """See WeightStore."""
         self._shards[unit].copy_(values, non_blocking=True)
+        self._link.to_host += values.nbytes if self._pinned else 0
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore."""
@@ -37,7 +40,7 @@ class HostWeights:
 
     def usage(self) -> TierUsage:
         """Return what was moved: nothing passes through files."""
-        return TierUsage()
+        return TierUsage().with_link(self._link)
 
     def close(self) -> None:
         """Do nothing: the memory is freed with its last reference."""
@@ -55,6 +58,7 @@ class FileWeights:
     ) -> None:  # fmt: skip
         """sizes: elements of each unit's shard, whole pages. pinned: whether a GPU computes. weights: relative
         bandwidths of the volumes. Raises RunFailedError."""
+        self._link = LinkCount()
         self._regions = {unit: place for place, unit in enumerate(sizes)}
         self._dtype = dtype
         self._file = StripedFile(paths, [numel * dtype.itemsize for numel in sizes.values()], weights)
@@ -69,10 +73,12 @@ class FileWeights:
         self._file.finish(self._reads, transfers)
         if memory is not into:
             into.copy_(memory)
+            self._link.to_device += into.nbytes
 
     def store(self, unit: str, values: Tensor) -> None:
         """See WeightStore."""
         memory = self._going[: values.numel()].copy_(values) if len(self._going) else values
+        self._link.to_host += 0 if memory is values else values.nbytes
         transfers = self._file.start_write(self._writes, self._regions[unit], memory.view(torch.uint8))
         self._file.finish(self._writes, transfers)
 
@@ -88,7 +94,7 @@ class FileWeights:
         """Return what was moved."""
         read = {path: counts[0] for path, counts in self._file.moved(self._reads).items()}
         written = {path: counts[1] for path, counts in self._file.moved(self._writes).items()}
-        return TierUsage(read, written)
+        return TierUsage(read, written, waits=self._file.waits).with_link(self._link)
 
     def close(self) -> None:
         """Free the files. No stream uses them any more."""

@@ -1,9 +1,11 @@
-"""Byte counters of this machine's links: network cards, disks, and on NVIDIA machines NVLink and PCIe.
+"""Byte counters of this machine's links: network cards, disks, volumes, and on NVIDIA machines NVLink and PCIe.
 
 Unreadable counters are left out: a machine without such links, or a container without the kernel's files, is no error.
 """
 
+import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,11 +13,15 @@ from typing import Any, Protocol
 import psutil
 
 from llmtrain.comm.device import gpu_count, gpus
+from llmtrain.offload.usage import TierUsage
 
 # Bytes that each link has sent (or written) and received (or read) since an arbitrary time.
 Counts = dict[str, tuple[float, float]]
 
-_BLOCK_DEVICES = Path("/sys/block")
+_SYS = Path("/sys")
+_BLOCK_DEVICES = _SYS / "block"
+# Bytes of the unit in which the kernel counts, whatever the disk's own sectors are.
+_SECTOR = 512
 # These are in memory, or files of other disks.
 _NO_DISKS = ("loop", "ram", "zram")
 
@@ -46,6 +52,40 @@ class HostLinks:
                 if not name.startswith(_NO_DISKS) and (_BLOCK_DEVICES / name).exists():
                     found[f"disk {name}"] = disk.write_bytes, disk.read_bytes
         return found
+
+
+class Volumes:
+    """The volumes of some folders, as the kernel counts the bytes of their block devices, of all processes. A file
+    system on several devices, or on none, has no such count."""
+
+    def __init__(self, paths: Sequence[str], sys: Path = _SYS) -> None:
+        """sys: the folder of the kernel's files."""
+        self._files: dict[str, Path] = {}
+        for path in paths:
+            with suppress(OSError):
+                device = os.stat(path).st_dev
+                self._files[f"volume {path}"] = sys / f"dev/block/{os.major(device)}:{os.minor(device)}/stat"
+
+    def counts(self) -> Counts:
+        """Return the counts of `volume PATH`: bytes written and read."""
+        found: Counts = {}
+        for name, file in self._files.items():
+            with suppress(OSError, ValueError, IndexError):
+                fields = file.read_text(encoding="ascii").split()
+                found[name] = _SECTOR * int(fields[6]), _SECTOR * int(fields[2])
+        return found
+
+
+class HostLink:
+    """What a rank copies to its GPU (sent) and from it. usage: returns what it has moved so far."""
+
+    def __init__(self, usage: Callable[[], TierUsage]) -> None:
+        self._usage = usage
+
+    def counts(self) -> Counts:
+        """Return the count of `host link`."""
+        usage = self._usage()
+        return {"host link": (usage.to_device, usage.to_host)}
 
 
 class NvidiaLinks:

@@ -92,9 +92,9 @@ class LinkMeter:
 class LinkSampler:
     """Samples this node's links in a `with` block, on one of its ranks; the main rank collects those of every node."""
 
-    def __init__(self, ranks: Ranks, sources: Sequence[Source] | None = None) -> None:
-        """sources: the counters to read; None: all that this machine has."""
-        self._ranks, self._sources = ranks, sources
+    def __init__(self, ranks: Ranks, sources: Sequence[Source] | None = None, more: Sequence[Source] = ()) -> None:
+        """sources: the counters to read; None: all that this machine has. more: of this run alone."""
+        self._ranks, self._sources, self._more = ranks, sources, more
         self._store: Any = None
         self._nodes: dict[int, LinkRates] = {}
         self._over = threading.Event()
@@ -134,7 +134,7 @@ class LinkSampler:
             self._thread = None
 
     def _work(self) -> None:
-        meter = LinkMeter(all_sources() if self._sources is None else self._sources)
+        meter = LinkMeter([*(all_sources() if self._sources is None else self._sources), *self._more])
         node = self._ranks.rank // int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.layout.world))
         try:
             number = self._store.add("links", 1) if self._store else 0

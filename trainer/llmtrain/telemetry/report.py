@@ -84,6 +84,7 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
         _section("Planned and measured", _table(_planned(run, rows))),
         _section("Bytes handed to collectives in the last logged step", _table(_communication(steps[-1]))),
         _section("Bandwidth of the links, both directions together", _table(_bandwidth(rows))),
+        _section("Volumes and host link of the main rank, per step", _table(_volumes(steps))),
         _section("Recipe", _recipe(run_dir)),
     ]
     tiles = (
@@ -200,6 +201,40 @@ def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
             for link, rates in _entries(rows[last].get("link_bytes_per_s"))
         ]
     return [("node", "link", "average", "90th percentile", "peak", "sent, average", "received, average"), *found]
+
+
+def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
+    """Return what the logged steps moved on the mean between the device, the host and each volume, and how long it was
+    waited for."""
+    found: list[tuple[str, ...]] = []
+    for what, key in (("model states", None), ("activations", "activations")):
+        moved = [row for step in steps if (row := _offloaded(step, key))]
+        paths = dict.fromkeys(path for row in moved for path in _mapping(row.get("read_bytes")))
+        for path in paths:
+            read, written, waited = (_mean(moved, name, path) for name in ("read_bytes", "written_bytes", "waits_s"))
+            found.append((what, path, *_sizes(read, written), units.duration(waited) if isfinite(waited) else ""))
+        link = _mean(moved, "to_device_bytes"), _mean(moved, "to_host_bytes")
+        if any(map(isfinite, link)):
+            found.append((what, "host link: to the device, to the host", *_sizes(*link), ""))
+    return [("", "", "read", "written", "waited for"), *found]
+
+
+def _offloaded(step: Row, key: str | None) -> Row:
+    offload = _mapping(step.get("offload"))
+    return offload if key is None else _mapping(offload.get(key))
+
+
+def _mapping(value: Any) -> Row:
+    return value if isinstance(value, dict) else {}
+
+
+def _mean(rows: list[Row], *keys: str) -> float:
+    known = [value for row in rows if isfinite(value := number_at(row, *keys))]
+    return sum(known) / len(known) if known else nan
+
+
+def _sizes(*values: float) -> list[str]:
+    return [units.size(value) if isfinite(value) else "" for value in values]
 
 
 def _entries(value: Any) -> list[tuple[str, Row]]:

@@ -24,6 +24,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry.counters import HostLink, Source, Volumes
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
@@ -92,7 +93,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         )
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
-        with LinkSampler(ranks) as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log:
+        sampler = LinkSampler(ranks, more=_offload_links(plan, ranks, parts.outside, parts.borders))
+        with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log:
             yield Run(
                 plan=plan,
                 ranks=ranks,
@@ -112,6 +114,15 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             )
             checkpoints.close()
             parts.close()
+
+
+def _offload_links(plan: Plan, ranks: Ranks, outside: Outside, borders: Borders | None) -> list[Source]:
+    """Return what counts the bytes of volumes and, on a GPU, of the link to the host."""
+    volumes = dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths))
+    found: list[Source] = [Volumes(list(volumes))] if volumes else []
+    if not is_cpu(ranks.device) and (outside.moving or borders is not None):
+        found.append(HostLink(lambda: outside.usage() + (TierUsage() if borders is None else borders.usage())))
+    return found
 
 
 def _counter(comm: CommMeter, ranks: Ranks) -> Count:
