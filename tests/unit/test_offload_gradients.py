@@ -1,0 +1,90 @@
+"""Sums of gradients outside of the device: the bits of sums in memory, in every order of moves that a step has."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from llmtrain.offload.gradient_store import BucketedGradients
+from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
+from llmtrain.plan.gradient_buckets import Move, UnitGradients
+from llmtrain.plan.offload import Bucket
+from llmtrain_kernels.squared_sum.op import squared_sum
+from torch import Tensor
+
+PASSES = 3
+# Elements of each unit, and of its buckets: a single bucket, several, and a last one that is smaller.
+SIZES = {
+    "one bucket each": ({"a": 4096, "b": 4096}, 4096),
+    "a single bucket": ({"a": 8192}, 8192),
+    "several": ({"a": 20480, "b": 4096, "c": 12288}, 8192),
+}
+Make = Callable[[Sequence[Bucket], Sequence[Move]], GradientTier]
+
+
+def cut(sizes: dict[str, int], bucket: int) -> dict[str, UnitGradients]:
+    found, first = {}, 0
+    for unit, size in sizes.items():
+        buckets = [Bucket(unit, start, min(start + bucket, size), 1) for start in range(0, size, bucket)]
+        found[unit] = UnitGradients(first, buckets, [True] * len(buckets), hops_after_sum=False)
+        first += len(buckets)
+    return found
+
+
+def moves(units: dict[str, UnitGradients]) -> list[Move]:
+    backward = [number for unit in reversed(units.values()) for number in unit.numbers]
+    found = [Move(number, reads=count > 0) for count in range(PASSES) for number in backward]
+    return [*found, *(Move(number, writes=False) for unit in units.values() for number in unit.numbers)]
+
+
+@contextmanager
+def stored(tier: str, units: dict[str, UnitGradients], folder: Path) -> Iterator[BucketedGradients]:
+    buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+    made: GradientTier = (
+        HostGradients(buckets, pinned=False)
+        if tier == "host"
+        else FileGradients(buckets, [str(folder)], [1.0], moves(units))
+    )
+    # The second range begins within a block of the norm.
+    ranges = {name: [(0, 1000), (1000, unit.buckets[-1].end)] for name, unit in units.items()}
+    yield BucketedGradients(made, units, ranges, dict.fromkeys(units, 0), pinned=False)
+    made.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("name", SIZES)
+def test_sums_and_norms_have_the_same_bits(name: str, tier: str, tmp_path: Path) -> None:
+    sizes, bucket = SIZES[name]
+    units, drawn = cut(sizes, bucket), torch.Generator().manual_seed(0)
+    with stored(tier, units, tmp_path) as store:
+        for step in range(4):
+            store.begin()
+            sums = added(store, sizes, drawn)
+            for unit, total in sums.items():
+                for within in ((0, 1000), (1000, sizes[unit])):
+                    assert store.squares(unit, within) == float(squared_sum(total[slice(*within)], within[0]))
+            # A step that is skipped reads nothing.
+            if step == 1:
+                continue
+            for unit in sizes:
+                parts = [(within, values.clone()) for within, values in store.stepped(unit)]
+                assert torch.equal(torch.cat([values for _, values in parts]), sums[unit])
+                assert [start for (start, _), _ in parts] == [one.start for one in units[unit].buckets]
+
+
+def added(store: BucketedGradients, sizes: dict[str, int], drawn: torch.Generator) -> dict[str, Tensor]:
+    """Add the gradients of all passes, and return their sums."""
+    sums = {unit: torch.zeros(size) for unit, size in sizes.items()}
+    for number in range(PASSES):
+        for unit, size in reversed(sizes.items()):
+            part = torch.randn(size, generator=drawn).bfloat16()
+            store.add(unit, part, first=number == 0, last=number == PASSES - 1)
+            sums[unit] = part.float() if number == 0 else sums[unit] + part
+    return sums
+
+
+def test_a_move_that_the_step_does_not_have_raises(tmp_path: Path) -> None:
+    units = cut({"a": 8192, "b": 4096}, 4096)
+    with stored("nvme", units, tmp_path) as store, pytest.raises(RuntimeError, match="next move"):
+        store.add("a", torch.zeros(8192), first=True, last=False)
