@@ -101,5 +101,7 @@ def test_a_truncated_file_in_a_folder_can_be_left_out(
     (texts / "cut.txt.gz").write_bytes(content[: len(content) // 2])
     (texts / "good.txt").write_text(TEXT)
     assert prepared(texts, tokenizer, tmp_path) == 2
-    assert capsys.readouterr().err.endswith("; mend or remove it, or leave it out with --glob\n")
+    assert capsys.readouterr().err.endswith(
+        "; check that it is whole and what its name says, or leave it out with --glob\n"
+    )
     assert prepared(texts, tokenizer, tmp_path, "--glob", "*.txt") == 0

@@ -74,8 +74,8 @@ def test_nodes_and_ranks(
     [
         ([], "ranks_per_node: 4", "add --nodes N, or set parallel.data"),
         (["parallel.data=6"], "ranks_per_node: 4", "6 ranks, which do not fill nodes of 4"),
-        (["parallel.data=2"], "gpus_per_node: 0", "set ranks_per_node in the site's profile"),
-        (["parallel.data=2"], "{}", "set ranks_per_node in the site's profile"),
+        (["parallel.data=2"], "gpus_per_node: 0", "set ranks_per_node in .*site.yaml"),
+        (["parallel.data=2"], "{}", "set ranks_per_node in .*site.yaml"),
         (["parallel.data=5"], "ranks_per_node: 5", "train.global_batch is 48"),
         (["parallel.datta=5"], "{}", "did you mean parallel.data"),
         (["parallel.data=4", "checkpoint.resume=never"], "ranks_per_node: 4", "leave checkpoint.resume out"),

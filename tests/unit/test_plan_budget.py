@@ -148,6 +148,7 @@ def test_changes_in_their_order() -> None:
         "parallel.pipeline=4",
         "parallel.pipeline=8",
         "offload.optimizer=host",
+        "offload.optimizer=host offload.parameters=host",
     ]
 
 

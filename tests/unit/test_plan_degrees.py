@@ -195,7 +195,7 @@ REFUSED = {
     "cluster=nowhere": r"nowhere",
     # Everything else that depends on the number of ranks.
     "train.global_batch=12": r"train\.global_batch is 12; expected a multiple of the 8 data-parallel ranks",
-    "train.microbatch=4": r"train\.microbatch is 4; expected a divisor of the 6 sequences",
+    "train.microbatch=4": r"train\.microbatch is 4; expected a divisor of 6, the sequences of a data-parallel rank",
     "parallel.data=4": r"parallel\.data is 4, but the run has 8 ranks",
 }  # fmt: skip
 
