@@ -79,6 +79,7 @@ class EmulatedStaging:
 
     def __init__(self, device: Device) -> None:
         self._device, self._inside, self._clock, self._published = device, InPlace(), 0.0, 0.0
+        self.link = self._inside.link
 
     def step(self, work: Work, old: torch.Tensor, new: torch.Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""

@@ -49,7 +49,9 @@ def _bound(plan: Plan, place: Launched | None) -> list[str]:
     the rank is bound. Call it before anything is allocated."""
     here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
     cards = [gpu.address for gpu in gpus()]
-    bound, stated = bind_to_socket(here, cards), step_threads(plan) if cards else None
+    # A launcher that does not number the ranks of a machine calls all of them the first one.
+    numbered = place is None or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
+    bound, stated = bind_to_socket(here, cards) if numbered else None, step_threads(plan) if cards else None
     threads = torch.get_num_threads() if bound is None else min(bound.threads, torch.get_num_threads())
     if stated is not None:
         threads = min(stated, len(os.sched_getaffinity(0)))
