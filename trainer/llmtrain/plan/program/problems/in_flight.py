@@ -71,9 +71,11 @@ class InFlight:
         if transfers:
             self._gathered[gather.unit] = self._start(self._gathers, transfers, after)[-1]
         elif gather.unit in self._part.units:
-            # Every rank has the whole secondary copy. It is copied on a lane.
+            # Every rank has the whole secondary copy, which is copied on a lane. Whole weights that rest elsewhere come
+            # on one of their own, which joins no ranks.
             placement = self._part.units[gather.unit].placement
-            lane = Lane("gather", placement.axes, placement.levels[0].span)
+            span = 1 if placement.moves_weights and not gather.secondary else placement.levels[0].span
+            lane = Lane("gather", placement.axes, span)
             job = Job(self._rank, lane, (self._rank,), gather.unit, None, self._waiting(self._gathers, after))
             self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
 
