@@ -12,9 +12,9 @@ from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.usage import TierUsage
-from llmtrain.offload.weight_stores import FileWeights, HostWeights
+from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
-from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.outside_weights import is_direct, outside_shards
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.rank_buckets import rank_buckets
@@ -101,9 +101,9 @@ def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Movi
     if not sizes:
         return None, None
     offload = plan.sharding.offload
-    in_files = offload.parameters == "nvme"
+    in_files, direct = offload.parameters == "nvme", not pinned and is_direct(plan, ranks.rank)
     store: HostWeights | FileWeights = (
-        FileWeights(sizes, dtype, pinned, offload.paths, offload.weights)
+        FileWeights(sizes, dtype, pinned, Volumes(offload.paths, offload.weights), direct)
         if in_files
         else HostWeights(sizes, dtype, pinned)
     )

@@ -1,6 +1,7 @@
 """Memory for weight shards outside of the device: the host's memory, or files."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
+from llmtrain.plan.rank_borders import in_pages
 
 
 class HostWeights:
@@ -46,41 +48,51 @@ class HostWeights:
         """Do nothing: the memory is freed with its last reference."""
 
 
+class Volumes(NamedTuple):
+    """Where files lie. paths: a folder on each volume. weights: relative bandwidths of the volumes."""
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...]
+
+
 class FileWeights:
     """Weight shards in files, striped over volumes. See WeightStore.
 
-    A CPU reads them into the memory that computes. For a GPU they pass through a pinned buffer for each direction.
+    If `direct`, a CPU reads them into the memory that computes. Otherwise they pass through a buffer for each
+    direction.
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], dtype: torch.dtype, pinned: bool, paths: tuple[str, ...],
-        weights: tuple[float, ...],
-    ) -> None:  # fmt: skip
-        """sizes: elements of each unit's shard, whole pages. pinned: whether a GPU computes. weights: relative
-        bandwidths of the volumes. Raises RunFailedError."""
-        self._link = LinkCount()
+        self, sizes: Mapping[str, int], dtype: torch.dtype, pinned: bool, volumes: Volumes, direct: bool
+    ) -> None:
+        """sizes: elements of each unit's shard; whole pages if `direct`. pinned: whether a GPU computes. Raises
+        RunFailedError."""
+        self._link, self._pinned = LinkCount(), pinned
         self._regions = {unit: place for place, unit in enumerate(sizes)}
         self._dtype = dtype
-        self._file = StripedFile(paths, [numel * dtype.itemsize for numel in sizes.values()], weights)
+        regions = [in_pages(numel * dtype.itemsize) for numel in sizes.values()]
+        self._file = StripedFile(volumes.paths, regions, volumes.weights)
         self._reads, self._writes = DirectQueue(), DirectQueue()
-        largest = max(sizes.values(), default=0) if pinned else 0
-        self._coming, self._going = (torch.empty(largest, dtype=dtype, pin_memory=pinned) for _ in range(2))
+        largest = 0 if direct else max(regions, default=0)
+        self._coming, self._going = (aligned_bytes(largest, pinned) for _ in range(2))
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
-        memory = self._coming[: into.numel()] if len(self._coming) else into
-        transfers = self._file.start_read(self._reads, self._regions[unit], memory.view(torch.uint8))
-        self._file.finish(self._reads, transfers)
-        if memory is not into:
-            into.copy_(memory)
-            self._link.to_device += into.nbytes
+        staged = self._coming[: in_pages(into.nbytes)]
+        memory = staged if len(staged) else into.view(torch.uint8)
+        self._file.finish(self._reads, self._file.start_read(self._reads, self._regions[unit], memory))
+        if len(staged):
+            into.copy_(staged[: into.nbytes].view(self._dtype))
+            self._link.to_device += into.nbytes if self._pinned else 0
 
     def store(self, unit: str, values: Tensor) -> None:
         """See WeightStore."""
-        memory = self._going[: values.numel()].copy_(values) if len(self._going) else values
-        self._link.to_host += 0 if memory is values else values.nbytes
-        transfers = self._file.start_write(self._writes, self._regions[unit], memory.view(torch.uint8))
-        self._file.finish(self._writes, transfers)
+        staged = self._going[: in_pages(values.nbytes)]
+        memory = staged if len(staged) else values.view(torch.uint8)
+        if len(staged):
+            staged[: values.nbytes].view(self._dtype).copy_(values)
+            self._link.to_host += values.nbytes if self._pinned else 0
+        self._file.finish(self._writes, self._file.start_write(self._writes, self._regions[unit], memory))
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore; the copy is the caller's. It is not counted in `usage`."""

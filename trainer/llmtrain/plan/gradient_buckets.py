@@ -3,6 +3,7 @@ here."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
@@ -70,8 +71,9 @@ def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator
         for degree in (placement.degrees.gradients, placement.degrees.optimizer)
     )
     for begin, until, owned in ((first, start, False), (start, end, True), (end, last, False)):
-        for cut in range(begin, until, size):
-            yield cut - first, min(cut + size, until) - first, owned
+        if begin < until:
+            cuts = [begin, *range((begin // size + 1) * size, until, size), until]
+            yield from ((one - first, other - first, owned) for one, other in pairwise(cuts))
 
 
 def gradient_moves(units: dict[str, UnitGradients], programs: Programs) -> list[Move]:

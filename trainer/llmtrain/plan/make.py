@@ -77,7 +77,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
 
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, backend)
-        placement = placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device)
+        placement = placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         return _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
 
     zero = zero_settings(

@@ -97,18 +97,19 @@ def _memory(tier: str) -> Memory:
     return "host" if tier == "host" else "nvme" if tier == "nvme" else "device"
 
 
-def placed_outside(placement: Placement, offload: Offload, compute_bytes: int, device: Device) -> Placement:
+def placed_outside(
+    placement: Placement, offload: Offload, compute_bytes: int, device: Device, quantized: bool
+) -> Placement:
     """Return a placement with what an offload changes in it. compute_bytes: of an element of the compute dtype. device:
-    what computes."""
+    what computes. quantized: whether ranks send anything packed."""
     # The CPU cannot step masters that are weights on a GPU, and weights elsewhere are not there to be stepped.
     apart = (offload.share > 0 and device != "cpu") or offload.parameters != "device"
-    paged = PAGE // compute_bytes if offload.parameters == "nvme" else 1
-    # A block of the gradient norm is never cut.
-    whole_blocks = NORM_BLOCK if offload.gradients != "device" else 1
+    # Whole pages are read without a copy. But what ranks round depends on which of them holds an element.
+    paged = PAGE // compute_bytes if offload.parameters == "nvme" and not quantized else 1
     return replace(
         placement,
         masters="separate" if apart else placement.masters,
-        alignment=lcm(placement.alignment, paged, whole_blocks),
+        alignment=lcm(placement.alignment, paged),
         weights_on=offload.parameters,
         gradients_on=offload.gradients,
     )

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_buckets
 from llmtrain.plan.offload import Bucket, largest, ring_slots, slots
-from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.outside_weights import is_direct, outside_shards
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_borders import in_pages
 from llmtrain.plan.rank_buckets import rank_buckets
 
 
@@ -74,8 +75,10 @@ def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
         return OffloadMemory()
     if plan.sharding.offload.parameters == "host":
         return OffloadMemory(weights=sum(shards))
-    # A GPU's weights pass through a buffer for each direction.
-    return OffloadMemory(buffers=0 if device == "cpu" else 2 * max(shards), files=sum(shards))
+    regions = [in_pages(nbytes) for nbytes in shards]
+    # Others pass through a buffer for each direction, which begins at a page of one that is a page larger.
+    direct = device == "cpu" and is_direct(plan, rank)
+    return OffloadMemory(buffers=0 if direct else 2 * (max(regions) + PAGE), files=sum(regions))
 
 
 def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:

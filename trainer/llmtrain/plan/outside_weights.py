@@ -2,7 +2,13 @@
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.stage_layout import units_of
+from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
+
+
+def is_direct(plan: Plan, rank: int) -> bool:
+    """Return whether a CPU reads and writes shards in files without a copy: all of them are whole pages."""
+    return all(numel * plan.compute_bytes % PAGE == 0 for numel in outside_shards(plan, rank).values())
 
 
 def outside_shards(plan: Plan, rank: int) -> dict[str, int]:

@@ -56,6 +56,11 @@ class Quantization:
     gradients: int
     block: int
 
+    @property
+    def any(self) -> bool:
+        """Whether anything is quantized."""
+        return bool(self.weights or self.secondary or self.gradients)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:

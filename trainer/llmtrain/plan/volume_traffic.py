@@ -44,7 +44,7 @@ def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
     if plan.sharding.offload.parameters == "nvme":
         gathers = Counter(one.unit for one in programs.step.issues if isinstance(one, Gather) and not one.secondary)
         for unit, numel in outside_shards(plan, rank).items():
-            yield numel * plan.compute_bytes, gathers[unit], 1
+            yield in_pages(numel * plan.compute_bytes), gathers[unit], 1
 
 
 def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:

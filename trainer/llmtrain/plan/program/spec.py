@@ -60,7 +60,7 @@ class ProgramSpec:
             resident=plan.sharding.resident // plan.compute_bytes,
             outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
             gradients_outside=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
-            granule=PAGE // plan.compute_bytes if _in_files(placements.values()) else 1,
+            granule=_granule(placements.values(), plan.compute_bytes),
             partial=partial_elements(plan, specs),
             finish=tuple(final_sums(plan, rank, specs)),
         )
@@ -85,8 +85,12 @@ class ProgramSpec:
         return any(layout.closes and layout.tied for layout in self.stages)
 
 
-def _in_files(placements: Iterable[Placement]) -> bool:
-    return any(placement.weights_on == "nvme" for placement in placements)
+def _granule(placements: Iterable[Placement], compute_bytes: int) -> int:
+    """Return the elements of a page where all shards in files are whole pages, which are read without a copy; else
+    1."""
+    page = PAGE // compute_bytes
+    in_files = [placement for placement in placements if placement.weights_on == "nvme"]
+    return page if in_files and all(placement.alignment % page == 0 for placement in in_files) else 1
 
 
 def _actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:
