@@ -167,6 +167,15 @@ class Result:
             return {name: reader.full_tensor(name, state) for name in reader.manifest.tensors}
 
 
+def assert_same_states(ours: "Result", theirs: "Result") -> None:
+    """Check that all states at the end are equal to the bit."""
+    for state in ("master", "m", "v"):
+        found, expected = ours.states(state=state), theirs.states(state=state)
+        assert found
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(values, expected[name]) for name, values in found.items())
+
+
 def resumed(case: Case, source: Result, step: int) -> Case:
     """Return `case` resumed from a checkpoint of another run."""
     return replace(case, keys=(*case.keys, f"checkpoint.resume={source.folder}/checkpoints/step-{step:08d}"))

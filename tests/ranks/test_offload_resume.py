@@ -5,9 +5,8 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
-from harness import STEPS, Case, Result, Trainer, resumed
+from harness import STEPS, Case, Result, Trainer, assert_same_states, resumed
 
 HALF = STEPS // 2
 # Buckets of which each unit has several, and another size of them after the resume.
@@ -43,9 +42,7 @@ def same(ours: Result, theirs: Result, first: int) -> None:
     rest = {key: loss for key, loss in theirs.curve.items() if key[1] > first}
     assert len(rest) == STEPS - first + 1
     assert ours.curve == rest
-    for state in ("master", "m", "v"):
-        expected = theirs.states(state=state)
-        assert all(torch.equal(values, expected[name]) for name, values in ours.states(state=state).items())
+    assert_same_states(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,29 @@ import shutil
 from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from llmtrain.comm.activity import Activity
+from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
+from llmtrain.offload.place import open_outside
+from llmtrain.offload.weight_stores import FileWeights, HostWeights
 from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
+from llmtrain.plan.outside_weights import is_direct
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
+from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.states import most_states
 from llmtrain.plan.view import PlanView, view_recipe
@@ -75,7 +84,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("keys", "message"),
     [
         (("offload.optimizer=nvme",), "neither offload.paths nor the cluster file's node.nvme names a folder"),
-        (("offload.paths=[/scratch]",), "paths is given, but optimizer is none"),
+        (("offload.paths=[/scratch]",), "paths is given, but nothing rests in files"),
         ((*nvme("/scratch"), "offload.share=-0.1"), "offload.share is -0.1"),
         ((*nvme("/scratch"), "offload.share=1.01"), "offload.share is 1.01"),
         ((*nvme("/scratch"), "offload.bucket=1023"), "offload.bucket is 1023"),
@@ -86,6 +95,26 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_keys(keys: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=message):
         planned(tmp_path, *keys)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("keys", [(), ("zero.stage=3", "quantize.weights=int8"), ("zero.stage=3",)])
+def test_planned_memory_is_what_weights_and_gradients_take(compute: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    keys = (*keys, f"precision.compute={compute}", "offload.bucket=2048")
+    paths = f"offload.paths=[{tmp_path}]"
+    for tier in ("host", "nvme"):
+        given = (f"offload.parameters={tier}", *((paths,) if tier == "nvme" else ()))
+        plan = planned(tmp_path, *given, *keys)
+        expected = offload_memory(plan, 0, "cpu")
+        ranks = cast(Ranks, SimpleNamespace(rank=0, device=torch.device("cpu"), activity=Activity()))
+        outside = open_outside(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
+        assert outside.weights is not None
+        assert outside.gradients is not None
+        taken = cast(HostWeights | FileWeights, outside.weights.store).nbytes + outside.gradients.nbytes
+        # Each buffer of a page more begins at a page: the ring, and those of weights that are not whole pages.
+        pages = 0 if tier == "host" else 4096 * (1 if is_direct(plan, 0) else 3)
+        assert taken == expected.weights + expected.gradients + expected.buffers - pages
+        outside.close()
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])

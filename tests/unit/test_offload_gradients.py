@@ -9,8 +9,8 @@ import torch
 from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
 from llmtrain.plan.gradient_buckets import Move, UnitGradients
-from llmtrain.plan.offload import Bucket
-from llmtrain_kernels.squared_sum.op import squared_sum
+from llmtrain.plan.offload import NORM_BLOCK, Bucket
+from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor
 
 PASSES = 3
@@ -88,3 +88,8 @@ def test_a_move_that_the_step_does_not_have_raises(tmp_path: Path) -> None:
     units = cut({"a": 8192, "b": 4096}, 4096)
     with stored("nvme", units, tmp_path) as store, pytest.raises(RuntimeError, match="next move"):
         store.add("a", torch.zeros(8192), first=True, last=False)
+
+
+def test_the_plan_cuts_no_block_of_the_norm() -> None:
+    """The plan, which is without torch, has the kernel's number."""
+    assert NORM_BLOCK == BLOCK

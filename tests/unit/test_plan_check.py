@@ -46,6 +46,12 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "offload.share is 0.5 and offload.bucket is 2048, but offload.optimizer",
         ),
         (["offload={share: 0.5, bucket: 2048, optimizer: host}"], None),
+        (["offload={bucket: 2048, gradients: host}"], None),
+        (["offload={share: 0.5, bucket: 2048, gradients: host}"], "offload.share is 0.5, but offload.optimizer"),
+        (
+            ["offload.parameters=host", "pipeline.schedule=message-driven"],
+            "offload.parameters is host, but pipeline.schedule message-driven",
+        ),
     ],
 )
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:

@@ -38,6 +38,10 @@ class GradientTier(Protocol):
     def close(self) -> None:
         """Free the memory."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+
 
 class HostGradients:
     """Buckets in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
@@ -45,7 +49,8 @@ class HostGradients:
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
         self.link = LinkCount()
         sizes = [bucket.numel for bucket in buckets]
-        self._buckets = torch.zeros(sum(sizes), pin_memory=pinned).split(sizes)
+        memory = torch.zeros(sum(sizes), pin_memory=pinned)
+        self._buckets, self.nbytes = memory.split(sizes), memory.nbytes
 
     def begin(self) -> None:
         """See GradientTier."""
@@ -102,3 +107,8 @@ class FileGradients:
         """See GradientTier. Waits for the transfers that run."""
         self._queue.close()
         self._file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self._ring.nbytes

@@ -165,10 +165,24 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             "out, or set pipeline.schedule to message-driven"
         )
     offload = plan.record["offload"]
-    given = [key for key in ("share", "spare", "bucket", "overlap") if offload[key] != "auto"]
+    # Sums of gradients move in buckets too.
+    keys = (
+        ("share", "spare", "overlap")
+        if sharding.offload.gradients != "device"
+        else ("share", "spare", "bucket", "overlap")
+    )
+    given = [key for key in keys if offload[key] != "auto"]
     unused = [f"offload.{key} is {offload[key]}" for key in given]
     if offload["optimizer"] == "none" and unused:
-        yield f"{' and '.join(unused)}, but offload.optimizer is none, so that nothing leaves; set it to host or nvme"
+        yield (
+            f"{' and '.join(unused)}, but offload.optimizer is none, so that no optimizer states leave; set it to host "
+            "or nvme"
+        )
+    if sharding.offload.parameters != "device" and pipeline.name == "message-driven":
+        yield (
+            f"offload.parameters is {sharding.offload.parameters}, but pipeline.schedule message-driven keeps all "
+            "weights of a stage on the device during a step; leave it out, or take another schedule"
+        )
     placements = sharding.placements.values()
     if any(not one.hierarchical and one.degrees.weights == 1 and one.degrees.ranks > 1 for one in placements):
         yield (

@@ -62,8 +62,7 @@ class Placement:
     def padded(self, numel: int) -> int:
         """Return the elements of a unit of `numel` with the padding that makes its shards equal, and whole pages of a
         file."""
-        together = self.degrees.ranks == 1 and not self.moves_weights and not self.moves_gradients
-        multiple = 1 if together else self.degrees.ranks * self.alignment
+        multiple = self.degrees.ranks * self.alignment if self.degrees.ranks > 1 or self.moves_weights else 1
         return -(-numel // multiple) * multiple
 
 

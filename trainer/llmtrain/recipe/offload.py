@@ -50,7 +50,10 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         if self.paths and "nvme" not in (self.optimizer, self.parameters, self.gradients, self.activations):
-            raise ValueError(f"paths is given, but optimizer is {self.optimizer}; set it to nvme, or leave paths out")
+            raise ValueError(
+                "paths is given, but nothing rests in files; set optimizer, parameters, gradients or activations to "
+                "nvme, or leave paths out"
+            )
         if "" in self.paths:
             raise ValueError("paths has an empty path; give a folder of each NVMe volume")
         if self.optimizer == "none" and self.step == "device":
