@@ -40,14 +40,15 @@ class FetchRing:
         self._fetched = self._put = 0
         self.waited = 0.0
 
-    def fetch(self, region: int) -> None:
-        """Start to read a region. What was put back before is what it reads."""
+    def fetch(self, region: int, reads: bool = True) -> None:
+        """Start to read a region. What was put back before is what it reads. reads: otherwise, only make room for
+        it."""
         slot = self._slots[self._fetched % len(self._slots)]
         for one in self._slots:
             if one is slot or one.region == region:
                 self._finish(one.write)
         slot.nbytes = self._sizes[region]
-        slot.read = self._file.start_read(self._queue, region, slot.memory[: slot.nbytes])
+        slot.read = self._file.start_read(self._queue, region, slot.memory[: slot.nbytes]) if reads else []
         self._fetched += 1
 
     def take(self) -> Tensor:
@@ -56,10 +57,12 @@ class FetchRing:
         self._finish(slot.read)
         return slot.memory[: slot.nbytes]
 
-    def put(self, region: int) -> None:
-        """Start to write what was taken to a region, its own or another one of the same size."""
+    def put(self, region: int, writes: bool = True) -> None:
+        """Start to write what was taken to a region, its own or another one of the same size. writes: otherwise, only
+        give it back."""
         slot = self._slots[self._put % len(self._slots)]
-        slot.write, slot.region = self._file.start_write(self._queue, region, slot.memory[: slot.nbytes]), region
+        if writes:
+            slot.write, slot.region = self._file.start_write(self._queue, region, slot.memory[: slot.nbytes]), region
         self._put += 1
 
     def forget(self) -> None:

@@ -7,7 +7,8 @@ import torch
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
-from llmtrain.offload.bucket_ring import BucketRing
+from llmtrain.offload.fetch_ring import FetchRing
+from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.gradient_buckets import Move
@@ -83,19 +84,21 @@ class FileGradients:
         sizes = [bucket.nbytes for bucket in buckets]
         self._numel = [bucket.numel for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
-        self._ring = BucketRing(self._file, self._queue, sizes, moves, slots(len(sizes)), READ_AHEAD)
+        count = slots(len(sizes))
+        self._ring = FetchRing(self._file, self._queue, sizes, count)
+        self._moves = MoveRing(self._ring, moves, min(READ_AHEAD, count - 1))
 
     def begin(self) -> None:
         """See GradientTier."""
-        self._ring.begin()
+        self._moves.begin()
 
     def take(self, bucket: int) -> Tensor:
         """See GradientTier."""
-        return self._ring.take(bucket).view(torch.float32)[: self._numel[bucket]]
+        return self._moves.take(bucket).view(torch.float32)[: self._numel[bucket]]
 
     def put(self, bucket: int) -> None:
         """See GradientTier."""
-        self._ring.put(bucket)
+        self._moves.put(bucket)
 
     def usage(self) -> TierUsage:
         """See GradientTier."""
