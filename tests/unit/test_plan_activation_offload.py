@@ -230,7 +230,7 @@ def test_a_record_makes_the_same_plan(tmp_path: Path) -> None:
         (("offload.activations=disk",), "offload.activations is disk; expected one of none, host, nvme"),
         (
             ("offload.activations=host", "offload.paths=[/scratch]"),
-            "paths is given, but optimizer is none",
+            "paths is given, but nothing rests in files",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
