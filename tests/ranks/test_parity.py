@@ -33,6 +33,23 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 
 
+TIED = ("model.tie_embeddings=true",)
+TIED_CASES = {
+    "one stage": Case(2, ("zero.stage=3",), TIED, accumulation=4),
+    "recomputed, no lookahead": Case(2, ("zero.stage=3", "zero.resident=0", "activation_checkpointing=full"), TIED),
+    "two stages": Case(4, ("zero.stage=3",), TIED, accumulation=4, pipeline=2),
+    "zero-bubble": Case(4, ("zero.stage=3", "pipeline.schedule=zero-bubble"), TIED, accumulation=4, pipeline=2),
+    "weights on the host": Case(2, ("zero.stage=1", "offload.parameters=host"), TIED, accumulation=4),
+    "tensor and two stages": Case(8, ("zero.stage=3",), TIED, accumulation=4, tensor=2, pipeline=2),
+}
+
+
+@pytest.mark.parametrize("name", TIED_CASES)
+def test_tied_embeddings(name: str, trained: Trained) -> None:
+    """The output projection computes with the embedding's gathered weights, in its forward pass alone."""
+    check(trained, TIED_CASES[name], False)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_compiled_blocks(trained: Trained) -> None:

@@ -23,7 +23,8 @@ def forward_spots(layout: StageLayout) -> Iterator[Spot]:
 
 def backward_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
     """Yield the points of a backward pass that computes all gradients. recompute: blocks of one group of activation
-    checkpointing, 0 for none. The embedding's own backward pass needs no weights."""
+    checkpointing, 0 for none. Neither the embedding's backward pass nor that of the output projection needs weights:
+    the projection's forward pass has computed its gradients."""
     if layout.closes:
         yield from _head_spots(layout)
     for group in reversed(_groups(layout, recompute)):
@@ -32,17 +33,13 @@ def backward_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
             yield from ((At.GRADIENTS, name), (At.DONE, name))
     if layout.opens:
         yield At.GRADIENTS, "embedding"
-        if layout.closes and layout.tied:
-            yield At.DONE, "embedding"
 
 
 def backward_input_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
     """Yield the points of a backward pass of the inputs alone. A unit's weights are no longer needed once the gradient
     of its input is complete."""
     if layout.closes:
-        needed = ("head", "embedding") if layout.tied else ("head",)
-        yield from ((At.USE, name) for name in reversed(needed))
-        yield from ((At.DONE, name) for name in needed)
+        yield from ((At.USE, "head"), (At.DONE, "head"))
     for group in reversed(_groups(layout, recompute)):
         yield from ((At.USE, name) for name in group)
         yield from ((At.DONE, name) for name in reversed(group))
@@ -92,11 +89,9 @@ def backward_passes(
 
 
 def _head_spots(layout: StageLayout) -> Iterator[Spot]:
-    if layout.tied:
-        yield At.USE, "embedding"
-        if not layout.opens:
-            # The loss gives the matrix its gradient before the norm's backward pass begins.
-            yield from ((At.GRADIENTS, "embedding"), (At.DONE, "embedding"))
+    if layout.tied and not layout.opens:
+        # The loss gives the matrix its gradient before the norm's backward pass begins.
+        yield At.GRADIENTS, "embedding"
     yield from ((At.USE, "head"), (At.GRADIENTS, "head"), (At.DONE, "head"))
 
 
