@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CORPUS := runs/quickstart-data
 
-.PHONY: help install quickstart test check soak bench clean
+.PHONY: help install quickstart test check soak bench gpu clean
 
 help:
 	@echo "make install     install into $(VENV)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check       ruff, format, mypy"
 	@echo "make soak        run the long tests (needs root)"
 	@echo "make bench       benchmark against peers and write docs/benchmarks.md (needs root)"
+	@echo "make gpu         run doctor, the tests and the benchmarks of a GPU (needs one; installs nothing)"
 
 install: $(INSTALLED)
 
@@ -81,6 +82,10 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tools.bench.sharding --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.clusters --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.uneven --write docs/benchmarks.md
+
+# Without .venv it uses the Python that is there, so that it needs no network.
+gpu:
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tools/gpu.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,0 +1,136 @@
+"""Training on a GPU follows training on a CPU. Every test also runs on the CPU, so that it is known to work."""
+
+import signal
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm import ranks as ranks_module
+from llmtrain.comm.ranks import connect
+from llmtrain.errors import PreemptedError
+from llmtrain.inference.generate import Sampling, generate
+from llmtrain.inference.trained import open_model
+from llmtrain.plan.facts import Device, Facts
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain.training import loop
+from llmtrain.training.run import Run
+from tiny import Curve, curve, write_corpus
+
+STEPS = 8
+RECIPE = """
+model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 4, eval_every: 4, eval_batches: 1}}
+precision: {{compute: fp32}}
+optimizer: {{lr: 1.0e-2, warmup: 2}}
+checkpoint: {{every: 4}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+BUCKETS = "offload.bucket=2048"
+HOST = ("offload.optimizer=host", BUCKETS)
+NVME = ("offload.optimizer=nvme", "offload.paths=[.]", BUCKETS)
+ON_DEVICE = "offload.step=device"
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device on which the test's runs train."""
+    use(request.param, monkeypatch)
+    return cast(Device, request.param)
+
+
+def use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ranks compute on `device`, also where the machine has a GPU."""
+    monkeypatch.setattr(ranks_module, "device_of", lambda local_rank: torch.device(device))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and its data; volumes of offload are in it."""
+    write_corpus(tmp_path / "set", 100)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path, steps=STEPS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def trained(folder: Path, name: str, device: Device, *keys: str) -> Curve:
+    """Train the recipe with `keys` to its last step; return its losses."""
+    recipe = load_recipe(str(folder / "tiny.yaml"), [f"name={name}", *keys])
+    plan = check_and_plan(recipe, Facts(world=1, device=device))
+    loop.train(plan, connect(Layout({Axis.DATA: 1})).on_grid(plan.grid, plan.tiers), [])
+    return curve(folder / "runs" / name)
+
+
+@pytest.mark.parametrize(("compute", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)])
+def test_the_curve_is_that_of_fp32_on_a_cpu(
+    compute: str, tolerance: float, folder: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"precision.compute={compute}"] + ["precision.loss_scale=1024"] * (compute == "fp16")
+    found = trained(folder, "found", device, *keys)
+    use("cpu", monkeypatch)
+    expected = trained(folder, "expected", "cpu")
+    assert found.keys() == expected.keys()
+    assert len(found) > STEPS
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=tolerance)
+
+
+def test_recomputation_changes_no_loss(folder: Path, device: Device) -> None:
+    plain = trained(folder, "plain", device)
+    found = trained(folder, "recomputed", device, "activation_checkpointing=full")
+    assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_blocks_have_the_same_curve(folder: Path) -> None:
+    plain = trained(folder, "plain", "cuda")
+    found = trained(folder, "compiled", "cuda", "train.compile=true")
+    assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(*HOST, ON_DEVICE), HOST, (*NVME, ON_DEVICE), NVME],
+    ids=["host, step on the device", "host", "nvme, step on the device", "nvme"],
+)
+def test_offload_changes_no_bit(keys: tuple[str, ...], folder: Path, device: Device) -> None:
+    """A step on the host uses the CPU's kernel, which rounds otherwise than a GPU's: there it is close."""
+    plain = trained(folder, "plain", device)
+    found = trained(folder, "offloaded", device, *keys)
+    if device == "cpu" or ON_DEVICE in keys:
+        assert found == plain
+    else:
+        assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_stopped_run_goes_on(
+    asynchronous: str, folder: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"checkpoint.async={asynchronous}"
+    expected = trained(folder, "whole", device, key)
+    step = loop.train_step
+
+    def stopped(run: Run, number: int) -> bool:
+        if number == STEPS // 2 + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return step(run, number)
+
+    monkeypatch.setattr(loop, "train_step", stopped)
+    with pytest.raises(PreemptedError):
+        trained(folder, "stopped", device, key)
+    assert len(curve(folder / "runs" / "stopped")) < len(expected)
+    monkeypatch.setattr(loop, "train_step", step)
+    assert trained(folder, "stopped", device, key) == expected
+
+
+def test_a_trained_model_generates(folder: Path, device: Device) -> None:
+    trained(folder, "model", device)
+    model = open_model(folder / "runs" / "model", pytest.fail).model
+    assert next(model.parameters()).device.type == device
+    tokens = list(generate(model, [1, 2, 3], 5, Sampling(temperature=0), None))
+    assert len(tokens) == 5
+    assert all(0 <= token < 64 for token in tokens)

@@ -1,0 +1,65 @@
+"""`make gpu`: check this machine, run the tests on its GPU, and measure training on it. Uses no network."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = (
+    "torch",
+    "triton",
+    "numpy",
+    "typer",
+    "rich",
+    "omegaconf",
+    "pydantic",
+    "yaml",
+    "msgspec",
+    "xxhash",
+    "psutil",
+    "safetensors",
+    "tqdm",
+    "pytest",
+    "hypothesis",
+)
+# Seconds for the tests, and for the benchmarks.
+TESTS, BENCHMARKS = 600, 900
+
+
+def obstacle() -> str:
+    """Return one sentence that says why nothing can run here; empty if it can."""
+    if absent := [name for name in NEEDED if find_spec(name) is None]:
+        return f"make gpu needs these Python packages, which {sys.executable} lacks: {', '.join(absent)}"
+    import torch
+
+    return "" if torch.cuda.is_available() else "make gpu needs a GPU, and torch finds none here; see llmtrain doctor"
+
+
+def run(limit: int, *words: str) -> bool:
+    """Run Python with `words` for at most `limit` seconds; return whether it succeeded."""
+    print(f"running {' '.join(words)}", flush=True)
+    paths = [str(ROOT / name) for name in ("", "trainer", "kernels", "data")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    try:
+        return not subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=limit).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{' '.join(words)} took over {limit} s, and was ended", file=sys.stderr)
+        return False
+
+
+def main() -> int:
+    """Return the exit code: 2 if nothing can run here, 1 if tests or benchmarks failed."""
+    if sentence := obstacle():
+        print(sentence, file=sys.stderr)
+        return 2
+    # It also reports packages that only other commands need, so that its exit code does not count here.
+    run(120, "-m", "llmtrain", "doctor")
+    passed = run(TESTS, "-m", "pytest", "-q", "tests/gpu")
+    measured = run(BENCHMARKS, "-m", "tools.bench.gpu", "--write", "docs/benchmarks.md")
+    return 0 if passed and measured else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
