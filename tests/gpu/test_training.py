@@ -96,8 +96,8 @@ def test_compiled_blocks_have_the_same_curve(folder: Path) -> None:
     [(*HOST, ON_DEVICE), HOST, (*NVME, ON_DEVICE), NVME],
     ids=["host, step on the device", "host", "nvme, step on the device", "nvme"],
 )
-def test_offload_changes_no_bit(keys: tuple[str, ...], folder: Path, device: Device) -> None:
-    """A step on the host uses the CPU's kernel, which rounds otherwise than a GPU's: there it is close."""
+def test_offload_keeps_the_curve(keys: tuple[str, ...], folder: Path, device: Device) -> None:
+    """Where the same kernel steps, no bit changes. The kernel of CPUs rounds otherwise than that of a GPU."""
     plain = trained(folder, "plain", device)
     found = trained(folder, "offloaded", device, *keys)
     if device == "cpu" or ON_DEVICE in keys:
@@ -107,7 +107,7 @@ def test_offload_changes_no_bit(keys: tuple[str, ...], folder: Path, device: Dev
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_stopped_run_goes_on(
+def test_a_stopped_run_resumes(
     asynchronous: str, folder: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = f"checkpoint.async={asynchronous}"
