@@ -18,6 +18,7 @@ from llmtrain.plan.activations import live_activations
 from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.described import described_run
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.own_needs import CPU, GPU
 from llmtrain.plan.plan import Plan
@@ -229,14 +230,19 @@ def test_the_largest_gradient() -> None:
 
 
 def test_a_chunk_of_logits() -> None:
-    """Beside the logits, the loss makes fp32 probabilities of them, and a product of the size of the output matrix."""
+    """Beside the logits, the loss makes a product of the size of the output matrix, and without Triton probabilities in
+    fp32. Rows of logits start at multiples of 64 elements."""
     half = "precision.compute=bf16"
     plan, budget = made("model.vocab=8000", half, cluster(10**12))
     tokens, role = plan.batch.microbatch * 32, budget.rows[0].role
-    assert loss_bytes(plan, role, "cuda") == 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
+    assert loss_bytes(plan, role, "cuda") == 8000 * (tokens * 2 + 512 * 2)
+    without = replace(plan, kernels=kernels_of(Facts(world=1, device="cuda", triton=False), plan.model, "bf16"))
+    assert loss_bytes(without, role, "cuda") == 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
+    plan, budget = made("model.vocab=8001", half, cluster(10**12))
+    assert loss_bytes(plan, budget.rows[0].role, "cuda") == 8064 * tokens * 2 + 8001 * 512 * 2
     # A chunk of a large vocabulary has fewer tokens than the microbatch.
     plan, budget = made("model.vocab=1000000", "train.global_batch=512", "train.microbatch=64", half, cluster(10**12))
-    assert loss_bytes(plan, budget.rows[0].role, "cuda") == 1_000_000 * 256 * (2 + 4)
+    assert loss_bytes(plan, budget.rows[0].role, "cuda") == 1_000_000 * (256 * 2 + plan.model.hidden * 2)
     plan, budget = made("model.vocab=8000", "parallel.pipeline=2", half, cluster(10**12))
     assert [loss_bytes(plan, row.role, "cuda") > 0 for row in budget.rows] == [False, True]
 

@@ -9,3 +9,12 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 def chunk_rows(device: str, vocab: int) -> int:
     """Return how many rows of logits over `vocab` ids one chunk has on a device type."""
     return max(MIN_ROWS, CHUNK_ELEMENTS.get(device, 1 << 24) // vocab)
+
+
+def row_stride(device: str, vocab: int) -> int:
+    """Return how many elements the rows of a chunk's logits are apart on a device type.
+
+    On GPUs, rows start at multiples of 64 elements: products and kernels move whole vectors to and from aligned rows
+    alone, and few vocabularies are multiples (GPT-2's 50257 is odd).
+    """
+    return -(-vocab // 64) * 64 if device == "cuda" else vocab

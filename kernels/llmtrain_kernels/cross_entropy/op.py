@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain_kernels.cross_entropy.chunks import chunk_rows
+from llmtrain_kernels.cross_entropy.chunks import chunk_rows, row_stride
 from llmtrain_kernels.matmul import matmul
 from llmtrain_kernels.native import native_functions, takes_native
+from llmtrain_kernels.triton_launch import takes_triton
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -30,6 +31,14 @@ def rows_on(device: torch.device, vocab: int) -> int:
     return chunk_rows(device.type, vocab)
 
 
+def logits_buffer(x: Tensor, rows: int, vocab: int) -> Tensor:
+    """Return memory for logits, `[rows, vocab]`, of x's dtype and on its device. Rows may have a gap between them.
+
+    One buffer serves all chunks: on a CPU, the allocator maps memory of this size anew at each allocation.
+    """
+    return x.new_empty(rows, row_stride(x.device.type, vocab))[:, :vocab]
+
+
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute `linear_cross_entropy` with torch operations; the reference in tests."""
     return F.cross_entropy(F.linear(x, weight).float(), targets)
@@ -41,8 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if needs_grad else None
-        # One buffer for all chunks: on a CPU, the allocator maps memory of this size anew at each allocation.
-        all_logits = x.new_empty(min(rows, x.shape[0]), weight.shape[0])
+        all_logits = logits_buffer(x, min(rows, x.shape[0]), weight.shape[0])
         for first in range(0, x.shape[0], rows):
             chunk, chunk_targets = x[first : first + rows], targets[first : first + rows]
             logits = matmul(chunk, weight.t(), all_logits[: len(chunk)])
@@ -72,6 +80,10 @@ def _kernel() -> SimpleNamespace | None:
 
 def _losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Return the cross-entropy of each row, fp32 `[rows]`. If `needs_grad`, overwrite the logits with the gradient."""
+    if takes_triton(logits):
+        from llmtrain_kernels.cross_entropy import triton_backend
+
+        return triton_backend.losses(logits, targets, needs_grad)
     kernel = _kernel() if takes_native(logits) else None
     if kernel is None:
         return _plain_losses(logits, targets, needs_grad)

@@ -12,11 +12,13 @@ CPU_GENERATOR = 5056
 
 def kernels_of(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
     """Return what the kernels keep that a run on these facts takes."""
-    return _on_cuda(model, COMPUTE_BYTES[compute]) if facts.device == "cuda" else _on_cpu(facts, model, compute)
+    if facts.device == "cuda":
+        return _on_cuda(model, COMPUTE_BYTES[compute], facts.triton)
+    return _on_cpu(facts, model, compute)
 
 
-def _on_cuda(model: GPTConfig, compute_bytes: int) -> Kernels:
-    """Return what flash-attn and torch's kernels keep from compute capability 8.0 on, by their sources."""
+def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool) -> Kernels:
+    """Return what flash-attn, torch's kernels and ours keep from compute capability 8.0 on, by their sources."""
     attention: Attention = "math"
     if compute_bytes == 2 and model.head_dim <= FLASH_CHANNELS:
         attention = "flash"
@@ -33,8 +35,8 @@ def _on_cuda(model: GPTConfig, compute_bytes: int) -> Kernels:
         weights_mask=1,
         # torch keeps the states of all generators in host memory.
         generator=0,
-        # Probabilities in fp32.
-        logit=4,
+        # Our kernel works in place; torch's operations make probabilities in fp32.
+        logit=0 if triton else 4,
     )
 
 

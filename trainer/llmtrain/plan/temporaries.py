@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from llmtrain_kernels.cross_entropy.chunks import chunk_rows
+from llmtrain_kernels.cross_entropy.chunks import chunk_rows, row_stride
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.model.tensors import UnitSpec
@@ -40,10 +40,10 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
     vocab = -(-plan.model.vocab // parts)
     rows = min(chunk_rows(device, vocab), plan.batch.microbatch * plan.batch.sequence_length)
-    # Over a sharded vocabulary, torch's operations compute the loss.
-    made = rows * vocab * (plan.kernels.logit if parts == 1 else 4)
+    # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
+    made = rows * vocab * (plan.kernels.logit if parts == 1 or device == "cuda" else 4)
     product = vocab * plan.model.hidden * element if element < 4 else 0
-    return rows * vocab * element + max(made, product)
+    return rows * row_stride(device, vocab) * element + max(made, product)
 
 
 def largest_parameter(unit: UnitSpec) -> int:

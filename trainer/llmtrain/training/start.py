@@ -100,6 +100,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
         # NVIDIA's apex, not the package of the same name on PyPI.
         apex=find_spec("amp_C") is not None,
         native=gpus > 0 or _native(),
+        triton=find_spec("triton") is not None,
     )
 
 

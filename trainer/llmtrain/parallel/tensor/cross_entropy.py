@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy.op import add_product, rows_on
+from llmtrain_kernels.cross_entropy.op import add_product, logits_buffer, rows_on
+from llmtrain_kernels.cross_entropy.partial import partial_losses
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -75,8 +76,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(own) if wanted else None
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        # One buffer for all chunks: a CPU would map new memory of this size each time.
-        all_logits = x.new_empty(min(step, len(own)) * shares, weight.shape[0])
+        all_logits = logits_buffer(x, min(step, len(own)) * shares, weight.shape[0])
         arriving, leaving = mesh.gather(own[:step]), Pending(lambda: own[:0])
         for first in range(0, len(own), step):
             part, last = arriving.wait(), first + step
@@ -109,16 +109,10 @@ def _losses(logits: Tensor, wished: Tensor, mesh: TensorMesh, wanted: bool) -> T
 
     wished: each row's target, counted from the first token of this rank's share.
     """
-    held = (wished >= 0) & (wished < logits.shape[1])
-    place = wished.masked_fill(~held, 0).unsqueeze(1)
-    top = logits.amax(1, keepdim=True).float()
-    shares = (logits - top).exp_()
-    picked = logits.gather(1, place).squeeze(1).float().masked_fill_(~held, 0.0)
-    own = torch.stack((top.squeeze(1), shares.sum(1), picked))
-    tops, sums, targets = mesh.all_gather(own.unsqueeze(0)).wait().unbind(1)
+    own = partial_losses(logits, wished)
+    tops, sums, targets = mesh.all_gather(own.statistics.unsqueeze(0)).wait().unbind(1)
     highest = tops.amax(0)
     normalizer = (sums * (tops - highest).exp_()).sum(0)
     if wanted:
-        shares.mul_(((own[0] - highest).exp_() / normalizer).unsqueeze(1))
-        logits.copy_(shares.scatter_add_(1, place, -held.unsqueeze(1).float()))
+        own.write_gradient(highest, normalizer)
     return highest + normalizer.log() - targets.sum(0)

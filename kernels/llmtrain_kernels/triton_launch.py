@@ -1,0 +1,24 @@
+"""Which tensors Triton kernels process, and where they start. It does not import Triton, which CPU builds may lack."""
+
+import functools
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Whether Triton can be imported. torch's GPU builds for Linux bring it."""
+    return find_spec("triton") is not None
+
+
+def takes_triton(x: Tensor) -> bool:
+    """Whether a Triton kernel can process `x`: fp32, bf16 or fp16, on a GPU."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()
+
+
+def device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which Triton launches on x's device: it takes the current one, whatever its arguments."""
+    return torch.cuda.device(x.device if x.is_cuda else -1)

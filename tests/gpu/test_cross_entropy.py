@@ -1,0 +1,56 @@
+"""Cross-entropy on a GPU: Triton's kernels against torch's operations in fp64, with equal inputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, logits_buffer
+from llmtrain_kernels.cross_entropy.partial import ReferenceLosses, TritonLosses
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+
+
+@both_dtypes
+@pytest.mark.parametrize("vocab", [61, 8193, 50257, 128256])
+def test_rows(vocab: int, dtype: torch.dtype) -> None:
+    from llmtrain_kernels.cross_entropy import triton_backend
+
+    torch.manual_seed(0)
+    x = torch.randn(37, vocab, device="cuda").mul_(4).to(dtype)
+    logits = logits_buffer(x, 37, vocab).copy_(x)
+    targets = torch.randint(0, vocab, (37,), device="cuda")
+    exact = x.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    losses = triton_backend.losses(logits, targets, True)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+    assert (logits.double() - gradient).norm() <= TOLERANCE[dtype] * gradient.norm()
+
+
+@both_dtypes
+def test_shares_of_a_vocabulary(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, targets = torch.randn(37, 25129, device="cuda").mul_(4).to(dtype), torch.randint(-9000, 34000, (37,)).cuda()
+    ours, theirs = (logits_buffer(x, *x.shape).copy_(x) for _ in range(2))
+    mine, reference = TritonLosses(ours, targets), ReferenceLosses(theirs, targets)
+    torch.testing.assert_close(mine.statistics, reference.statistics, rtol=1e-5, atol=1e-6)
+    top, total, _ = reference.statistics
+    for one in (mine, reference):
+        one.write_gradient(top + 1, total * 2)
+    assert (ours.double() - theirs.double()).norm() <= TOLERANCE[dtype] * theirs.double().norm()
+
+
+@both_dtypes
+def test_with_the_products(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 64, device="cuda").to(dtype), torch.randn(50257, 64, device="cuda").to(dtype)
+    targets, results = torch.randint(0, 50257, (300,), device="cuda"), []
+    for ours in (True, False):
+        inputs = [(t if ours else t.double()).detach().requires_grad_() for t in (x, weight)]
+        loss = linear_cross_entropy(*inputs, targets) if ours else F.cross_entropy(inputs[0] @ inputs[1].t(), targets)
+        results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+    # Logits of bf16 are rounded.
+    for mine, exact in zip(*results, strict=True):
+        assert (mine.double() - exact).norm() <= 2 * TOLERANCE[dtype] * exact.norm()
