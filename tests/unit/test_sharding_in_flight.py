@@ -68,3 +68,19 @@ def test_an_error_reaches_who_waits_and_all_that_follow() -> None:
         with pytest.raises(OSError, match="the link is down"):
             ticket.wait()
     stream.close()
+
+
+def test_later_jobs_of_a_failed_stream_raise_what_failed() -> None:
+    """A job that relies on one that failed does not run, so its own error never hides the cause."""
+    stream, ran = ThreadStream("test"), list[int]()
+
+    def lost() -> None:
+        raise ConnectionError("a rank is lost")
+
+    tickets = [stream.submit(lambda: ran.append(1)), stream.submit(lost), stream.submit(lambda: ran.append(2))]
+    tickets[0].wait()
+    for ticket in tickets[1:]:
+        with pytest.raises(ConnectionError, match="a rank is lost"):
+            ticket.wait()
+    assert ran == [1]
+    stream.close()

@@ -41,7 +41,11 @@ def waiting_stream(device: torch.device, name: str, activity: Activity) -> Strea
 
 
 class ThreadStream:
-    """Runs jobs in a thread. gloo and ctypes release the interpreter's lock, so the main thread computes meanwhile."""
+    """Runs jobs in a thread. gloo and ctypes release the interpreter's lock, so the main thread computes meanwhile.
+
+    Once a job has raised an error, later jobs do not run; they raise the same error. They may rely on what the failed
+    job should have done, and an error of theirs would hide the cause.
+    """
 
     def __init__(self, name: str, activity: Activity | None = None) -> None:
         self._activity = activity or Activity()
@@ -62,14 +66,18 @@ class ThreadStream:
     def _run(self) -> None:
         # Every thread has this setting of its own.
         torch.set_grad_enabled(False)
+        failed: BaseException | None = None
         while (queued := self._jobs.get()) is not None:
             job, future = queued
             try:
-                job()
+                if failed is None:
+                    job()
             except BaseException as error:
-                future.set_exception(error)
-            else:
+                failed = error
+            if failed is None:
                 future.set_result(None)
+            else:
+                future.set_exception(failed)
             # Without this, the last job's tensors would live until the next job.
             del job, future, queued
 
