@@ -3,11 +3,15 @@
 from collections.abc import Callable
 
 import pytest
-from harness import STEPS, Case, Result, worst_difference
+from harness import Case, Result
+from test_parity import check
 
 Trained = Callable[[Case], Result]
 
-FAMILIES = {name: (f"model.family={name}", "model.kv_heads=4") for name in ("gpt2", "neox")}
+# With the default epsilon, AdamW makes the rounding of one NeoX channel's gradients, which are nearly zero, as large as
+# steps are: then one process with other microbatches differs by 2e-5 in the weights of that channel.
+KEYS = ("model.kv_heads=4", "optimizer.eps=1.0e-6")
+FAMILIES = {name: (f"model.family={name}", *KEYS) for name in ("gpt2", "neox")}
 ALL_IN_FILES = ("offload.parameters=nvme", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024")
 STAGE3 = ("zero.stage=3",)
 LAYOUTS = {
@@ -29,10 +33,4 @@ LAYOUTS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, layout: str, trained: Trained) -> None:
     world, keys, tensor, pipeline = LAYOUTS[layout]
-    base = FAMILIES[family]
-    case = Case(world, keys, base, accumulation=4, tensor=tensor, pipeline=pipeline)
-    ours, theirs = trained(case), trained(case.reference)
-    assert len(theirs.rows) == STEPS
-    assert theirs.rows[-1]["loss"] < theirs.rows[0]["loss"] - 0.4
-    difference, where = worst_difference(ours.curve, theirs.curve)
-    assert difference < 1e-5, f"loss at {where} differs by {difference:.2e}"
+    check(trained, Case(world, keys, FAMILIES[family], accumulation=4, tensor=tensor, pipeline=pipeline), False)
