@@ -11,6 +11,16 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 from harness import Case, Result, Trainer
 
+# Seconds for a test, which may train the cases of all others.
+TIMEOUT = 3600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time to the tests of which the first trains all others' cases."""
+    for item in items:
+        if "trained" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
+
 
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 TAKE, START = Workspace.take, SharedMemoryCollectives._start
 GATHER, NEW_BUFFER = GatheredWeights.gather, GradientReducer._new_buffer
+# A wrapper around the last case's wrapper would keep every former run, with its process groups and their threads.
+RECEIVE, EXPECT, NEXT = Transport.receive, Transport.expect, Transport._next
 
 
 class HighWater:
@@ -29,9 +31,9 @@ class HighWater:
         self._taken: dict[int, dict[str, int]] = {}
         self._rounds: dict[int, int] = {}
         self.receives = 0
-        Transport.receive = self._watched(Transport.receive)  # type: ignore[method-assign]
-        Transport.expect = self._watched(Transport.expect)  # type: ignore[method-assign]
-        Transport._next = self._watched(Transport._next)  # type: ignore[method-assign]
+        Transport.receive = self._watched(RECEIVE)  # type: ignore[method-assign]
+        Transport.expect = self._watched(EXPECT)  # type: ignore[method-assign]
+        Transport._next = self._watched(NEXT)  # type: ignore[method-assign]
         self.arenas = {"gathered_weights": 0, "gradient_buffers": 0}
         Workspace.take = self._take(TAKE)  # type: ignore[method-assign]
         SharedMemoryCollectives._start = self._start(START)  # type: ignore[method-assign]

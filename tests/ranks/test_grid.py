@@ -10,8 +10,6 @@ from strategies import INT4, INT8, SECOND
 from test_parity import check, settled
 
 Trained = Callable[[Case], Result]
-# The first test trains the cases of all tests.
-pytestmark = pytest.mark.timeout(3600)
 MODELS = {
     "llama": ("model.layers=8", "model.kv_heads=4"),
     # At the harness's rate of 1e-2, two single-process programs in fp32 end up to 2e-5 apart.

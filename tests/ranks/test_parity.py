@@ -33,25 +33,45 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 
 
+# With the default epsilon, AdamW makes the rounding of one NeoX channel's gradients, which are nearly zero, as large as
+# steps are: then one process with other microbatches differs by 2e-5 in the weights of that channel.
+FAMILIES = [(f"model.family={name}", "model.kv_heads=4", "optimizer.eps=1.0e-6") for name in ("gpt2", "neox")]
 TIED = ("model.tie_embeddings=true",)
-TIED_CASES = {
-    "one stage": Case(2, ("zero.stage=3",), TIED, accumulation=4),
-    "recomputed, no lookahead": Case(2, ("zero.stage=3", "zero.resident=0", "activation_checkpointing=full"), TIED),
-    "two stages": Case(4, ("zero.stage=3",), TIED, accumulation=4, pipeline=2),
-    "zero-bubble": Case(4, ("zero.stage=3", "pipeline.schedule=zero-bubble"), TIED, accumulation=4, pipeline=2),
-    "weights on the host": Case(2, ("zero.stage=1", "offload.parameters=host"), TIED, accumulation=4),
-    "tensor and two stages": Case(8, ("zero.stage=3",), TIED, accumulation=4, tensor=2, pipeline=2),
-}
+STAGE3, ZERO_BUBBLE = "zero.stage=3", "pipeline.schedule=zero-bubble"
+IN_FILES = ("offload.parameters=nvme", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024")
+RECOMPUTED = ("activation_checkpointing=full", "offload.activations=host")
 
 
-@pytest.mark.parametrize("name", TIED_CASES)
-def test_tied_embeddings(name: str, trained: Trained) -> None:
-    """The output projection computes with the embedding's gathered weights, in its forward pass alone."""
-    check(trained, TIED_CASES[name], False)
+def of_family(base: tuple[str, ...]) -> list[Case]:
+    """Return layouts of a model of another family than the harness's."""
+    return [
+        Case(2, (STAGE3,), base, accumulation=4),
+        Case(2, (STAGE3, *IN_FILES), base, accumulation=4),
+        Case(2, (STAGE3, *RECOMPUTED), base, accumulation=4),
+        Case(4, (STAGE3,), base, accumulation=4, tensor=2),
+        Case(4, (STAGE3, ZERO_BUBBLE), base, accumulation=4, pipeline=2),
+        Case(8, ("zero.stage=2", "offload.optimizer=host"), base, accumulation=4, tensor=2, pipeline=2),
+    ]
+
+
+# The output projection of tied embeddings computes with the embedding's gathered weights, in its forward pass alone.
+MODELS = [
+    Case(2, (STAGE3,), TIED, accumulation=4),
+    Case(2, (STAGE3, "zero.resident=0", "activation_checkpointing=full"), TIED),
+    Case(4, (STAGE3,), TIED, accumulation=4, pipeline=2),
+    Case(4, (STAGE3, ZERO_BUBBLE), TIED, accumulation=4, pipeline=2),
+    Case(2, ("zero.stage=1", "offload.parameters=host"), TIED, accumulation=4),
+    Case(8, (STAGE3,), TIED, accumulation=4, tensor=2, pipeline=2),
+    *(case for base in FAMILIES for case in of_family(base)),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_models(case: Case, trained: Trained) -> None:
+    check(trained, case, False)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_compiled_blocks(trained: Trained) -> None:
     """The weights of torch.compile's code are gathered in time, forward and backward."""
     check(trained, Case(2, ("zero.stage=3", "train.compile=true"), accumulation=4), False)
@@ -66,7 +86,6 @@ EVERY = [
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("case", "quantized"), EVERY, ids=str)
 def test_every_strategy(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
