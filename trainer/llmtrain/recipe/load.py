@@ -171,7 +171,7 @@ def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[
 
 def _refuse_unwritable(key: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        wrong = "a finite number"
+        wrong = "a finite number, or quotes around it if it is text"
     elif isinstance(value, int) and abs(value) > _LARGEST:
         wrong = "a number below 2^63"
     elif isinstance(value, str) and ("${" in value or not value.isprintable()):
