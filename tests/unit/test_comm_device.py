@@ -11,6 +11,8 @@ from llmtrain.comm.device import (
     in_host_memory,
     is_cpu,
     synchronize,
+    to_device,
+    to_host,
 )
 
 CPU = torch.device("cpu")
@@ -23,6 +25,12 @@ def test_without_a_gpu_there_is_the_cpu() -> None:
     assert allocated_memory(CPU) == {}
     synchronize(CPU)
     forget_peak_memory(CPU)
+
+
+def test_values_that_are_where_they_should_be_stay_there() -> None:
+    values = torch.arange(3)
+    assert to_device(values, CPU) is values
+    assert to_host(values) is values
 
 
 def test_host_copies_keep_their_memory() -> None:

@@ -120,7 +120,7 @@ class EmulatedRun:
         buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
         device = Device.new(moves, rates)
         stagings = [EmulatedStaging(device) for _ in range(order.threads)]
-        self.stepper = Stepper(HostStates(buckets, pinned=False), stagings, 0, torch.device("cpu"))
+        self.stepper = Stepper(HostStates(buckets, pinned=False), stagings, 0)
         self.happened = list[Happened]()
         self.stepper.observe = lambda do, bucket: self.happened.append(Happened(do.value, bucket))
         self._works = [self._work(place) for place in range(len(moves))]

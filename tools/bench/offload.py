@@ -67,7 +67,7 @@ class Stepped:
         buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(numel)]
         self._buckets, self._tier = buckets, FileStates(buckets, paths)
         self._overlap = offload.overlap
-        self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap, torch.device("cpu"))
+        self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap)
         resident = OptimizerShard(unit, (0, 0), torch.empty(0), "cpu")
         outside = OutsideBuckets(self._stepper, 0, buckets, [None] * len(buckets))
         self._shard = OffloadedShard(resident, outside, StepRule(unit, numel, "cpu"), None)

@@ -50,7 +50,7 @@ def _backends() -> dict[str, Backend]:
 
 def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamWStep) -> None:
     # The torch kernel increments the step itself.
-    step = torch.tensor(float(numbers.step - 1), device=master.device)
+    step = torch.full((), float(numbers.step - 1), device=master.device)
     torch_adamw(
         [master],
         [gradient],
@@ -59,7 +59,7 @@ def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: Adam
         [],
         [step],
         fused=True,
-        grad_scale=numbers.gradient_divisor,
+        grad_scale=numbers.divisor_on(master.device),
         amsgrad=False,
         beta1=numbers.beta1,
         beta2=numbers.beta2,
@@ -74,8 +74,8 @@ def _apex(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: AdamW
     import amp_C  # NVIDIA's apex, built with its CUDA extensions
     from apex.multi_tensor_apply import multi_tensor_applier
 
-    if numbers.gradient_divisor is not None:
-        gradient.div_(numbers.gradient_divisor)
+    if (divisor := numbers.divisor_on(gradient.device)) is not None:
+        gradient.div_(divisor)
     no_overflow = torch.zeros(1, dtype=torch.int, device=master.device)
     multi_tensor_applier(
         amp_C.multi_tensor_adam,

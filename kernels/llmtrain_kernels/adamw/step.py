@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
-    the step divides gradients by it first (loss scale and clipping in one). None: no division."""
+    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor,
+    best on the CPU; the step divides gradients by it first (loss scale and clipping in one). None: no division."""
 
     step: int
     lr: float
@@ -17,6 +18,14 @@ class AdamWStep:
     eps: float
     weight_decay: float
     gradient_divisor: Tensor | None = None
+
+    def divisor_on(self, device: torch.device) -> Tensor | None:
+        """Return `gradient_divisor` on a device. One on the CPU becomes the argument of a kernel, which no copy waits
+        for."""
+        divisor = self.gradient_divisor
+        if divisor is None or divisor.device == device:
+            return divisor
+        return torch.full((), float(divisor), device=device)
 
 
 @dataclass(frozen=True)

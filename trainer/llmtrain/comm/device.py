@@ -113,6 +113,22 @@ def in_host_memory(tensor: Tensor) -> bool:
     return not tensor.is_cuda
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return host values on `device`. The host does not wait: a GPU copies them from pinned memory, in the order of its
+    current stream."""
+    return values if is_cpu(device) else values.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Return values in the host's memory. The host waits once, until a GPU has computed and copied them."""
+    if in_host_memory(values):
+        return values
+    host = torch.empty_like(values, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return host
+
+
 class HostCopies:
     """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU."""
 

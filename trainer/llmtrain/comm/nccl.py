@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmtrain.comm.collectives import AllOf, Collectives, Then, Work
+from llmtrain.comm.device import to_device
 from llmtrain.comm.workspace import Workspace
 
 # Their names since torch 2.13, which warns of the old ones.
@@ -67,7 +68,7 @@ class NcclCollectives(Collectives):
         """Copy row k of `gathered` to row `order[k]` of `whole`."""
         if self._rank_at is None:
             ranks = sorted(range(self.size), key=self.order.__getitem__)
-            self._rank_at = torch.tensor(ranks, device=whole.device)
+            self._rank_at = to_device(torch.tensor(ranks), whole.device)
         torch.index_select(gathered, 0, self._rank_at, out=whole)
 
     @staticmethod

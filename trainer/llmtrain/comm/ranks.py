@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Layout
@@ -17,7 +18,7 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
-from llmtrain.comm.device import device_of
+from llmtrain.comm.device import device_of, to_device, to_host
 from llmtrain.comm.groups import gloo_over, group_options
 from llmtrain.comm.watchdog import Watchdog
 from llmtrain.errors import RunFailedError
@@ -106,27 +107,38 @@ class Ranks:
         """Return the collectives of a process group. order: see Collectives. Collective over the group."""
         return collectives_of(group, self.device, self.node, buffers, order)
 
-    def sum_all(self, values: list[float]) -> list[float]:
-        """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective."""
-        if self.layout.world == 1:
-            return values
+    def sum_all(self, values: Sequence[float | Tensor]) -> list[float]:
+        """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective.
+
+        values: numbers of the host, and scalars on this rank's device. The host waits once for all of them.
+        """
+        numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+        summed = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor):
+                summed[place] = value
+        if self.layout.world > 1:
+            self._sum_over_ranks(summed)
+        found: list[float] = to_host(summed).tolist()
+        return found
+
+    def _sum_over_ranks(self, summed: Tensor) -> None:
         self.activity.record("all_reduce over all ranks")
-        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         assert dist.group.WORLD is not None
         # node=1 means no shared memory: a run does not know its nodes yet when it starts.
         buffers = CollectiveBuffers(self.layout.world, in_turn=False)
         everyone = collectives_of(dist.group.WORLD, self.device, 1, buffers)
         self.activity.wait(lambda: everyone.all_reduce(summed).wait())
-        return [float(value) for value in summed.tolist()]
 
     def gather_all(self, values: list[int]) -> list[list[int]]:
         """Return every rank's `values`, as many of each and within int64, in the order of ranks. Collective."""
         if self.layout.world == 1:
             return [values]
-        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        own = to_device(torch.tensor(values, dtype=torch.int64), self.device)
         gathered = [torch.empty_like(own) for _ in range(self.layout.world)]
         dist.all_gather(gathered, own)
-        return [each.tolist() for each in gathered]
+        found: list[list[int]] = to_host(torch.stack(gathered)).tolist()
+        return found
 
     def all_agree(self, ok: bool) -> bool:
         """Return whether every rank says `ok`. Collective."""

@@ -40,8 +40,7 @@ class OffloadedStates:
         self.states, self._offload, self._buckets = states, offload, buckets
         most = max(bucket.states for bucket in buckets)
         self._staged = stagings(offload, device, largest(buckets), dtype, most)
-        kernel = device if offload.on_device else torch.device("cpu")
-        self.stepper = Stepper(states, self._staged, offload.overlap, kernel)
+        self.stepper = Stepper(states, self._staged, offload.overlap)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
         self._memory = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type != "cpu")
         parts = zip(self._memory.split(sizes), buckets, strict=True)

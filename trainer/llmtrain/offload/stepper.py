@@ -84,10 +84,9 @@ class Stepper:
     observe: called with each job when its bucket is taken up. done: number of jobs of each kind.
     """
 
-    def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int, kernel: torch.device) -> None:
-        """overlap: buckets that the only thread fetches while it steps one; several threads fetch none. kernel: where
-        buckets are stepped."""
-        self.states, self._stagings, self._kernel = states, stagings, kernel
+    def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:
+        """overlap: buckets that the only thread fetches while it steps one; several threads fetch none."""
+        self.states, self._stagings = states, stagings
         self.observe: Callable[[Do, int], None] = lambda do, bucket: None
         self.done = Counter[Do]()
         self._queue, self._changed = _Queue(), threading.Condition()
@@ -108,7 +107,7 @@ class Stepper:
     def begin(self, numbers: AdamWStep | None) -> None:
         """See StepsAhead. What the step before has left to do goes on."""
         with self._changed:
-            self._ahead_numbers = None if numbers is None else self._here(numbers)
+            self._ahead_numbers = numbers
 
     def step_ahead(self, works: Sequence[Work]) -> None:
         """Step buckets into their spare memory, some time. All threads may call this."""
@@ -123,7 +122,7 @@ class Stepper:
         with self._changed:
             queue, before = self._queue, self._ahead_numbers
             queue.ahead.clear()
-            self._numbers = None if numbers is None else self._here(numbers)
+            self._numbers = numbers
             if self._numbers is None or before is None or not _same(before, self._numbers):
                 # A step under way reads the gradients, which change soon.
                 self._wait(lambda: all(queue.stepped_ahead.values()))
@@ -167,11 +166,6 @@ class Stepper:
         self._changed.wait_for(lambda: reached() or self._failure is not None)
         if self._failure is not None:
             raise self._failure
-
-    def _here(self, numbers: AdamWStep) -> AdamWStep:
-        """Return numbers that the kernel reads without waiting for a device."""
-        divisor = numbers.gradient_divisor
-        return numbers if divisor is None else replace(numbers, gradient_divisor=divisor.to(self._kernel))
 
     def _run(self, staging: Staging, fetched: int) -> None:
         # Every thread has this setting of its own.

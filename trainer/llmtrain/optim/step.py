@@ -17,6 +17,6 @@ def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
 
 
 def step_numbers(config: AdamW, lr: float, step: int, divisor: Tensor) -> AdamWStep:
-    """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: fp32 scalar that divides
-    the gradients."""
+    """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: fp32 scalar on the CPU
+    that divides the gradients."""
     return AdamWStep(step, lr, *config.betas, config.eps, config.weight_decay, divisor)

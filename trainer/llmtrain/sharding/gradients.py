@@ -12,6 +12,7 @@ from llmtrain_kernels.squared_sum.op import squared_sum
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from llmtrain.comm.device import to_device
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
@@ -70,6 +71,15 @@ class GradientReducer:
             for name, unit in units.items()
             for place, parameter in enumerate(unit.parameters.tensors)
         }
+        # Ranges of units, and the share of the squares of each that this rank adds to the norm.
+        ranges = [
+            (name, start, end, share / (unit.degrees.ranks // unit.degrees.optimizer))
+            for name, unit in units.items()
+            for start, end, share in replica_groups.shares(name, unit)
+        ]
+        self._counted = [(name, start, end) for name, start, end, _ in ranges]
+        shares = torch.tensor([share for *_, share in ranges], dtype=torch.float64)
+        self._shares = to_device(shares, some.weight.device)
         # By unit that has hooks. Python's garbage collector cannot follow references through autograd, so `close`
         # removes the hooks.
         self._hooks: dict[str, list[RemovableHandle]] = {}
@@ -190,20 +200,14 @@ class GradientReducer:
         The sum over all ranks is the squared norm of the whole model. A rank adds fixed blocks of each unit in a fixed
         order.
         """
-        squares, shares = [], []
-        for name, unit in self._units.items():
-            holders = unit.degrees.ranks // unit.degrees.optimizer
-            for start, end, share in self.replica_groups.shares(name, unit):
-                squares.append(self._squares(unit, start, end))
-                shares.append(share / holders)
-        found = torch.stack(squares)
-        return (found * torch.tensor(shares, dtype=torch.float64, device=found.device)).sum()
+        squares = torch.stack([self._squares(self._units[name], start, end) for name, start, end in self._counted])
+        return (squares * self._shares).sum()
 
     def _squares(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
         """Return the squared norm of the elements `[start, end)` of a unit that this rank steps, fp64 scalar."""
         if unit.hops.placement.moves_gradients and self._outside is not None:
             found = self._outside.store.squares(unit.spec.name, (start, end))
-            return torch.tensor(found, dtype=torch.float64, device=self.arena.device)
+            return torch.full((), found, dtype=torch.float64, device=self.arena.device)
         offset = unit.ranges.optimizer[0]
         return squared_sum(unit.owned_gradient[start - offset : end - offset], start)
 

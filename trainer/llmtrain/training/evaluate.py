@@ -7,6 +7,7 @@ from llmtrain_data.dataset import Samples
 from torch import Tensor
 
 from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.comm.device import to_device, to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.gpt import GPT
 
@@ -40,13 +41,14 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     for at in range(0, len(sizes), TOGETHER):
         some = sizes[at : at + TOGETHER]
         rows = [
-            torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))).to(ranks.device)
+            to_device(torch.from_numpy(samples.batch(ORDER, first if size else 0, max(size, 1))), ranks.device)
             for first, size in zip(firsts[at : at + TOGETHER], some, strict=True)
         ]
         losses: list[Tensor] = []
         for count_of, found in losses_of(rows):
             passed, losses = passed + count_of, losses + found
             ranks.activity.moving(passed / len(sizes))
-        total += sum(float(loss) * size for loss, size in zip(losses, some, strict=False))
+        means = to_host(torch.stack(losses)).tolist() if losses else []
+        total += sum(mean * size for mean, size in zip(means, some, strict=False))
     model.train(was_training)
     return ranks.sum_all([total])[0] / count

@@ -12,6 +12,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis, even_share
+from llmtrain.comm.device import to_device
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import StopRequest
@@ -168,13 +169,12 @@ def forward_backward(run: Run, step: int) -> Passes:
     batch, microbatch = plan.batch.sequences, plan.batch.microbatch
     first = run.progress.samples
     start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
-    rows = torch.from_numpy(run.train_data.batch(plan.seed, first + start, end - start))
-    rows = rows.to(ranks.device, non_blocking=True)
+    rows = to_device(torch.from_numpy(run.train_data.batch(plan.seed, first + start, end - start)), ranks.device)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
     # One small all-reduce for everything: each further one would wait again for the slowest rank.
     square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
-    own = [share * float(losses) * speaks, float(run.stop.asked), float(square)]
+    own: list[float | torch.Tensor] = [losses.double() * share * speaks, float(run.stop.asked), square]
     loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
     return Passes(loss_sum, sqrt(squares), stops > 0, seconds)
 
@@ -211,7 +211,7 @@ def optimizer_step(run: Run, lr: float, norm: float) -> None:
 
 
 def _numbers(run: Run, lr: float, applied: int, divisor: float) -> AdamWStep:
-    return step_numbers(run.plan.optimizer, lr, applied, torch.tensor(divisor, device=run.ranks.device))
+    return step_numbers(run.plan.optimizer, lr, applied, torch.tensor(divisor))
 
 
 def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
