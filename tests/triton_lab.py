@@ -55,6 +55,27 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Moved]:
         yield moved
 
 
+@contextmanager
+def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Round to bf16 as a GPU does: to nearest, ties to even. The interpreter cuts digits off."""
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    kind = type(interpreter_builder)
+    cast = kind.cast_impl
+
+    def rounding_cast(self: Any, source: Any, to: Any) -> Any:
+        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, to)
+        bits = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16).numpy()
+        return TensorHandle(bits.view("uint16"), tl.bfloat16)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "cast_impl", rounding_cast)
+        yield
+
+
 @dataclass(frozen=True)
 class Compiled:
     """registers: of a thread. spilled: bytes that a thread keeps in memory for want of registers. text: PTX or AMD

@@ -68,6 +68,12 @@ def test_the_cpu_kernel_is_refused_on_a_gpu() -> None:
         check(make_plan(given, gpu), gpu)
 
 
+@pytest.mark.parametrize("facts", [CPU, Facts(world=2, device="cuda", triton=False)])
+def test_the_triton_kernel_is_refused_without_a_gpu_or_triton(facts: Facts) -> None:
+    with pytest.raises(BadInputError, match=r"optimizer\.backend is triton, which needs Triton and a GPU"):
+        check(make_plan(recipe("optimizer.backend=triton"), facts), facts)
+
+
 def test_planning_looks_the_tokenizer_up() -> None:
     given = recipe("data.tokenizer=tokenizer")
     for suffix in ("bin", "idx"):

@@ -1,7 +1,7 @@
 """A plan is complete: the value of each `auto`, and that a plan's record makes the same plan again."""
 
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,10 @@ def test_the_record_of_a_preset_makes_the_same_plan(facts: Facts, model: str) ->
 def test_what_auto_becomes() -> None:
     on_cpu, on_gpu = (make_plan(recipe("activation_checkpointing=auto"), facts) for facts in (CPU, GPU))
     assert (on_cpu.compute, on_gpu.compute) == ("fp32", "bf16")
-    backends = [{one.backend for one in made.sharding.placements.values()} for made in (on_cpu, on_gpu)]
-    assert backends == [{"cpu"}, {"apex"}]
+    without = [make_plan(recipe(), replace(GPU, triton=False, apex=apex)) for apex in (True, False)]
+    made = (on_cpu, on_gpu, *without)
+    backends = [{one.backend for one in each.sharding.placements.values()} for each in made]
+    assert backends == [{"cpu"}, {"triton"}, {"apex"}, {"torch"}]
     assert on_cpu.grid.degree(Axis.DATA) == 2
     assert on_cpu.batch.microbatch == 4
     assert on_cpu.recompute == 3  # of 12 layers: 3 and 4 are as near, 3 comes first

@@ -3,7 +3,8 @@
 Tests compare every backend to `reference`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from llmtrain_kernels.adamw.step import AdamWStep
 
 # (master, m, v, gradient, numbers). A backend updates the first three in place and may overwrite the gradient.
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
+# (start, end, whether weight decay applies)
+Decay = tuple[int, int, bool]
 
 
 def adamw(
@@ -26,20 +29,51 @@ def adamw(
     weight: Tensor | None = None,
     into: cpu.States | None = None,
     threads: int | None = None,
+    *,
+    decay: Sequence[Decay] | None = None,
 ) -> None:
     """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`).
 
     weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does.
-    into: memory for the new states, which leaves the old ones as they are. threads: of the backend cpu.
+    into: memory for the new states, which leaves the old ones as they are. threads: of the backend cpu. decay: the
+    parts of the range, in order, and whether weight decay applies to them; by default it applies to all.
     """
-    if backend == "cpu":
-        # One pass over memory, instead of a second one for the weights.
-        cpu.step(master, m, v, gradient, numbers, weight, into=into, threads=threads)
+    before, parts = (master, m, v), [(0, len(master), True)] if decay is None else decay
+    if backend == "triton":
+        from llmtrain_kernels.adamw import triton_backend
+
+        triton_backend.step(before, into or before, gradient, numbers, weight, _changes(parts))
         return
-    after = into or (master, m, v)
-    for old, new in zip((master, m, v), into or (), strict=False):
+    for start, end, decays in parts:
+        own = slice(start, end)
+        decayed = numbers if decays else replace(numbers, weight_decay=0.0)
+        rounded, after = None if weight is None else weight[own], None if into is None else _within(into, own)
+        if backend == "cpu":
+            # One pass over memory, instead of a second one for the weights.
+            cpu.step(*_within(before, own), gradient[own], decayed, rounded, into=after, threads=threads)
+        else:
+            _in_two_passes(_backends()[backend], _within(before, own), gradient[own], decayed, rounded, after)
+
+
+def _within(states: cpu.States, own: slice) -> cpu.States:
+    master, m, v = states
+    return master[own], m[own], v[own]
+
+
+def _changes(parts: Sequence[Decay]) -> list[int]:
+    """Return the starts of parts which decay differently from the part before them; the first one follows no decay."""
+    before = [False, *(decays for _, _, decays in parts)]
+    return [start for (start, _, decays), last in zip(parts, before, strict=False) if decays != last]
+
+
+def _in_two_passes(
+    backend: Backend, before: cpu.States, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
+    into: cpu.States | None,
+) -> None:  # fmt: skip
+    after = into or before
+    for old, new in zip(before, into or (), strict=False):
         new.copy_(old)
-    _backends()[backend](*after, gradient, numbers)
+    backend(*after, gradient, numbers)
     if weight is not None:
         weight.copy_(after[0])
 

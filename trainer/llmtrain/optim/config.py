@@ -40,10 +40,10 @@ class OptimizerConfig(AdamW):
     after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
     off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
     decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step; cpu is C++ (auto: cpu
-    on CPUs; on CUDA apex if it is installed, else torch's fused kernel).
+    on CPUs; on CUDA triton where Triton is installed, else apex if it is installed, else torch's fused kernel).
     """
 
-    backend: Literal["auto", "cpu", "torch", "apex", "reference"] = "auto"
+    backend: Literal["auto", "cpu", "triton", "torch", "apex", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

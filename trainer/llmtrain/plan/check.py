@@ -119,6 +119,8 @@ def check(plan: Plan, facts: Facts) -> None:
     backends = {placement.backend for placement in plan.sharding.placements.values()}
     if "apex" in backends and not (facts.apex and facts.device == "cuda"):
         raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
+    if "triton" in backends and not (facts.triton and facts.device == "cuda"):
+        raise BadInputError("optimizer.backend is triton, which needs Triton and a GPU; set it to auto")
     if "cpu" in backends and facts.device != "cpu":
         raise BadInputError("optimizer.backend is cpu, and the run computes on a GPU; set it to auto")
     if plan.recompute > model.layers:

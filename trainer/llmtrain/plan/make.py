@@ -264,6 +264,8 @@ def _backend(recipe: Recipe, facts: Facts) -> Backend:
     if backend == "auto":
         if facts.device == "cpu":
             return "cpu"
+        if facts.triton:
+            return "triton"
         return "apex" if facts.apex else "torch"
     return backend
 

@@ -17,7 +17,7 @@ Memory = Literal["device", "host", "nvme"]
 """Where a state rests: in the memory of the device that computes, in the host's, or in files on NVMe volumes."""
 
 # Kernels of the AdamW step.
-Backend = Literal["cpu", "torch", "apex", "reference"]
+Backend = Literal["cpu", "triton", "torch", "apex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
 """The optimizer states of one unit on this rank, and all access to them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch
-from llmtrain_kernels.adamw.op import adamw
+from llmtrain_kernels.adamw.op import Decay, adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
@@ -38,16 +37,14 @@ class StepRule:
         """Step the range `within` of the unit. states: of its elements, by name, fp32 `[n]`. into: memory for the new
         states, which leaves the old ones as they are. threads: of the kernel on a CPU. See `OptimizerShard.step` for
         the rest."""
-        for first, last, decays in self._decay:
-            start, end = max(first, within[0]), min(last, within[1])
-            if start < end:
-                own = slice(start - within[0], end - within[0])
-                decayed = numbers if decays else replace(numbers, weight_decay=0.0)
-                rounded = None if weight is None else weight[own]
-                master, m, v = (states[name][own] for name in STATES)
-                after = None if into is None else (into["master"][own], into["m"][own], into["v"][own])
-                came = gradient[own].to(master.device)
-                adamw(self._backend, master, m, v, came, decayed, rounded, after, threads)
+        master, m, v = (states[name] for name in STATES)
+        after = None if into is None else (into["master"], into["m"], into["v"])
+        came, decay = gradient.to(master.device), self._decay_within(*within)
+        adamw(self._backend, master, m, v, came, numbers, weight, after, threads, decay=decay)
+
+    def _decay_within(self, start: int, end: int) -> list[Decay]:
+        cut = ((max(first, start) - start, min(last, end) - start, decays) for first, last, decays in self._decay)
+        return [part for part in cut if part[0] < part[1]]
 
 
 class OptimizerShard:

@@ -1,0 +1,116 @@
+"""AdamW on a GPU, as one Triton kernel, whose results equal those of `reference.py` bit for bit.
+
+A program steps one tile of the flat range. It reads each state and the gradient once, and writes each state and the
+weight once: 30 bytes per element with an fp32 gradient and a 16-bit weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmtrain_kernels.adamw.step import AdamWStep, factors
+from llmtrain_kernels.triton_launch import device_of
+
+TILE = 1024
+# No fused multiply-add: products and sums round separately, as in the reference.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Triton compiles anew for another number of places, and for places of another width, or which are a multiple of 16 or
+# not. So there are a multiple of so many, each 16 times as large, from 2^40 on.
+PLACES, FIRST = 4, 1 << 40
+
+
+def step(
+    before: Sequence[Tensor], after: Sequence[Tensor], gradient: Tensor, numbers: AdamWStep,
+    weight: Tensor | None, changes: Sequence[int],
+) -> None:  # fmt: skip
+    """Write the new `master`, `m` and `v`, each fp32 `[n]`, to `after`, which may be the old ones in `before`.
+
+    gradient: fp32, bf16 or fp16 `[n]`, read only. weight: of any of these dtypes, `[n]`, which receives the new
+    masters. changes: ascending elements where weight decay begins and ends in turn.
+    """
+    shares = [float(one) for one in astuple(factors(numbers))]
+    _step([*before], [*after], gradient, weight, numbers.gradient_divisor, shares, [*changes])
+
+
+@torch.library.custom_op("llmtrain::adamw", mutates_args=("after", "weight"))
+def _step(
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, divisor: Tensor | None,
+    shares: list[float], changes: list[int],
+) -> None:  # fmt: skip
+    numel = gradient.numel()
+    if not numel:
+        return
+    places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
+    with device_of(gradient):
+        grid = (triton.cdiv(numel, TILE),)
+        _adamw[grid](
+            *before, *after, gradient, weight, divisor, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS
+        )
+
+
+@_step.register_fake
+def _(
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, divisor: Tensor | None,
+    shares: list[float], changes: list[int],
+) -> None:  # fmt: skip
+    return None
+
+
+@triton.jit
+def _kept(
+    start: tl.tensor, kept: tl.tensor, places: tl.tuple, first: tl.constexpr, tile: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return what weight decay leaves of each weight of a tile."""
+    lanes, decays = tl.arange(0, tile), tl.zeros([tile], tl.int1)
+    for one in tl.static_range(len(places)):
+        within = (places[one] - first) // 16 - start
+        decays = decays ^ (lanes >= tl.minimum(tl.maximum(within, 0), tile).to(tl.int32))
+    return tl.where(decays, kept, 1.0)
+
+
+@triton.jit
+def _tile(
+    master: tl.tensor, m: tl.tensor, v: tl.tensor, new_master: tl.tensor, new_m: tl.tensor, new_v: tl.tensor,
+    gradient: tl.tensor, weight: tl.tensor, divisor: tl.tensor, m_share: tl.tensor, v_share: tl.tensor,
+    v_kept: tl.tensor, eps: tl.tensor, rate: tl.tensor, kept: tl.tensor, mask: tl.tensor, at: tl.tensor,
+) -> None:  # fmt: skip
+    g = tl.load(gradient + at, mask, eviction_policy="evict_first").to(tl.float32)
+    if divisor is not None:
+        g = tl.div_rn(g, tl.load(divisor))
+    old = tl.load(m + at, mask, eviction_policy="evict_first")
+    moment = old + (g - old) * m_share
+    square = tl.load(v + at, mask, eviction_policy="evict_first") * v_kept + g * v_share * g
+    update = tl.div_rn(moment, tl.sqrt_rn(square) + eps) * rate
+    value = tl.load(master + at, mask, eviction_policy="evict_first") * kept - update
+    tl.store(new_m + at, moment, mask)
+    tl.store(new_v + at, square, mask)
+    tl.store(new_master + at, value, mask)
+    if weight is not None:
+        tl.store(weight + at, value.to(weight.dtype.element_ty), mask)
+
+
+@triton.jit
+def _adamw(
+    master: tl.tensor, m: tl.tensor, v: tl.tensor, new_master: tl.tensor, new_m: tl.tensor, new_v: tl.tensor,
+    gradient: tl.tensor, weight: tl.tensor, divisor: tl.tensor, m_share: tl.tensor, v_share: tl.tensor,
+    v_kept: tl.tensor, eps: tl.tensor, rate: tl.tensor, kept: tl.tensor, numel: tl.tensor, places: tl.tuple,
+    first: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * tile
+    # All accesses take four elements, so that 16-bit weights need no exchange between threads.
+    at, share = start + tl.max_contiguous(tl.arange(0, tile), 4), _kept(start, kept, places, first, tile)
+    # Without a mask, accesses take whole vectors, with any number of elements.
+    if start + tile <= numel:
+        _tile(
+            master, m, v, new_master, new_m, new_v, gradient, weight, divisor, m_share, v_share, v_kept, eps, rate,
+            share, None, at,
+        )  # fmt: skip
+    else:
+        _tile(
+            master, m, v, new_master, new_m, new_v, gradient, weight, divisor, m_share, v_share, v_kept, eps, rate,
+            share, at < numel, at,
+        )  # fmt: skip

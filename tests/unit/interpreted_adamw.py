@@ -1,0 +1,137 @@
+"""AdamW's Triton kernel in Triton's interpreter, on a CPU: bits equal the reference's, wherever a range is cut.
+
+test_kernels_adamw_triton.py runs this file in a separate process, because TRITON_INTERPRET takes effect at import.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, pairwise
+
+import pytest
+import torch
+from llmtrain_kernels.adamw import reference
+from llmtrain_kernels.adamw.op import Decay, adamw
+from llmtrain_kernels.adamw.step import AdamWStep
+from llmtrain_kernels.adamw.triton_backend import TILE
+from torch import Tensor
+
+from tests.triton_lab import counted, rounded
+
+CLIPPED = AdamWStep(3, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
+PLAIN = AdamWStep(1000, 3e-4, 0.8, 0.999, 1e-5, 0.0)
+# Within a tile, at its border, and several tiles with a rest.
+SIZES = (0, 1, 7, 33, TILE - 1, TILE, TILE + 1, 3 * TILE + 37)
+WEIGHTS = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with rounded(monkeypatch):
+        yield
+
+
+def states(numel: int) -> list[Tensor]:
+    """Return masters, moments after some steps, and a gradient: of all sizes, with zeros and subnormal numbers."""
+    generator = torch.Generator().manual_seed(numel)
+    size = torch.exp(8 * torch.randn(numel, generator=generator)).clamp(max=1e15)
+    size[::7] = 0
+    size[3::11] = 1e-22
+    master, m, v = torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)
+    for step in range(1, 4):
+        gradient = size * torch.randn(numel, generator=generator)
+        reference.step(master, m, v, gradient, replace(CLIPPED, step=step, lr=0.0))
+    return [master, m, v, size * torch.randn(numel, generator=generator)]
+
+
+def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("numbers", [CLIPPED, PLAIN, replace(CLIPPED, weight_decay=0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_reference(dtype: torch.dtype, numbers: AdamWStep) -> None:
+    for numel, weight_dtype in zip(SIZES + SIZES[-3:], cycle(WEIGHTS), strict=False):
+        *ours, gradient = states(numel)
+        gradient, theirs = gradient.clamp(-6e4, 6e4).to(dtype), [each.clone() for each in ours]
+        weight = None if weight_dtype is None else torch.full((numel,), 77, dtype=weight_dtype)
+        before = gradient.clone()
+        adamw("triton", *ours, gradient, numbers, weight)
+        reference.step(*theirs, gradient.float(), numbers)
+        assert_same_bits(ours, theirs)
+        assert torch.equal(gradient, before)
+        if weight is not None:
+            assert torch.equal(weight, theirs[0].to(weight_dtype))
+
+
+def random_decay(numel: int, parts: int, seed: int) -> list[Decay]:
+    draw = random.Random(seed)
+    places = [0, *sorted(draw.sample(range(1, numel), parts - 1)), numel]
+    return [(start, end, draw.random() < 0.5) for start, end in pairwise(places)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 9, 40])
+def test_ranges_without_decay(parts: int) -> None:
+    """One launch gives the bits of a step of each range."""
+    numel = 3 * TILE + 37
+    for seed in range(2):
+        *ours, gradient = states(numel)
+        decay = random_decay(numel, parts, seed)
+        theirs, weights = [each.clone() for each in ours], torch.zeros(2, numel, dtype=torch.bfloat16)
+        adamw("triton", *ours, gradient, CLIPPED, weights[0], decay=decay)
+        adamw("reference", *theirs, gradient, CLIPPED, weights[1], decay=decay)
+        assert_same_bits(ours, theirs)
+        assert torch.equal(*weights)
+
+
+def test_cuts_do_not_change_a_bit() -> None:
+    numel = 6 * TILE + 5
+    *start, gradient = states(numel)
+    results = []
+    for cuts in ([], [TILE], [1, 2, 3, 777, 3 * TILE + 1, numel - 1]):
+        ours, weight = [each.clone() for each in start], torch.zeros(numel, dtype=torch.bfloat16)
+        for first, last in pairwise([0, *cuts, numel]):
+            own = slice(first, last)
+            adamw("triton", *(each[own] for each in ours), gradient[own], CLIPPED, weight[own])
+        results.append([*ours, weight])
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+def test_states_go_elsewhere() -> None:
+    """The old states stay, and the new ones have the bits that a step in place gives."""
+    *start, gradient = states(2 * TILE + 9)
+    inside, before = [each.clone() for each in start], [each.clone() for each in start]
+    adamw("triton", *inside, gradient, CLIPPED)
+    after = [torch.full_like(each, 7) for each in start]
+    adamw("triton", *start, gradient, CLIPPED, into=(after[0], after[1], after[2]))
+    assert_same_bits(start, before)
+    assert_same_bits(after, inside)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e38])
+def test_gradients_that_are_not_finite(bad: float) -> None:
+    """They change their own element alone, and as in the reference. The square of 1e38 overflows."""
+    *ours, gradient = states(1500)
+    theirs = [each.clone() for each in ours]
+    gradient[[0, 15, 500, 1499]] = bad
+    weight = torch.zeros(1500, dtype=torch.bfloat16)
+    for numbers in (CLIPPED, replace(CLIPPED, step=4)):
+        adamw("triton", *ours, gradient, numbers, weight)
+        reference.step(*theirs, gradient, numbers)
+        for one, other in zip([*ours, weight], [*theirs, theirs[0].bfloat16()], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert int((~ours[2].isfinite()).sum()) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_moved(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step must read three states and the gradient, and write three states and the weight: 28 bytes and the weight's.
+    Beyond that a program loads the divisor."""
+    numel = 8 * TILE + 3
+    *ours, gradient = states(numel)
+    with counted(monkeypatch) as moved:
+        adamw("triton", *ours, gradient, CLIPPED, torch.zeros(numel, dtype=dtype), decay=random_decay(numel, 7, 0))
+    assert moved.stored == numel * (12 + dtype.itemsize)
+    assert moved.loaded == numel * 16 + 9 * 4
