@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.native import native_functions, takes_native
+from llmtrain_kernels.triton_launch import takes_triton
 
 # Each block of this many elements has a partial sum. The total adds the partial sums in order.
 BLOCK = 4096
@@ -16,7 +17,8 @@ def squared_sum(x: Tensor, offset: int) -> Tensor:
     """Return the sum of squares of `x`, fp32 `[n]`, as an fp64 scalar on its device.
 
     offset: position of `x` in its flat buffer. Blocks start at multiples of BLOCK in that buffer, not in `x`. On a CPU
-    the result is bit-identical for any number of threads and any instruction set.
+    the result is bit-identical for any number of threads and any instruction set. On a GPU the blocks have the same
+    bits, and their total is within the rounding of fp64.
     """
     found = _sums(x, offset)
     return torch.linalg.vector_norm(x, dtype=torch.float64).square() if found is None else found[1]
@@ -29,7 +31,12 @@ def squared_blocks(x: Tensor, offset: int) -> list[float]:
 
 
 def _sums(x: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
-    """Return the blocks' sums and their total, fp64; None without the kernel."""
+    """Return the blocks' sums and their total, fp64; None without a kernel."""
+    if takes_triton(x) and x.dtype == torch.float32:
+        from llmtrain_kernels.squared_sum import triton_backend
+
+        blocks = triton_backend.block_sums(x.contiguous(), offset % BLOCK, BLOCK)
+        return blocks, blocks.sum()
     kernel = _kernel() if takes_native(x) and x.dtype == torch.float32 else None
     if kernel is None:
         return None
