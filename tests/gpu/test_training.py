@@ -23,7 +23,7 @@ STEPS = 8
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 64}}
 data: {{path: {folder}/set, sequence_length: 16}}
-train: {{steps: {steps}, global_batch: 8, microbatch: 4, eval_every: 4, eval_batches: 1}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 4, eval_every: 4, eval_batches: 1, compile: false}}
 precision: {{compute: fp32}}
 optimizer: {{lr: 1.0e-2, warmup: 2}}
 checkpoint: {{every: 4}}

@@ -71,10 +71,17 @@ def test_models(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
 
+COMPILED = [
+    Case(2, (STAGE3, "train.compile=true", *keys), accumulation=4)
+    for keys in ((), ("activation_checkpointing.every=2",), ("zero.resident=0", "activation_checkpointing=full"))
+]
+
+
 @pytest.mark.soak
-def test_compiled_blocks(trained: Trained) -> None:
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_blocks(case: Case, trained: Trained) -> None:
     """The weights of torch.compile's code are gathered in time, forward and backward."""
-    check(trained, Case(2, ("zero.stage=3", "train.compile=true"), accumulation=4), False)
+    check(trained, case, False)
 
 
 EVERY = [

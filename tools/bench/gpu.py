@@ -68,7 +68,7 @@ def write_recipe(part: Part, folder: Path) -> Path:
     path.write_text(
         f"name: bench\nmodel: {{preset: {part.preset}}}\n"
         f"data: {{path: {folder / 'set'}, sequence_length: {part.sequence}, split: [100, 0, 0]}}\n"
-        f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.batch}, eval_every: 0}}\n"
+        f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.batch}, eval_every: 0, compile: false}}\n"
         f"checkpoint: {{async: false}}\nlogging: {{every: 1, dir: {folder / 'runs'}}}\n"
     )
     return path

@@ -87,6 +87,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         None if fitting is None else lambda zero: fitting(sharding(zero)),
     )
     recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
+    training = _training(recipe.train, _compiles(recipe, facts, pipeline.schedule))
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
     plan = Plan(
@@ -104,13 +105,13 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         recompute=recompute,
         activation_offload=ActivationOffload.of(recipe, recompute, pipeline.schedule, volumes),
         sharding=sharding(zero),
-        pipeline=_with_hand_back(pipeline, recipe, recompute, zero.degrees),
+        pipeline=_with_hand_back(pipeline, recipe, training.compile or bool(recompute), zero.degrees),
         optimizer=AdamW(**{entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW)}),
         loss_scaling=LossScaling(
             loss_scale=recipe.precision.loss_scale, loss_scale_window=recipe.precision.loss_scale_window
         ),
         spikes=recipe.on_spike,
-        training=_training(recipe.train),
+        training=training,
         data=recipe.data,
         checkpoint=recipe.checkpoint,
         logging=recipe.logging,
@@ -192,12 +193,13 @@ def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, 
     )
 
 
-def _with_hand_back(pipeline: Pipeline, recipe: Recipe, recompute: int, degrees: Degrees) -> Pipeline:
-    """Decide whether stages hand the gradient of their inputs back before they compute that of their weights."""
+def _with_hand_back(pipeline: Pipeline, recipe: Recipe, opaque: bool, degrees: Degrees) -> Pipeline:
+    """Decide whether stages hand the gradient of their inputs back before they compute that of their weights. opaque:
+    whether blocks are compiled or recomputed."""
     # Recomputed activations and gathered weights would have to stay until the weights' gradients are computed, and
     # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more: in
     # most passes of GPipe, and with message-driven in passes that arriving messages choose.
-    held = recipe.train.compile or recompute or degrees.weights > 1 or recipe.offload.parameters != "none"
+    held = opaque or degrees.weights > 1 or recipe.offload.parameters != "none"
     gathers_again = recipe.parallel.sequence and pipeline.name in ("gpipe", "message-driven")
     hands_back = pipeline.schedule.ranks > 1 and not held and not gathers_again
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
@@ -270,12 +272,21 @@ def _backend(recipe: Recipe, facts: Facts) -> Backend:
     return backend
 
 
-def _training(train: TrainConfig) -> Training:
+def _compiles(recipe: Recipe, facts: Facts, schedule: Schedule) -> bool:
+    """Return whether torch.compile builds the blocks' kernels."""
+    if recipe.train.compile != "auto":
+        return recipe.train.compile
+    # Layers of tensor-parallel ranks, and those that defer weight gradients, break a block's graph.
+    whole = recipe.parallel.tensor == 1 and not schedule.splits_backward
+    return facts.device == "cuda" and facts.triton and whole
+
+
+def _training(train: TrainConfig, compiles: bool) -> Training:
     return Training(
         steps=train.steps,
         eval_every=train.eval_every,
         eval_batches=train.eval_batches,
-        compile=train.compile,
+        compile=compiles,
         max_skipped=train.max_skipped,
         compare_every=train.compare_every,
         timeout=train.timeout,

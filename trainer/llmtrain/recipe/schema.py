@@ -24,7 +24,9 @@ class TrainConfig:
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
     sequences that one rank computes at once (auto: the largest divisor of its share, up to 8; with a pipeline, one that
     leaves four microbatches for each stage). eval_every: steps between evaluations (0: never). eval_batches: global
-    batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through torch.compile.
+    batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through
+    torch.compile (auto: on GPUs with Triton, except with tensor parallelism and zero-bubble schedules, whose layers
+    torch.compile cannot trace).
     max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks that replicas are equal,
     by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank
     ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` restarts its ranks after it
@@ -38,7 +40,7 @@ class TrainConfig:
     microbatch: Batch | Literal["auto"] = "auto"
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     max_skipped: Steps = 10
     compare_every: StepsOrNever = 1000
     timeout: Seconds = 600.0

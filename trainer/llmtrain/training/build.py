@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.device import is_cpu
@@ -99,7 +101,9 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     engine = Engine(model, units, sharding, programs, count)
     if plan.training.compile:
         for block in model.blocks.values():
-            block.compile()
+            # Not `block.compile()`, which would trace the engine's hooks too. All blocks share one graph, of fixed
+            # shapes: an evaluation's last microbatch may be smaller, but must not make the code of training slower.
+            block.forward = torch.compile(block.forward, dynamic=False)
     borders = offloaded_borders(model, plan, ranks)
     executor = build_executor(model, plan, ranks, engine, weight_gradients, borders, count)
     return Assembly(model, engine, executor, mesh, outside, borders)
