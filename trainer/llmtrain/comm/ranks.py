@@ -19,6 +19,7 @@ from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, to_device, to_host
+from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import gloo_over, group_options
 from llmtrain.comm.watchdog import Watchdog
 from llmtrain.errors import RunFailedError
@@ -187,8 +188,8 @@ def connect(
     store, rank = _meet(timeout)
     activity = Activity(rank, os.environ.get(CRASH_NOTES))
     own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
-    watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted, recorder_of(backend))
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
         # NCCL reads it once, for the rendezvous and for sockets. "=" asks for an exact match of the name.

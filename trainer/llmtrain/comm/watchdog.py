@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import psutil
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from llmtrain_data.output import say
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
+from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank
 from llmtrain.errors import EXIT_FAILED
 
 # Most seconds between two beats; there are at least ROUNDS of them in a timeout.
@@ -42,13 +43,15 @@ class ProcessId:
 @dataclass(frozen=True)
 class RankState:
     """What a rank does. moved: when it last began something, seconds since the epoch. lost: whether it has lost contact
-    to others. writing: whether it writes its part of a checkpoint."""
+    to others. writing: whether it writes its part of a checkpoint. groups: of its collectives, where its host runs
+    ahead of its GPU and nothing has moved for a round."""
 
     step: int = 0
     doing: str = ""
     moved: float = 0.0
     lost: bool = False
     writing: bool = False
+    groups: dict[str, GroupProgress] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,16 @@ class Watchdog:
 
     store: a connection of its own, as the training loop may wait for an answer in its connection. timeout: seconds
     within which all ranks end after one is lost or hangs. noted: whether ranks record what they do; without records a
-    hang looks like work.
+    hang looks like work. recorder: of the collectives, where the host runs ahead of its GPU; while they complete,
+    nothing hangs.
     """
 
-    def __init__(self, activity: Activity, store: dist.Store, world: int, timeout: float, noted: bool) -> None:
+    def __init__(
+        self, activity: Activity, store: dist.Store, world: int, timeout: float, noted: bool,
+        recorder: FlightRecorder | None = None,
+    ) -> None:  # fmt: skip
         self._activity, self._store, self._timeout, self._noted = activity, store, timeout, noted
+        self._recorder, self._numbers, self._moved = recorder, None, 0.0
         self._pause = min(LONGEST_ROUND, timeout / ROUNDS)
         # The other ranks need two rounds to read the verdict.
         self._patience = max(2, int(timeout / self._pause) - 2)
@@ -137,9 +145,21 @@ class Watchdog:
 
     def _tell(self) -> None:
         activity, last = self._activity, self._activity.last
-        state = RankState(last.step, last.doing, activity.moved, activity.lost, activity.writing)
+        moved, groups = self._moved_until(activity.moved)
+        state = RankState(last.step, last.doing, moved, activity.lost, activity.writing, groups)
         self._self = replace(self._self, number=self._self.number + 1, state=state)
         self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))
+
+    def _moved_until(self, began: float) -> tuple[float, dict[str, GroupProgress]]:
+        """Return when this rank last began something or had a collective, and its groups if that is a round ago. began:
+        when its host last began something."""
+        if self._recorder is None:
+            return began, {}
+        numbers = self._recorder.numbers()
+        still = numbers == self._numbers and began <= self._moved
+        if not still:
+            self._numbers, self._moved = numbers, time.time()
+        return self._moved, self._recorder.groups() if still else {}
 
     def _hear(self) -> None:
         here = [rank for rank in self._others if rank in self._heard or self._store.check([_key(rank)])]
@@ -173,10 +193,14 @@ class Watchdog:
         if self._still >= self._patience:
             # A rank that writes a checkpoint comes first: the training goes on meanwhile and then waits for it.
             first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
-            whom = "the run waits for" if len(beats) == 1 else "the others wait for"
+            whom, late = "the run waits" if len(beats) == 1 else "the others wait", None
+            if not beats[first].state.writing:
+                late = late_rank({rank: beat.state.groups for rank, beat in beats.items()})
+            if late is not None:
+                first, whom = late[0], f"the others wait in {late[1]}"
             self._condemn(
-                f"nothing has moved for {self._spent(self._still)}: {whom} rank {first} on {beats[first].host}, which "
-                f"stopped {beats[first].last}; where a step may take as long, raise train.timeout",
+                f"nothing has moved for {self._spent(self._still)}: {whom} for rank {first} on {beats[first].host}, "
+                f"which stopped {beats[first].last}; where a step may take as long, raise train.timeout",
                 [first] if first else [],
             )
 
@@ -271,4 +295,5 @@ def _key(rank: int) -> str:
 
 def _parse(text: bytes) -> Beat:
     beat = json.loads(text)
-    return Beat(ProcessId(**beat["process"]), beat["number"], RankState(**beat["state"]))
+    groups = {name: GroupProgress(*values) for name, values in beat["state"].pop("groups").items()}
+    return Beat(ProcessId(**beat["process"]), beat["number"], RankState(**beat["state"], groups=groups))
