@@ -18,6 +18,7 @@ from llmtrain.plan.near_volumes import for_rank, socket_of, volume_shares
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.volume_traffic import moved_of
 from llmtrain.recipe.load import parse_recipe
 
 CARDS = [f"0000:{bus:02x}:00.0" for bus in (0x10, 0x20, 0x90, 0xA0)]
@@ -196,7 +197,7 @@ def test_volumes_get_their_part_however_they_lie(volumes: list[tuple[float, int]
 def test_least_time_of_offloaded_states() -> None:
     plan = planned(node((4, 0), (2, 1), bandwidth="100GB/s", cores=64), device="cuda", host_link="10GB/s")
     elements = sum(one.end - one.start for rank in range(4) for one in rank_buckets(plan, rank))
-    least = least_time(plan, "cuda", programs_of(plan))
+    least = least_time(plan, "cuda", moved_of(plan, programs_of(plan)))
     # fp32 masters and moments are read and written, gradients are read, 16-bit weights are written.
     assert least.host == pytest.approx(elements * (2 * 12 + 4 + 2) / 100e9)
     files = sum(one.nbytes for rank in range(4) for one in rank_buckets(plan, rank))

@@ -1,6 +1,7 @@
 """The buckets of a rank's sums of gradients that rest elsewhere than on its device, and how they move. No torch in
 here."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,17 @@ class Move:
     written after."""
 
     bucket: int
+    reads: bool = True
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Buckets of one unit that move one after another. stepped: whether they are only those that the rank steps. reads,
+    writes: see Move."""
+
+    unit: str
+    stepped: bool = False
     reads: bool = True
     writes: bool = True
 
@@ -62,6 +74,19 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
     return found
 
 
+def gradient_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
+    """Return how many buckets of a rank of the run have a size: each stands for all like it, whatever its unit."""
+    grid, found = plan.grid, Counter[Bucket]()
+    specs = units_of(plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
+    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in specs)
+    for (placement, numel), count in units.items():
+        if placement.moves_gradients:
+            place = grid.coordinate(rank, *placement.axes)
+            for start, end, _ in _cut(placement, placement.padded(numel), place, plan.sharding.offload.bucket):
+                found[Bucket("", 0, end - start, 1)] += count
+    return found
+
+
 def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
     """Yield (start, end, whether the rank steps it) of the buckets of a gradient shard, none of which cuts a block of
     the gradient norm. place: of the rank along the placement's axes."""
@@ -77,18 +102,22 @@ def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator
 
 
 def gradient_moves(units: dict[str, UnitGradients], programs: Programs) -> list[Move]:
-    """Return how the buckets of a rank move in one step, in order: at each reduction, and then to be stepped. units: of
-    the rank."""
-    found = list[Move]()
+    """Return how the buckets of a rank move in one step, in order. units: of the rank."""
+    return [
+        Move(number, sweep.reads, sweep.writes)
+        for sweep in gradient_sweeps(units, programs)
+        for number in (units[sweep.unit].stepped if sweep.stepped else units[sweep.unit].numbers)
+    ]
+
+
+def gradient_sweeps(units: dict[str, UnitGradients], programs: Programs) -> Iterator[Sweep]:
+    """Yield how the buckets of units move in one step, in order: at each reduction, and then to be stepped."""
     reduces = (issue for issue in programs.step.issues if isinstance(issue, Reduce) and issue.unit in units)
     for issue in reduces:
-        unit = units[issue.unit]
-        stays = not (issue.last and unit.hops_after_sum)
-        found += [
-            Move(number, reads=not issue.first, writes=stays) for number in unit.numbers if stays or not issue.first
-        ]
+        stays = not (issue.last and units[issue.unit].hops_after_sum)
+        if stays or not issue.first:
+            yield Sweep(issue.unit, reads=not issue.first, writes=stays)
         if not stays:
-            found += [Move(number, reads=False) for number in unit.stepped]
-    for unit in units.values():
-        found += [Move(number, writes=False) for number in unit.stepped]
-    return found
+            yield Sweep(issue.unit, stepped=True, reads=False)
+    for name in units:
+        yield Sweep(name, stepped=True, writes=False)

@@ -12,11 +12,10 @@ from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.plan.near_volumes import socket_of, volume_shares
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import most_states, state_bytes
-from llmtrain.plan.volume_traffic import volume_traffic
+from llmtrain.plan.volume_traffic import MovedOf
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class LeastTime:
     link: float | None = None
 
 
-def least_time(plan: Plan, device: Device, programs: ProgramsOf) -> LeastTime:
-    """Return the lower bounds of a step's times. device: what computes. programs: of the ranks."""
+def least_time(plan: Plan, device: Device, moved: MovedOf) -> LeastTime:
+    """Return the lower bounds of a step's times. device: what computes. moved: what ranks move from and to volumes."""
     accelerator = plan.cluster.accelerator if plan.cluster else None
-    host, volumes = _host_seconds(plan, device), _volume_seconds(plan, programs)
+    host, volumes = _host_seconds(plan, device), _volume_seconds(plan, moved)
     if accelerator is None:
         return LeastTime(None, None, host, volumes)
     peak, rate = _peak(plan, accelerator), accelerator.bandwidth
@@ -86,25 +85,22 @@ def _link_seconds(plan: Plan, accelerator: Accelerator, device: Device) -> float
     return moved / quantity(accelerator.host_link, "byte/s") if moved else None
 
 
-def _volume_seconds(plan: Plan, programs: ProgramsOf) -> float | None:
+def _volume_seconds(plan: Plan, moved: MovedOf) -> float | None:
     rates = {one.path: one.bandwidth for one in plan.cluster.node.nvme} if plan.cluster else {}
     used = [one.path for one in volume_shares(plan)]
     known = {path: quantity(rate, "byte/s") for path in used if (rate := rates.get(path)) is not None}
     if not used or len(known) < len(used):
         return None
     return max(
-        _most_of_a_node(plan, partial(_moved_on, plan, programs, path, way)) / rate
+        _most_of_a_node(plan, partial(_moved_on, moved, path, way)) / rate
         for path, rate in known.items()
         for way in (0, 1)
     )
 
 
-def _moved_on(plan: Plan, programs: ProgramsOf, path: str, way: int, rank: int) -> int:
+def _moved_on(moved: MovedOf, path: str, way: int, rank: int) -> int:
     """Return the bytes that a rank reads from a volume (way 0), or writes to it (1)."""
-    # Data-parallel ranks have the same program, which takes long to make.
-    first = sum(plan.grid.group_of(0, axis)[plan.grid.coordinate(rank, axis)] for axis in (Axis.PIPELINE, Axis.TENSOR))
-    moved = volume_traffic(plan, rank, programs(first)).values()
-    return sum(of_volume[path][way] for of_volume in moved if path in of_volume)
+    return sum(of_volume[path][way] for of_volume in moved(rank).values() if path in of_volume)
 
 
 def _most_of_a_node(plan: Plan, of_rank: Callable[[int], int]) -> int:

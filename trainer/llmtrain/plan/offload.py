@@ -1,6 +1,6 @@
 """Where optimizer states rest outside of the memory that computes, and in which buckets they move. No torch in here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
@@ -151,7 +151,7 @@ class Bucket:
         return self.states * self.part
 
 
-def largest(buckets: Sequence[Bucket]) -> int:
+def largest(buckets: Iterable[Bucket]) -> int:
     """Return the elements of the largest bucket."""
     return max(bucket.end - bucket.start for bucket in buckets)
 

@@ -1,16 +1,16 @@
 """The memory and the files that a rank's model states take elsewhere than on its device. No torch in here."""
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from llmtrain.plan.facts import Device
-from llmtrain.plan.gradient_buckets import gradient_buckets
+from llmtrain.plan.gradient_buckets import gradient_sizes
 from llmtrain.plan.offload import Bucket, largest, ring_slots, slots
 from llmtrain.plan.outside_weights import is_direct, outside_shards
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_borders import in_pages
-from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.rank_buckets import bucket_sizes, rank_buckets
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,22 @@ def offload_memory(plan: Plan, rank: int, device: Device) -> OffloadMemory:
 
 
 def _states(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    buckets, offload = rank_buckets(plan, rank), plan.sharding.offload
-    if not buckets:
+    sizes, offload = bucket_sizes(plan, rank), plan.sharding.offload
+    if not sizes:
         return OffloadMemory()
-    spare, most = [one for one in buckets if one.spare], largest(buckets)
-    weights = sum(plan.compute_bytes * one.numel for one in spare)
+    # Their order decides which of the buckets are spare.
+    spare = [one for one in rank_buckets(plan, rank) if one.spare] if offload.spare else []
+    weights, most = sum(plan.compute_bytes * one.numel for one in spare), largest(sizes)
     # A gradient and a weight pass through each thread.
     passing = 0 if device == "cpu" or offload.on_device else offload.workers * most * (4 + plan.compute_bytes)
-    slots = _slots(plan, most, max(one.states for one in buckets)) if offload.on_device else 0
+    slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0
     if offload.tier == "host":
-        states, more = (sum(4 * one.states * one.numel for one in some) for some in (buckets, spare))
+        states, more = (
+            sum(4 * one.states * one.numel * count for one, count in some.items()) for some in (sizes, Counter(spare))
+        )
         return OffloadMemory(host=states, spare=more + weights, buffers=passing, slots=slots)
-    files = sum(one.nbytes for one in (*buckets, *spare))
-    return OffloadMemory(spare=weights, buffers=_ring(buckets, offload.overlap) + passing, slots=slots, files=files)
+    files = _nbytes(sizes) + sum(one.nbytes for one in spare)
+    return OffloadMemory(spare=weights, buffers=_ring(sizes, offload.overlap) + passing, slots=slots, files=files)
 
 
 def _slots(plan: Plan, most: int, states: int) -> int:
@@ -62,11 +65,15 @@ def _slots(plan: Plan, most: int, states: int) -> int:
     return offload.workers * most * (4 * states + ahead)
 
 
-def _ring(buckets: Sequence[Bucket], overlap: int) -> int:
+def _ring(sizes: Counter[Bucket], overlap: int) -> int:
     """Return the bytes of the slots through which buckets in files pass, and of the buffer for a part of one."""
-    ring = ring_slots(len(buckets), overlap) * max(one.nbytes for one in buckets)
+    ring = ring_slots(sizes.total(), overlap) * max(one.nbytes for one in sizes)
     # A buffer that begins at a page is cut out of one that is a page larger.
-    return ring + max(one.part for one in buckets) + 2 * PAGE
+    return ring + max(one.part for one in sizes) + 2 * PAGE
+
+
+def _nbytes(sizes: Counter[Bucket]) -> int:
+    return sum(one.nbytes * count for one, count in sizes.items())
 
 
 def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
@@ -82,13 +89,13 @@ def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
 
 
 def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    buckets = [bucket for unit in gradient_buckets(plan, rank).values() for bucket in unit.buckets]
-    if not buckets:
+    sizes = gradient_sizes(plan, rank)
+    if not sizes:
         return OffloadMemory()
     # The gradients of a bucket of one backward pass, on their way from a GPU.
-    passing = 0 if device == "cpu" else 4 * largest(buckets)
+    passing = 0 if device == "cpu" else 4 * largest(sizes)
     if plan.sharding.offload.gradients == "host":
-        return OffloadMemory(gradients=sum(4 * one.numel for one in buckets), buffers=passing)
+        return OffloadMemory(gradients=sum(4 * one.numel * count for one, count in sizes.items()), buffers=passing)
     # A buffer that begins at a page is cut out of one that is a page larger.
-    ring = slots(len(buckets)) * max(one.nbytes for one in buckets) + PAGE
-    return OffloadMemory(buffers=ring + passing, files=sum(one.nbytes for one in buckets))
+    ring = slots(sizes.total()) * max(one.nbytes for one in sizes) + PAGE
+    return OffloadMemory(buffers=ring + passing, files=_nbytes(sizes))

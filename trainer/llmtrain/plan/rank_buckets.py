@@ -1,5 +1,7 @@
 """The buckets of a rank's offloaded optimizer states. No torch in here."""
 
+from collections import Counter
+
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.pipeline.stage_layout import units_of
@@ -19,3 +21,15 @@ def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
         states = 3 if placement.masters == "separate" else 2
         found += [Bucket(spec.name, start, end, states) for start, end in offload.buckets(stepped)]
     return with_spare(plan, rank, found)
+
+
+def bucket_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
+    """Return how many buckets of a rank of the run have a size: each stands for all like it, whatever its unit."""
+    offload, grid, found = plan.sharding.offload, plan.grid, Counter[Bucket]()
+    specs = units_of(plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
+    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in specs)
+    for (placement, numel), count in units.items():
+        states = 3 if placement.masters == "separate" else 2
+        for start, end in offload.buckets(placement.padded(numel) // placement.degrees.optimizer):
+            found[Bucket("", 0, end - start, states)] += count
+    return found

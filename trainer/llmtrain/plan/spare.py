@@ -17,6 +17,8 @@ def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]
     They are spread evenly: in the next forward pass, the others are then needed at the rate at which they are stepped.
     """
     share, units = plan.sharding.offload.spare, {unit.name: unit for unit in _units(plan, rank)}
+    if not share:
+        return list(buckets)
     left, found = 0.0, []
     for bucket in reversed(buckets):
         size = bucket.end - bucket.start

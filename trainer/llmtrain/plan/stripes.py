@@ -1,6 +1,6 @@
 """How regions of bytes are striped over volumes. No torch in here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,16 +22,25 @@ def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Strip
 
     regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
     """
-    found, ends, total = [], [0] * len(weights), 0
-    for nbytes in regions:
-        total += nbytes
-        wanted = [total * weight / sum(weights) - end for weight, end in zip(weights, ends, strict=True)]
-        sizes = _pages(wanted, nbytes)
+    found, ends = [], [0] * len(weights)
+    for sizes in striped(regions, weights):
         firsts = accumulate(sizes, initial=0)
         cut = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
         found.append([Stripe(*one) for one in cut if one[3]])
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     return found
+
+
+def striped(regions: Iterable[int], weights: Sequence[float]) -> Iterator[list[int]]:
+    """Yield the bytes of each region that lie on each volume. regions, weights: see `stripes`."""
+    ends, total, all_weights = [0] * len(weights), 0, sum(weights)
+    for nbytes in regions:
+        total += nbytes
+        wanted = [total * weight / all_weights - end for weight, end in zip(weights, ends, strict=True)]
+        sizes = _pages(wanted, nbytes)
+        yield sizes
+        for volume, size in enumerate(sizes):
+            ends[volume] += size
 
 
 def _pages(wanted: Sequence[float], nbytes: int) -> list[int]:

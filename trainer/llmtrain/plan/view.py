@@ -25,7 +25,7 @@ from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic, step_traffic
-from llmtrain.plan.volume_traffic import Moved, volume_traffic
+from llmtrain.plan.volume_traffic import Moved, moved_of
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
@@ -139,14 +139,14 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     plan = make_plan(recipe, facts)
     check(plan, facts)
     programs = programs_of(plan)
-    budget = memory_budget(plan, facts.device, programs)
+    budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
     return PlanView(
         plan=plan,
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
-        moved=volume_traffic(plan, rank := most_outside(budget).role.rank, programs(rank)),
-        least=least_time(plan, facts.device, programs),
+        moved=moved(most_outside(budget).role.rank),
+        least=least_time(plan, facts.device, moved),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
         advice=advice(plan),

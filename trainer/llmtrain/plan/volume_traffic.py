@@ -1,20 +1,38 @@
 """The bytes that a rank reads from and writes to each volume in an optimizer step that is applied. No torch in here."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
-from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
+from llmtrain.cluster.layout import Axis
+from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_sweeps
 from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.outside_weights import outside_shards
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.program.instructions import Gather
 from llmtrain.plan.rank_borders import border_bytes, in_pages, rank_moves
 from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.stripes import stripes
+from llmtrain.plan.stripes import striped
 
 Moved = dict[str, tuple[int, int]]
 """Bytes read and written, by the path of the volume."""
+
+MovedOf = Callable[[int], Mapping[str, Moved]]
+
+
+def moved_of(plan: Plan, programs: ProgramsOf) -> MovedOf:
+    """Return a function that returns `volume_traffic` of a rank of the run, and counts it once."""
+
+    @cache
+    def of_rank(rank: int) -> dict[str, Moved]:
+        # Data-parallel ranks have the same program, which takes long to make.
+        axes = (Axis.PIPELINE, Axis.TENSOR)
+        first = sum(plan.grid.group_of(0, axis)[plan.grid.coordinate(rank, axis)] for axis in axes)
+        return volume_traffic(plan, rank, programs(first))
+
+    return of_rank
 
 
 def volume_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Moved]:
@@ -51,11 +69,14 @@ def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
     if plan.sharding.offload.gradients != "nvme":
         return
     units = gradient_buckets(plan, rank)
-    moves = gradient_moves(units, programs)
-    reads = Counter(move.bucket for move in moves if move.reads)
-    writes = Counter(move.bucket for move in moves if move.writes)
-    buckets = (bucket for unit in units.values() for bucket in unit.buckets)
-    yield from ((bucket.nbytes, reads[number], writes[number]) for number, bucket in enumerate(buckets))
+    sweeps = list(gradient_sweeps(units, programs))
+    reads = Counter((sweep.unit, sweep.stepped) for sweep in sweeps if sweep.reads)
+    writes = Counter((sweep.unit, sweep.stepped) for sweep in sweeps if sweep.writes)
+    for name, unit in units.items():
+        # By whether the rank steps a bucket.
+        moved = [(count[name, False], count[name, False] + count[name, True]) for count in (reads, writes)]
+        for bucket, owned in zip(unit.buckets, unit.owned, strict=True):
+            yield bucket.nbytes, moved[0][owned], moved[1][owned]
 
 
 def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
@@ -66,10 +87,10 @@ def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
 
 
 def _moved(regions: Iterable[_Region], paths: Sequence[str], weights: Sequence[float]) -> Moved:
-    held, read, written = list(regions), Counter[str](), Counter[str]()
-    cut = stripes([nbytes for nbytes, _, _ in held], weights or [1.0] * len(paths)) if held else []
-    for (_, reads, writes), parts in zip(held, cut, strict=True):
-        for part in parts:
-            read[paths[part.volume]] += reads * part.nbytes
-            written[paths[part.volume]] += writes * part.nbytes
-    return {path: (read[path], written[path]) for path in paths} if held else {}
+    held, read, written = list(regions), [0] * len(paths), [0] * len(paths)
+    cut = striped([nbytes for nbytes, _, _ in held], weights or [1.0] * len(paths))
+    for (_, reads, writes), sizes in zip(held, cut, strict=True):
+        for volume, size in enumerate(sizes):
+            read[volume] += reads * size
+            written[volume] += writes * size
+    return dict(zip(paths, zip(read, written, strict=True), strict=True)) if held else {}
