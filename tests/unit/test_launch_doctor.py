@@ -1,10 +1,12 @@
 """The doctor distinguishes NVIDIA's apex from PyPI's package of that name, and working parts from broken ones."""
 
+import os
 from pathlib import Path
 
 import pytest
 from llmtrain.launch import doctor
 from llmtrain.launch.doctor import Finding, can_train
+from llmtrain.launch.gpus import set_gpu_variables
 from llmtrain_kernels import native
 
 
@@ -54,3 +56,24 @@ def test_it_is_told_whether_the_cpu_kernels_build(
     (found,) = doctor._kernels()
     assert found.state == state
     assert (reason or "") in found.detail
+
+
+def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    found = doctor._gpu_environment()
+    assert found.state == "wrong"
+    assert found.detail == "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS: runs set CUDA_DEVICE_MAX_CONNECTIONS=32" in found.advice
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert doctor._gpu_environment().state == "ok"
+
+
+@pytest.mark.parametrize(("world", "loading"), [(1, None), (2, "EAGER")])
+def test_ranks_of_gpus_set_what_the_user_has_not(
+    world: int, loading: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    set_gpu_variables(world)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert os.environ.get("CUDA_MODULE_LOADING") == loading

@@ -62,12 +62,13 @@ def gloo_over(card: Nic | None) -> Iterator[None]:
 def group_options(backend: str, cluster: Cluster | None, card: Nic | None) -> Any:
     """Return torch's options for a group that uses `card`, None for the defaults.
 
-    NCCL takes a network for each communicator, but reads its socket interfaces once per process; `connect` sets them.
+    NCCL's own streams come before the computation's. It takes a network for each communicator, but reads its socket
+    interfaces once per process; `connect` sets them.
     """
-    net = nccl_net(cluster, card)
-    if backend != "nccl" or net is None:
+    if backend != "nccl":
         return None
-    options = dist.ProcessGroupNCCL.Options()
-    # torch's type stubs lack this field.
-    options.config.net_name = net  # type: ignore[attr-defined]
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if (net := nccl_net(cluster, card)) is not None:
+        # torch's type stubs lack this field.
+        options.config.net_name = net  # type: ignore[attr-defined]
     return options

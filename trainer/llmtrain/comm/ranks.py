@@ -204,6 +204,8 @@ def connect(
             world_size=layout.world,
             timeout=patience,
             pg_options=group_options(backend, cluster, card),
+            # NCCL then connects now, and not in the first step.
+            device_id=device if backend == "nccl" else None,
         )
     links = Links(dist.PrefixStore("llmtrain", store), tiers, cluster, patience)
     return Ranks(rank, local_rank, layout, device, links, Watch(activity, watchdog))

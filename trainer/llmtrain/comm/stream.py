@@ -90,11 +90,16 @@ class _ThreadTicket:
         self._activity.wait(self._future.result)
 
 
+# Among blocks of threads that wait for a multiprocessor, those of collectives and copies start before those of the
+# computation, of which there are always some.
+_FIRST = -1
+
+
 class CudaStream:
     """Queues jobs on a CUDA stream. Streams wait for each other's events; the host does not wait."""
 
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
-        self._stream, self._activity = torch.cuda.Stream(device), activity or Activity()
+        self._stream, self._activity = torch.cuda.Stream(device, priority=_FIRST), activity or Activity()
 
     @torch.no_grad()
     def submit(self, job: Job) -> Ticket:
@@ -113,7 +118,7 @@ class CudaThreadStream:
     The thread that submits does not wait."""
 
     def __init__(self, device: torch.device, name: str, activity: Activity | None = None) -> None:
-        self._stream, self._activity = torch.cuda.Stream(device), activity or Activity()
+        self._stream, self._activity = torch.cuda.Stream(device, priority=_FIRST), activity or Activity()
         self._thread = ThreadStream(name, activity)
 
     def submit(self, job: Job) -> Ticket:

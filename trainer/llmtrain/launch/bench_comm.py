@@ -19,7 +19,7 @@ from llmtrain.cluster.tiers import tiers
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError
 from llmtrain.launch.ending import end_together
-from llmtrain.launch.gpus import check_gpus
+from llmtrain.launch.gpus import check_gpus, set_gpu_variables
 from llmtrain.launch.measure.discover import Machine, discovered, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
 from llmtrain.launch.measure.result import Measured, check_writable, described, without_slow_cards, write_cluster
@@ -68,6 +68,7 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
             "add --nproc N, or start bench comm through torchrun, srun or mpirun"
         )
     check_gpus(gpus, place, world)
+    set_gpu_variables(world)
     if place is not None:
         _measure_as_rank(options, given, place)
         return

@@ -15,6 +15,7 @@ from typing import Literal
 from llmtrain_data import units
 
 from llmtrain.cluster.memory import machine_memory
+from llmtrain.launch.gpus import gpu_variables, other_variables
 
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
@@ -59,7 +60,9 @@ def _torch() -> Iterator[Finding]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     built_for_gpu = bool(torch.version.cuda or torch.version.hip)
     yield Finding("torch", "ok", f"{torch.__version__} ({build if built_for_gpu else 'CPU only'})")
-    yield _devices(built_for_gpu)
+    yield (devices := _devices(built_for_gpu))
+    if devices.state == "ok":
+        yield _gpu_environment()
     if dist.is_available() and dist.is_gloo_available():
         yield Finding("gloo", "ok", "collectives between CPU ranks")
     else:
@@ -84,6 +87,14 @@ def _devices(built_for_gpu: bool) -> Finding:
     if driver:
         return Finding("gpu", "wrong", f"{driver} is here, but torch finds no GPU", f"see what `{driver}` says")
     return Finding("gpu", "absent", "training runs on the CPU")
+
+
+def _gpu_environment() -> Finding:
+    name, wanted = "gpu environment", gpu_variables(2)
+    if other := other_variables(os.environ):
+        advice = f"unset {' and '.join(other)}: runs set {', '.join(f'{key}={wanted[key]}' for key in other)}"
+        return Finding(name, "wrong", ", ".join(f"{key}={value}" for key, value in other.items()), advice)
+    return Finding(name, "ok", f"runs of several ranks set {', '.join(f'{key}={wanted[key]}' for key in wanted)}")
 
 
 def _machine() -> Iterator[Finding]:

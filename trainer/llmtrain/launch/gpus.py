@@ -1,4 +1,7 @@
-"""Check that a machine has a GPU for each of its ranks."""
+"""Check that a machine has a GPU for each of its ranks, and set what CUDA reads from the environment."""
+
+import os
+from collections.abc import Mapping
 
 from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
@@ -17,3 +20,26 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
             f"there are to be {here} ranks or more on a machine with {gpus} GPUs; start at most one for each GPU, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
         )
+
+
+def gpu_variables(world: int) -> dict[str, str]:
+    """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
+
+    CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
+    a stream for each lane, each communicator and each direction of its copies. CUDA_MODULE_LOADING: a kernel that is
+    loaded at its first launch may have to wait for all kernels that run; one of them may be NCCL's and wait for a rank
+    that waits likewise (CUDA C++ Programming Guide, "Lazy Loading", concurrent execution).
+    """
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({"CUDA_MODULE_LOADING": "EAGER"} if world > 1 else {})
+
+
+def set_gpu_variables(world: int) -> None:
+    """Set the variables that the user has not set. Call it before CUDA starts."""
+    for name, value in gpu_variables(world).items():
+        os.environ.setdefault(name, value)
+
+
+def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that the user has set otherwise."""
+    wanted = gpu_variables(2)
+    return {name: environment[name] for name in wanted if environment.get(name, wanted[name]) != wanted[name]}

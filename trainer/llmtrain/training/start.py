@@ -13,7 +13,7 @@ from llmtrain_data.waiting import loading
 
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus
+from llmtrain.launch.gpus import check_gpus, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
@@ -57,6 +57,7 @@ def start(
         print_plan(plan, summary, [*advice(plan), *problems], as_json)
         return
     check_gpus(gpus, place, facts.world)
+    set_gpu_variables(facts.world)
     with _reported_once(place):
         if problems:
             raise BadInputError(problems[0])
