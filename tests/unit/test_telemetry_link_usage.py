@@ -18,7 +18,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload.usage import TierUsage
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
-from llmtrain.telemetry.counters import Counts, HostLink, HostLinks, NvidiaLinks, Volumes
+from llmtrain.telemetry.counters import AmdLinks, Counts, HostLink, HostLinks, NvidiaLinks, Volumes
 from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
@@ -214,10 +214,37 @@ def test_cards_of_nvidia(clock: SimpleNamespace) -> None:
     assert set(NvidiaLinks(nvml(fail=True), [0]).counts()) == {"nvlink"}
 
 
-def test_without_nvml_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def amd(metrics: list[dict[str, Any]]) -> SimpleNamespace:
+    """AMD SMI with these metrics of the cards."""
+    return SimpleNamespace(
+        AmdSmiException=OSError,
+        AmdSmiInitFlags=SimpleNamespace(INIT_AMD_GPUS=2),
+        amdsmi_init=lambda flags: None,
+        amdsmi_get_processor_handles=lambda: list(range(len(metrics))),
+        amdsmi_get_gpu_metrics_info=lambda card: metrics[card],
+    )
+
+
+def test_cards_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of all links of both cards; a link that is not there is a text."""
+    cards = [
+        {"xgmi_write_data_acc": [1, 2, "N/A"], "xgmi_read_data_acc": [10, 0, "N/A"]},
+        {"xgmi_write_data_acc": [4], "xgmi_read_data_acc": "N/A"},
+    ]
     monkeypatch.setattr(counters, "gpu_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", amd(cards))
+    _, links = counters.all_sources()
+    assert isinstance(links, AmdLinks)
+    assert links.counts() == {"xgmi": (7e3, 10e3)}
+
+
+def test_without_their_libraries_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "gpu_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert NvidiaLinks.open() is None
+    assert AmdLinks.open() is None
     assert [type(source) for source in counters.all_sources()] == [HostLinks]
 
 

@@ -1,4 +1,4 @@
-"""Byte counters of this machine's links: network cards, disks, volumes, and on NVIDIA machines NVLink and PCIe.
+"""Byte counters of this machine's links: network cards, disks, volumes, and between GPUs NVLink or XGMI.
 
 Unreadable counters are left out: a machine without such links, or a container without the kernel's files, is no error.
 """
@@ -142,7 +142,46 @@ class NvidiaLinks:
         return self._pcie[0], self._pcie[1]
 
 
+class AmdLinks:
+    """The sum of the XGMI bytes of all AMD GPUs of this machine, through AMD SMI, which counts them in kilobytes.
+
+    Written after its documentation; not yet run on a GPU.
+    """
+
+    def __init__(self, smi: Any, handles: list[Any]) -> None:
+        self._smi, self._handles = smi, handles
+
+    @staticmethod
+    def open() -> "AmdLinks | None":
+        """Return the links; None without a GPU, or without AMD SMI for Python, which comes with ROCm."""
+        if not gpu_count():
+            return None
+        try:
+            import amdsmi
+
+            amdsmi.amdsmi_init(amdsmi.AmdSmiInitFlags.INIT_AMD_GPUS)
+            return AmdLinks(amdsmi, amdsmi.amdsmi_get_processor_handles())
+        except Exception:
+            # It is not installed, or there is no driver: training does not need it.
+            return None
+
+    def counts(self) -> Counts:
+        """Return the count of `xgmi`, if the cards report it."""
+        written = read = 0
+        with suppress(self._smi.AmdSmiException):
+            for handle in self._handles:
+                metrics = self._smi.amdsmi_get_gpu_metrics_info(handle)
+                written += _kilobytes(metrics["xgmi_write_data_acc"])
+                read += _kilobytes(metrics["xgmi_read_data_acc"])
+        return {"xgmi": (written * 1e3, read * 1e3)} if written or read else {}
+
+
+def _kilobytes(of_links: Any) -> int:
+    # A link that is not there has a text in place of its count.
+    return sum(count for count in of_links if isinstance(count, int)) if isinstance(of_links, list) else 0
+
+
 def all_sources() -> list[Source]:
     """Return all sources that this machine has."""
-    nvidia = NvidiaLinks.open()
-    return [HostLinks()] if nvidia is None else [HostLinks(), nvidia]
+    of_gpus: tuple[Source | None, ...] = (NvidiaLinks.open(), AmdLinks.open())
+    return [HostLinks(), *(source for source in of_gpus if source is not None)]
