@@ -77,7 +77,7 @@ class PlainStage(nn.Module):
             x = self.model.embedding(x)
         for block in self.model.blocks.values():
             x = block(x, self.model.rotary)
-        return x if self.model.head is None else self.model.head.norm(x)
+        return x if self.model.head is None else self.model.head.norm(x)[1]
 
 
 def peer(run: Run, seconds: float) -> Contestant:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from llmtrain_kernels.native import native_functions, takes_native
 from llmtrain_kernels.recomputed import recomputed
+from llmtrain_kernels.triton_launch import takes_triton
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
@@ -19,6 +20,9 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`."""
     if takes_native(x) and _kernel() is not None:
         return _Activate.apply(x, kind)
+    # torch.compile sees plain operations, and makes kernels of its own.
+    if takes_triton(x) and not torch.compiler.is_compiling():
+        return _ActivateOnGPU.apply(x, kind)
     # torch's SwiGLU would keep the SiLU of the gate too.
     return recomputed(_swiglu, x) if kind == "swiglu" else reference_activate(x, kind)
 
@@ -67,3 +71,24 @@ class _Activate(torch.autograd.Function):
         numbers = _numbers(x, ctx.kind)
         kernel.activation_backward(x.data_ptr(), grad.data_ptr(), grad_x.data_ptr(), *numbers)
         return grad_x, None
+
+
+class _ActivateOnGPU(torch.autograd.Function):
+    """Saves only its input for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:
+        from llmtrain_kernels.activation import triton_backend
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.kind, ctx.backend = kind, triton_backend
+        y = triton_backend.forward(x.view(-1, x.shape[-1]), kind)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,), grad = ctx.saved_tensors, grad.contiguous()
+        grad_x = ctx.backend.backward(x.view(-1, x.shape[-1]), grad.view(-1, grad.shape[-1]), ctx.kind)
+        return grad_x.view(x.shape), None

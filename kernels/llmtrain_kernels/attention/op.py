@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain_kernels.native import native_functions
-from llmtrain_kernels.rotary import rotate
+from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -26,11 +26,10 @@ def joint_attention(qkv: Tensor, heads: int, rotary: Rotary | None, dropout: flo
     cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
     if dropout == 0.0 and _suits_kernel(qkv.device.type, qkv.dtype, qkv.shape[0] * kv_heads):
         return _joint_attention(qkv, cos, sin, heads)[0]
-    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None and sin is not None:
-        # Autograd keeps what attention reads. A copy of the values frees the product that they are a view of.
-        qk, v = rotate(qk, cos, sin), v.contiguous()
-    q, k = qk.split([heads, kv_heads], dim=2)
+        q, k, v = rotated(qkv, heads, cos, sin)
+    else:
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     return causal_attention(q, k, v, dropout)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019, section 4)."""
+"""RMSNorm (Zhang and Sennrich, 2019, section 4) and LayerNorm (Ba et al., 2016, section 3)."""
 
 import functools
 from types import SimpleNamespace
@@ -11,6 +11,24 @@ from torch.autograd.function import once_differentiable
 
 from llmtrain_kernels.native import native_functions, takes_native
 from llmtrain_kernels.recomputed import recomputed
+from llmtrain_kernels.triton_launch import takes_triton
+
+
+def residual_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `x` and `added` (`[..., width]`; None: x itself), and its norm over the last dimension.
+
+    weight, bias: `[width]`. Without a bias it is RMSNorm, else LayerNorm. Use the first result in place of `x` from
+    here on: then one GPU kernel adds up its gradient.
+    """
+    # torch.compile sees plain operations, and makes kernels of its own.
+    if takes_triton(x) and weight.dtype == x.dtype and not torch.compiler.is_compiling() and _fits(x.shape[-1]):
+        return _ResidualNorm.apply(x, added, weight, bias, eps)
+    total = x if added is None else x + added
+    if bias is None:
+        return total, rms_norm(total, weight, eps)
+    return total, F.layer_norm(total, weight.shape, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,6 +39,46 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     # On CPUs torch has no kernel of its own for this, and its operations keep copies in fp32.
     return recomputed(lambda x, weight: F.rms_norm(x, weight.shape, weight, eps), x, weight)
+
+
+def _fits(width: int) -> bool:
+    from llmtrain_kernels.norm import triton_backend
+
+    return width <= triton_backend.WIDEST
+
+
+class _ResidualNorm(torch.autograd.Function):
+    """Saves the sum and the fp32 statistics of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from llmtrain_kernels.norm import triton_backend
+
+        x, given = x.contiguous(), None if added is None else _rows(added)
+        total, y, statistics = triton_backend.forward(_rows(x), given, weight.contiguous(), bias, eps)
+        total = x if added is None else total.view(x.shape)
+        ctx.save_for_backward(total, weight, statistics)
+        ctx.has_bias, ctx.adds, ctx.backend = bias is not None, added is not None, triton_backend
+        ctx.set_materialize_grads(False)
+        return total, y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return above, above if ctx.adds else None, None, None, None
+        total, weight, statistics = ctx.saved_tensors
+        add = None if above is None else _rows(above)
+        grad_x, sums = ctx.backend.backward(_rows(total), weight.contiguous(), statistics, _rows(grad), add)
+        of_weight, of_bias = sums[0].to(weight.dtype), sums[1].to(weight.dtype) if ctx.has_bias else None
+        grad_x = grad_x.view(total.shape)
+        return grad_x, grad_x if ctx.adds else None, of_weight, of_bias, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1, x.shape[-1])
 
 
 @functools.cache

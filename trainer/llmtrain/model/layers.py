@@ -6,7 +6,7 @@ from llmtrain_kernels.activation.op import activate
 from llmtrain_kernels.attention.op import joint_attention
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from llmtrain_kernels.matmul import linear
-from llmtrain_kernels.norm.op import rms_norm
+from llmtrain_kernels.norm.op import residual_norm
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
@@ -52,11 +52,9 @@ class Norm(nn.Module):
         self.weight = empty_parameter(config.hidden)
         self.bias = None if config.family == "llama" else empty_parameter(config.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise `[..., hidden]`."""
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the residual sum `x + added` (x without the latter) and its norm, each `[..., hidden]`."""
+        return residual_norm(x, added, self.weight, self.bias, self.eps)
 
 
 def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -114,11 +112,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map `[batch, sequence, hidden]` to the same shape."""
-        attended = self.dropout(self.attention(self.norm1(x), rotary))
+        x, normal = self.norm1(x)
+        attended = self.dropout(self.attention(normal, rotary))
         if self.parallel:
-            return x + attended + self.dropout(self.mlp(self.norm2(x)))
-        x = x + attended
-        return x + self.dropout(self.mlp(self.norm2(x)))
+            x, normal = self.norm2(x)
+            return x + attended + self.dropout(self.mlp(normal))
+        x, normal = self.norm2(x, attended)
+        return x + self.dropout(self.mlp(normal))
 
 
 class Embedding(nn.Module):
@@ -148,7 +148,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor | None, targets: Tensor | None) -> Tensor:
         """Map `[batch, sequence, hidden]` to logits, or to the mean loss of `targets`. embedding: the tied matrix."""
-        x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        (_, x), weight = self.norm(x), embedding if self.weight is None else self.weight
         assert weight is not None
         if targets is None:
             return linear(x, weight)

@@ -37,6 +37,7 @@ def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool) -> Kernels:
         generator=0,
         # Our kernel works in place; torch's operations make probabilities in fp32.
         logit=0 if triton else 4,
+        rotates_in_place=triton,
     )
 
 
@@ -57,4 +58,5 @@ def _on_cpu(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
         generator=CPU_GENERATOR,
         # Our kernel works in place; torch converts the logits to fp32 before the softmax.
         logit=0 if ours else 8,
+        rotates_in_place=False,
     )

@@ -102,6 +102,7 @@ class Kernels:
     a norm keeps, 0 if it computes them again. mask: bytes of an element of a dropout mask. weights_mask: the same for
     attention weights. generator: bytes of the random generator's state that a recomputed group with dropout keeps in
     the device's memory. logit: bytes that the loss takes for each logit of a chunk, beside the logits.
+    rotates_in_place: whether the rotary embedding overwrites the product of queries, keys and values.
     """
 
     attention: Attention
@@ -113,6 +114,7 @@ class Kernels:
     weights_mask: int
     generator: int
     logit: int
+    rotates_in_place: bool
 
 
 @dataclass(frozen=True, kw_only=True)

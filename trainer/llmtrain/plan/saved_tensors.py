@@ -174,9 +174,10 @@ def _separate_attention_tensors(plan: Plan, sizes: Sizes) -> list[Saved]:
     """Return what torch's separate operations keep, which compute attention in fp32."""
     model, heads = plan.model, (sizes.tokens, sizes.heads, plan.model.head_dim)
     weights = (sizes.sequences, sizes.heads, sizes.length, sizes.length)
-    # Without a copy in fp32, a rotary embedding or several sequences of several heads, values are read in place: they
-    # are a view of the whole product.
-    in_place = plan.compute == "fp32" and model.family == "gpt2" and 1 in (sizes.sequences, sizes.heads)
+    # Without a copy in fp32, of a rotary embedding, for shared heads or several sequences of several heads, values are
+    # read in place: they are a view of the whole product.
+    views = model.family == "gpt2" or (plan.kernels.rotates_in_place and model.kv_heads == model.heads)
+    in_place = plan.compute == "fp32" and views and 1 in (sizes.sequences, sizes.heads)
     dropped = [
         Saved("mask of the attention weights", weights, plan.kernels.weights_mask),
         Saved("attention weights after dropout", weights, 4),

@@ -34,7 +34,7 @@ class VocabParallelHead(Head):
         mean loss of `targets`, int64 `[batch, sequence]`. The result is equal on every rank. embedding: this rank's
         share of the tied matrix.
         """
-        x, weight = self.norm(x), embedding if self.weight is None else self.weight
+        (_, x), weight = self.norm(x), embedding if self.weight is None else self.weight
         assert weight is not None
         if targets is None:
             return _all_logits(x, weight, self.mesh, self.vocab)
