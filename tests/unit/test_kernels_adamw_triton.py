@@ -9,7 +9,7 @@ from tests.triton_lab import AMD, NVIDIA, compiled, run_interpreted
 pytest.importorskip("triton")
 
 STATES = ("master", "m", "v", "new_master", "new_m", "new_v", "gradient")
-NUMBERS = ("m_share", "v_share", "v_kept", "eps", "rate", "kept")
+NUMBERS = ("divisor", "m_share", "v_share", "v_kept", "eps", "rate", "kept")
 
 
 def test_in_the_interpreter() -> None:
@@ -24,7 +24,7 @@ def test_compiles_for_gpus(weight: str | None, target: tuple[str, int | str, int
     from llmtrain_kernels.adamw import triton_backend as kernels
 
     pointers = dict.fromkeys(STATES, "*fp32") | ({} if weight is None else {"weight": weight})
-    types = pointers | {"divisor": "*fp32", "numel": "i32", "places": ("i64",) * kernels.PLACES}
+    types = pointers | {"numel": "i32", "places": ("i64",) * kernels.PLACES}
     types |= dict.fromkeys(NUMBERS, "fp32")
     constants = {"first": kernels.FIRST, "tile": kernels.TILE} | ({"weight": None} if weight is None else {})
     found = compiled(kernels._adamw, types, constants, {*pointers}, kernels.OPTIONS, target)

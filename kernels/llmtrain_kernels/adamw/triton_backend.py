@@ -32,14 +32,15 @@ def step(
     gradient: fp32, bf16 or fp16 `[n]`, read only. weight: of any of these dtypes, `[n]`, which receives the new
     masters. changes: ascending elements where weight decay begins and ends in turn.
     """
-    shares = [float(one) for one in astuple(factors(numbers))]
-    _step([*before], [*after], gradient, weight, numbers.gradient_divisor, shares, [*changes])
+    # An argument of the launch: as a tensor it would have to be on the device. Division by 1 changes no bit.
+    divisor = 1.0 if numbers.gradient_divisor is None else float(numbers.gradient_divisor)
+    _step([*before], [*after], gradient, weight, [divisor, *astuple(factors(numbers))], [*changes])
 
 
 @torch.library.custom_op("llmtrain::adamw", mutates_args=("after", "weight"))
 def _step(
-    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, divisor: Tensor | None,
-    shares: list[float], changes: list[int],
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, shares: list[float],
+    changes: list[int],
 ) -> None:  # fmt: skip
     numel = gradient.numel()
     if not numel:
@@ -47,15 +48,13 @@ def _step(
     places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
     with device_of(gradient):
         grid = (triton.cdiv(numel, TILE),)
-        _adamw[grid](
-            *before, *after, gradient, weight, divisor, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS
-        )
+        _adamw[grid](*before, *after, gradient, weight, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS)
 
 
 @_step.register_fake
 def _(
-    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, divisor: Tensor | None,
-    shares: list[float], changes: list[int],
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, shares: list[float],
+    changes: list[int],
 ) -> None:  # fmt: skip
     return None
 
@@ -78,9 +77,7 @@ def _tile(
     gradient: tl.tensor, weight: tl.tensor, divisor: tl.tensor, m_share: tl.tensor, v_share: tl.tensor,
     v_kept: tl.tensor, eps: tl.tensor, rate: tl.tensor, kept: tl.tensor, mask: tl.tensor, at: tl.tensor,
 ) -> None:  # fmt: skip
-    g = tl.load(gradient + at, mask, eviction_policy="evict_first").to(tl.float32)
-    if divisor is not None:
-        g = tl.div_rn(g, tl.load(divisor))
+    g = tl.div_rn(tl.load(gradient + at, mask, eviction_policy="evict_first").to(tl.float32), divisor)
     old = tl.load(m + at, mask, eviction_policy="evict_first")
     moment = old + (g - old) * m_share
     square = tl.load(v + at, mask, eviction_policy="evict_first") * v_kept + g * v_share * g
