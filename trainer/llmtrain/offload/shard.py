@@ -102,7 +102,8 @@ class OffloadedShard:
         return True
 
     def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[Work]:
-        computed = torch.cuda.current_stream().record_event() if gradient.is_cuda else None
+        on_gpu = gradient.is_cuda or (weight is not None and weight.is_cuda)
+        computed = torch.cuda.current_stream().record_event() if on_gpu else None
         found = []
         for number, part, own in self._parts(*within):
             bucket = self._outside.buckets[number - self._outside.first]

@@ -25,7 +25,7 @@ class Work:
     gradient: fp32 `[n]`, on the device. weight: `[n]` of the compute dtype, on the device, which receives the rounded
     masters; None if the masters are the weights. masters: fp32 `[n]`, if they are the weights; else None. spare: memory
     of the host for what a step ahead writes to `weight`, or to `masters`. computed: when the device has computed the
-    gradient; None on a CPU.
+    gradient, and no longer uses what was in the memory of the weight before; None on a CPU.
     """
 
     bucket: int
