@@ -8,6 +8,7 @@ from llmtrain_kernels.adamw.op import Decay, adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.comm.device import in_host_memory, to_device
 from llmtrain.comm.stream import Ticket
 from llmtrain.model.tensors import UnitSpec
 
@@ -39,7 +40,8 @@ class StepRule:
         the rest."""
         master, m, v = (states[name] for name in STATES)
         after = None if into is None else (into["master"], into["m"], into["v"])
-        came, decay = gradient.to(master.device), self._decay_within(*within)
+        came = to_device(gradient, master.device) if in_host_memory(gradient) else gradient
+        decay = self._decay_within(*within)
         adamw(self._backend, master, m, v, came, numbers, weight, after, threads, decay=decay)
 
     def _decay_within(self, start: int, end: int) -> list[Decay]:

@@ -9,6 +9,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
+from llmtrain.comm.device import in_host_memory, to_device
 from llmtrain.comm.stream import Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
@@ -87,7 +88,8 @@ class ShardedUnit:
     @property
     def masters(self) -> Tensor:
         """The fp32 masters of `ranges.optimizer`, read-only, on the device that computes."""
-        return self.optimizer.read("master", *self.ranges.optimizer).to(self.weight.device)
+        held = self.optimizer.read("master", *self.ranges.optimizer)
+        return to_device(held, self.weight.device) if in_host_memory(held) else held
 
     def own(self, place: int) -> int:
         """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""
