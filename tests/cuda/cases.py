@@ -1,0 +1,110 @@
+"""What is rehearsed."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
+    accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: how often the main
+    thread waits for the device in a step."""
+
+    world: int = 1
+    keys: tuple[str, ...] = ()
+    node: int = 0
+    accumulation: int = 2
+    tensor: int = 1
+    pipeline: int = 1
+    waits: int = 1
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All overrides of the recipe."""
+        data = self.world // self.tensor // self.pipeline
+        grid = (f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}")
+        return (*grid, f"train.global_batch={data * self.accumulation}", *self.keys)
+
+
+def _stage(number: int) -> str:
+    return f"zero.stage={number}"
+
+
+INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
+FP32, FP16 = "precision.compute=fp32", "precision.compute=fp16"
+TIED, LLAMA, NEOX = "model.tie_embeddings=true", "model.family=llama", "model.family=neox"
+UNTIED, RECOMPUTED, SEQUENCE = "model.tie_embeddings=false", "activation_checkpointing=full", "parallel.sequence=true"
+BUCKETS = "offload.bucket=4096"
+HOST, ON_DEVICE = ("offload.optimizer=host", "optimizer.clip=1.0e6", BUCKETS), "offload.step=device"
+WEIGHTS, GRADIENTS = ("offload.parameters=host", BUCKETS), "offload.gradients=host"
+BORDERS = (RECOMPUTED, "offload.activations=host")
+
+SHARDING = {
+    "one rank": Case(),
+    "stage 0": Case(2, (_stage(0),)),
+    "stage 1": Case(2, (_stage(1),)),
+    "stage 2": Case(2, (_stage(2),)),
+    "stage 3": Case(2, (_stage(3),)),
+    "stage 3, fp32": Case(2, (_stage(3), FP32)),
+    "stage 1, fp16": Case(2, (_stage(1), FP16)),
+    "stage 3, tied": Case(2, (_stage(3), TIED)),
+    "stage 3, nothing resident": Case(2, (_stage(3), "zero.resident=0"), accumulation=3),
+    "stage 3, logged": Case(2, (_stage(3), "logging.every=1"), waits=2),
+    "stage 1, 2 nodes": Case(4, (_stage(1),), node=2),
+    "stage 2, 2 nodes": Case(4, (_stage(2),), node=2),
+    "stage 3, 2 nodes": Case(4, (_stage(3),), node=2),
+    "stage 3, flat": Case(4, (_stage(3), "zero.hierarchical=false"), node=2),
+    "stage 3, secondary copy": Case(4, (_stage(3), "zero.secondary=2"), node=2),
+    "mics": Case(4, ("zero.preset=mics",), node=2),
+    "weights 1, gradients 2, optimizer 4": Case(
+        4, ("zero.partition={weights: 1, gradients: 2, optimizer: 4}",), node=2
+    ),
+    "weights 2, gradients 2, optimizer 4": Case(
+        4, ("zero.partition={weights: 2, gradients: 2, optimizer: 4}",), node=2
+    ),
+    "stage 1, int8": Case(2, (_stage(1), INT8)),
+    "stage 3, int8": Case(2, (_stage(3), INT8)),
+    "stage 2, int4": Case(2, (_stage(2), INT4)),
+    "stage 3, int4, 2 nodes": Case(4, (_stage(3), INT4), node=2),
+    "zero++": Case(4, ("zero.preset=zero++",), node=2),
+    "topo": Case(8, ("zero.preset=topo",), node=4),
+}
+PARALLEL = {
+    "tensor": Case(2, tensor=2),
+    "tensor, sequence": Case(2, (SEQUENCE,), tensor=2),
+    "tensor, stage 3": Case(4, (_stage(3),), tensor=2),
+    "tensor, sequence, stage 3": Case(4, (_stage(3), SEQUENCE, LLAMA, "model.kv_heads=4"), tensor=2),
+    "tensor, sequence, stage 1, int8": Case(4, (_stage(1), INT8, SEQUENCE), tensor=2),
+    "tensor, sequence, stage 3, int4": Case(4, (_stage(3), INT4, SEQUENCE), tensor=2),
+    "gpipe": Case(2, ("pipeline.schedule=gpipe",), pipeline=2),
+    "1f1b": Case(2, pipeline=2, accumulation=4),
+    "1f1b, tied": Case(2, (TIED,), pipeline=2),
+    "1f1b, stage 3": Case(4, (_stage(3),), pipeline=2),
+    "1f1b, stage 2, tensor": Case(8, (_stage(2), SEQUENCE), pipeline=2, tensor=2),
+    "interleaved": Case(2, ("pipeline.schedule=interleaved", "model.layers=4"), pipeline=2),
+    "interleaved, stage 3": Case(4, ("pipeline.schedule=interleaved", "model.layers=4", _stage(3)), pipeline=2),
+    "zero bubble": Case(2, ("pipeline.schedule=zero-bubble",), pipeline=2),
+    "zero bubble, stage 3": Case(4, ("pipeline.schedule=zero-bubble", _stage(3)), pipeline=2),
+    "zero bubble v": Case(2, ("pipeline.schedule=zero-bubble-v", "model.layers=4"), pipeline=2, accumulation=4),
+    "message-driven": Case(2, ("pipeline.schedule=message-driven",), pipeline=2),
+    "recomputed": Case(1, (RECOMPUTED,)),
+    "recomputed, stage 3": Case(2, (RECOMPUTED, _stage(3))),
+    "recomputed, tensor, sequence": Case(2, (RECOMPUTED, SEQUENCE, NEOX), tensor=2),
+    "recomputed, 1f1b": Case(2, (RECOMPUTED,), pipeline=2),
+}
+OFFLOAD = {
+    "optimizer on the host": Case(2, (_stage(1), *HOST)),
+    "optimizer on the host, stage 3": Case(2, (_stage(3), *HOST)),
+    "optimizer on the host, stepped on the device": Case(2, (_stage(1), *HOST, ON_DEVICE)),
+    "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8)),
+    "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6")),
+    "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),
+    "gradients on the host, one rank": Case(1, (*WEIGHTS, *HOST, GRADIENTS)),
+    "gradients on the host, 2 nodes": Case(4, ("zero.preset=mics", *HOST, GRADIENTS), node=2),
+    "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),
+    "weights on the host, optimizer on the device": Case(2, (_stage(3), *WEIGHTS)),
+    "weights on the host, one rank": Case(1, (*WEIGHTS, *HOST)),
+    "activations on the host": Case(1, BORDERS, waits=5),
+    "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=5),
+    "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=5),
+}
+CASES = SHARDING | PARALLEL | OFFLOAD

@@ -1,0 +1,45 @@
+"""One process rehearses what the selected tests ask for."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER))
+
+import fake_device  # noqa: E402
+
+Answer = Callable[[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    """Return what was found in a case or a twin."""
+    if fake_device.compiler() is None:
+        pytest.skip("there is no C++ compiler to build the device that rehearses a GPU's steps")
+    folder = tmp_path_factory.mktemp("cuda")
+    asked: dict[str, list[str]] = {"cases": [], "twins": []}
+    for item in request.session.items:
+        for kind, names in asked.items():
+            if item.path.parent == FOLDER and (call := getattr(item, "callspec", None)) and kind[:-1] in call.params:
+                names.append(call.params[kind[:-1]])
+    asked = {kind: list(dict.fromkeys(names)) for kind, names in asked.items()}
+    library = fake_device.build(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtrain" / "tests")
+    subprocess.run(
+        [sys.executable, str(FOLDER / "worker.py"), str(library), str(folder / "answer.json")],
+        input=json.dumps(asked), text=True, check=True, timeout=550, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    answers = json.loads((folder / "answer.json").read_text())
+
+    def found(kind: str, name: str) -> dict[str, Any]:
+        result: dict[str, Any] = answers[f"{kind} {name}"]
+        assert "failed" not in result, result["failed"]
+        return result
+
+    return found

@@ -1,0 +1,85 @@
+"""Stands for kernels that are not torch's: what they read and write, and another kernel that computes the same."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from llmtrain.offload import gradient_store
+from llmtrain.sharding import gradients, optimizer_shard
+from llmtrain_kernels.attention import op as attention
+from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.cross_entropy import partial as partial_cross_entropy
+from llmtrain_kernels.quantize import op as quantize
+from llmtrain_kernels.quantize.format import Backend
+from llmtrain_kernels.quantize.reference import REFERENCE
+from machine import Machine
+from torch import Tensor
+from torch._C import _DisableTorchDispatch
+
+
+def stand_ins(machine: Machine) -> list[Any]:
+    """Return the changes to the project's kernels."""
+    native = optimizer_shard.adamw, gradient_store.squared_blocks, cross_entropy._plain_losses
+
+    def one(what: str, reads: list[Tensor], writes: list[Tensor], compute: Callable[[], Any]) -> Any:
+        machine.compute(what, reads, writes)
+        with _DisableTorchDispatch():
+            return compute()
+
+    def quantizes(x: Tensor, bits: int, block: int, out: Tensor, key: int | None) -> None:
+        one("quantize", [x], [out], lambda: REFERENCE.quantize(x, bits, block, out, key))
+
+    def dequantizes(packed: Tensor, bits: int, block: int, out: Tensor) -> None:
+        one("dequantize", [packed], [out], lambda: REFERENCE.dequantize(packed, bits, block, out))
+
+    def dequantizes_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulate: bool) -> None:
+        reads = [packed, *([out] if accumulate else [])]
+        one("dequantize_sum", reads, [out], lambda: REFERENCE.dequantize_sum(packed, bits, block, out, accumulate))
+
+    def adamw(
+        backend: str, master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: Any,
+        weight: Tensor | None = None, into: Any = None, threads: int | None = None, **others: Any,
+    ) -> None:  # fmt: skip
+        written = [*(into or (master, m, v)), *([] if weight is None else [weight])]
+        backend = "torch" if master.is_cuda else backend
+        compute = partial(native[0], backend, master, m, v, gradient, numbers, weight, into, threads, **others)
+        one("adamw", [master, m, v, gradient], written, compute)
+
+    def squared_sum(x: Tensor, offset: int) -> Tensor:
+        with _DisableTorchDispatch():
+            found = torch.linalg.vector_norm(x, dtype=torch.float64).square()
+        machine.compute("squared_sum", [x], [found])
+        return found
+
+    def squared_blocks(x: Tensor, offset: int) -> Any:
+        return one("squared_blocks", [x], [], lambda: native[1](x, offset))
+
+    def losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Any:
+        machine.compute("cross_entropy", [logits, targets], [logits] if needs_grad else [])
+        with _DisableTorchDispatch():
+            # A CPU has no softmax of fp16.
+            wide = logits.float()
+            found = native[2](wide, targets, needs_grad)
+            if needs_grad:
+                logits.copy_(wide)
+        return found
+
+    packing = Backend(quantizes, dequantizes, dequantizes_sum)
+    return [
+        mock.patch.object(quantize, "_backend", return_value=packing),
+        mock.patch.object(optimizer_shard, "adamw", adamw),
+        mock.patch.object(gradients, "squared_sum", squared_sum),
+        mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
+        mock.patch.object(cross_entropy, "_losses", losses),
+        mock.patch.object(partial_cross_entropy, "takes_triton", return_value=False),
+        mock.patch.object(attention, "causal_attention", _attend),
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Attention in one operator, as flash-attn has it."""
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, dropout, True)[0]
+    return mixed.transpose(1, 2)

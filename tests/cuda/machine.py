@@ -1,0 +1,215 @@
+"""A GPU and its host: streams, events, threads and copies, as vector clocks see them.
+
+Only one thread runs at a time, until it waits; so a run is the same each time, and what other threads do comes late.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from clocks import Clocks, Extent, Knowledge
+from torch import Tensor
+
+# Seconds after which a wait for another thread is a deadlock.
+PATIENCE = 60
+MAIN = "the main thread"
+DEFAULT = "the default stream"
+
+
+@dataclass
+class Machine:
+    """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
+    memory that is not pinned. modes: what a new thread enters."""
+
+    clocks: Clocks = field(default_factory=Clocks)
+    waits: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)
+    modes: list[Any] = field(default_factory=list)
+    streams: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        self.turn = threading.Condition(threading.Lock())
+        self._pinned: set[int] = set()
+        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._threads: dict[int, str] = {}
+        self._waiting: list[tuple[str, Callable[[], bool]]] = []
+        self._current: dict[str, str] = {}
+
+    @property
+    def thread(self) -> str:
+        """The thread that runs. Threads of autograd act for the main thread, which waits for them."""
+        return self._threads.get(threading.get_ident(), MAIN)
+
+    @property
+    def stream(self) -> str:
+        """The current stream of the thread that runs."""
+        return self._current.get(self.thread, DEFAULT)
+
+    @contextmanager
+    def using(self, stream: str) -> Iterator[None]:
+        """Make a stream the current one."""
+        thread, before = self.thread, self.stream
+        self._current[thread] = stream
+        try:
+            yield
+        finally:
+            self._current[thread] = before
+
+    def compute(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: str | None = None) -> int:
+        """Let a kernel or a copy run on a stream, by default the current one; or, if no tensor is on the device, on the
+        host. Return the number of the act."""
+        reads, writes = list(reads), list(writes)
+        on_device = stream is not None or any(tensor.is_cuda for tensor in (*reads, *writes))
+        agent = (stream or self.stream) if on_device else self.thread
+        if on_device:
+            self.clocks.learn(agent, self.clocks.known(self.thread))
+        return self.clocks.act(agent, what, self._extents(reads), self._extents(writes))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Note that a tensor's memory is pinned, and return the tensor."""
+        self._pinned.add(_memory(tensor))
+        self._kept[_memory(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the host is in pinned memory."""
+        return _memory(tensor) in self._pinned
+
+    def wait(self, what: str, knowledge: Knowledge) -> None:
+        """Let the thread that runs wait for the device."""
+        self.clocks.learn(self.thread, knowledge)
+        if self.thread == MAIN:
+            self.waits.append(f"{what} in {self.where()}")
+
+    def where(self) -> str:
+        """Return the function of the project that runs."""
+        for frame in reversed(traceback.extract_stack(limit=40)):
+            if "/llmtrain" in frame.filename:
+                return f"{frame.filename.rpartition('/')[2]}:{frame.name}"
+        return "the test"
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Let other threads run until `reached`."""
+        waiting = (self.thread, reached)
+        self._waiting.append(waiting)
+        while not reached():
+            self._pause()
+        self._waiting.remove(waiting)
+
+    def let_others(self) -> None:
+        """Let other threads run until all of them wait, if the main thread calls this."""
+        self.turn.notify_all()
+        while self.thread == MAIN and any(reached() for _, reached in self._waiting):
+            self._pause()
+
+    def _pause(self) -> None:
+        if not self.turn.wait(PATIENCE):
+            raise RuntimeError("no thread can go on")
+
+    def start(self, target: Callable[[], object], name: str) -> Callable[[], None]:
+        """Start a thread; return what waits for its end."""
+        self.threads += 1
+        agent, ended = f"thread {self.threads} ({name})", list[Knowledge]()
+        self.clocks.learn(agent, self.clocks.known(self.thread))
+
+        def run() -> None:
+            with self.turn, ExitStack() as entered:
+                self._threads[threading.get_ident()] = agent
+                for mode in self.modes:
+                    entered.enter_context(mode)
+                target()
+                ended.append(self.clocks.known(agent))
+                self.turn.notify_all()
+                del self._threads[threading.get_ident()]
+
+        threading.Thread(target=run, daemon=True).start()
+
+        def join() -> None:
+            self.until(lambda: bool(ended))
+            self.clocks.learn(self.thread, ended[0])
+
+        return join
+
+    def _extents(self, tensors: Iterable[Tensor]) -> list[Extent]:
+        found = []
+        for tensor in tensors:
+            memory = _memory(tensor)
+            # The device reaches no other memory of the host.
+            if tensor.numel() and (tensor.is_cuda or memory in self._pinned):
+                if memory not in self._kept:
+                    # Other tensors must not get the same place while the run lasts.
+                    self._kept[memory] = tensor.untyped_storage()
+                start, size = tensor.storage_offset(), tensor.element_size()
+                last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                found.append(Extent(memory, start * size, (start + last + 1) * size))
+        return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`."""
+
+    def __init__(self, machine: Machine, name: str | None = None) -> None:
+        if name is None:
+            machine.streams += 1
+        self._machine, self.name = machine, name or f"stream {machine.streams}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """See torch."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: "Event") -> None:
+        """See torch."""
+        self._machine.clocks.learn(self.name, event.before)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """See torch."""
+        event = event or Event(self._machine)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """See torch."""
+        self._machine.wait("a stream", self._machine.clocks.known(self.name))
+
+
+class Event:
+    """Stands for `torch.cuda.Event`. Without a record, nothing waits for it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self.before = machine, Knowledge()
+
+    def record(self, stream: Stream | None = None) -> None:
+        """See torch."""
+        machine, name = self._machine, stream.name if stream else self._machine.stream
+        machine.clocks.learn(name, machine.clocks.known(machine.thread))
+        self.before = machine.clocks.known(name)
+
+    def synchronize(self) -> None:
+        """See torch."""
+        self._machine.wait("an event", self.before)
+
+    def elapsed_time(self, other: "Event") -> float:
+        """See torch."""
+        return 0.0
+
+
+def synchronize(machine: Machine, device: torch.device | None = None) -> None:
+    """Stand for `torch.cuda.synchronize`."""
+    for agent in machine.clocks.agents():
+        machine.clocks.learn(machine.thread, machine.clocks.known(agent))
+    machine.wait("the device", {})

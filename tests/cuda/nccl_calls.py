@@ -1,0 +1,154 @@
+"""Stands for torch.distributed over NCCL: each communicator has a stream, and a list of what was called."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from clocks import Knowledge
+from machine import Machine
+from torch import Tensor
+from torch._C import _DisableTorchDispatch
+
+
+@dataclass
+class Call:
+    """A call. what: its operation, size and dtype; equal on all ranks of a collective. agent, number: the act. before:
+    what happens before it."""
+
+    what: str
+    agent: str
+    number: int
+    before: Knowledge
+
+
+@dataclass(eq=False)
+class Group:
+    """A communicator, from the view of one of its ranks. name: the same on all of them."""
+
+    name: str
+    members: Sequence[int]
+    own: int
+    calls: list[Call] = field(default_factory=list)
+
+    def rank(self) -> int:
+        """See torch."""
+        return list(self.members).index(self.own)
+
+    def size(self) -> int:
+        """See torch."""
+        return len(self.members)
+
+
+class Work:
+    """Stands for `dist.Work` of a call on the communicator's stream."""
+
+    def __init__(self, machine: Machine, done: Knowledge) -> None:
+        self._machine, self._done = machine, done
+
+    def wait(self) -> bool:
+        """See torch: the current stream waits."""
+        self._machine.clocks.learn(self._machine.stream, self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        """See torch. Nothing is ever seen to be over, so that all is kept as long as it may be."""
+        return False
+
+
+class Nccl:
+    """The functions of torch.distributed that a rank of a run calls. The others are where it is, with what it has."""
+
+    def __init__(self, machine: Machine, rank: int, world: int) -> None:
+        self._machine, self._rank, self.groups = machine, rank, list[Group]()
+        self._made = 0
+        self.world = Group("world", range(world), rank)
+        self.groups.append(self.world)
+        self.group = SimpleNamespace(WORLD=self.world)
+
+    def group_over(self, cluster: Any, card: Any, groups: Any, backend: Any = None, timeout: Any = None) -> Any:
+        """See `llmtrain.comm.groups`."""
+        self._made += 1
+        for members in groups:
+            if self._rank in members:
+                self.groups.append(Group(f"group {self._made} {list(members)}", list(members), self._rank))
+                return self.groups[-1]
+        return None
+
+    def get_rank(self) -> int:
+        """See torch."""
+        return self._rank
+
+    def get_process_group_ranks(self, group: Group) -> list[int]:
+        """See torch."""
+        return list(group.members)
+
+    def destroy_process_group(self, group: Group | None = None) -> None:
+        """See torch."""
+
+    def all_gather_single(self, whole: Tensor, own: Tensor, group: Group, async_op: bool) -> Work | None:
+        """See torch."""
+        work = self._call(group, "all_gather", [own], [whole], async_op)
+        with _DisableTorchDispatch():
+            whole.view(group.size(), -1).copy_(own.clone())
+        return work
+
+    def reduce_scatter_single(self, total: Tensor, values: Tensor, group: Group, async_op: bool) -> Work | None:
+        """See torch."""
+        work = self._call(group, "reduce_scatter", [values], [total], async_op)
+        with _DisableTorchDispatch():
+            total.copy_(values.chunk(group.size())[group.rank()]).mul_(group.size())
+        return work
+
+    def all_to_all_single(self, received: Tensor, sent: Tensor, group: Group, async_op: bool) -> Work | None:
+        """See torch."""
+        work = self._call(group, "all_to_all", [sent], [received], async_op)
+        with _DisableTorchDispatch():
+            # The part of this rank itself may be empty.
+            received.view(group.size(), -1).copy_(sent.view(group.size(), -1)[group.rank() - 1])
+        return work
+
+    def all_reduce(self, x: Tensor, group: Group, async_op: bool) -> Work | None:
+        """See torch."""
+        work = self._call(group, "all_reduce", [x], [x], async_op)
+        with _DisableTorchDispatch():
+            x.mul_(group.size())
+        return work
+
+    def isend(self, values: Tensor, peer: int, group: Group) -> Work | None:
+        """See torch."""
+        return self._call(group, "message", [values], [], True)
+
+    def irecv(self, values: Tensor, peer: int, group: Group) -> Work | None:
+        """See torch."""
+        work = self._call(group, "message", [], [values], True)
+        with _DisableTorchDispatch():
+            values.normal_()
+        return work
+
+    def send(self, values: Tensor, peer: int, group: Group) -> None:
+        """See torch."""
+        self._call(group, "message", [values], [], False)
+
+    def recv(self, values: Tensor, peer: int, group: Group) -> None:
+        """See torch."""
+        self._call(group, "message", [], [values], False)
+
+    def _call(
+        self, group: Group, op: str, reads: list[Tensor], writes: list[Tensor], asynchronous: bool
+    ) -> Work | None:
+        machine = self._machine
+        tensors = [*reads, *writes]
+        assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors), op
+        stream = f"the stream of {group.name}" if asynchronous else machine.stream
+        if asynchronous:
+            machine.clocks.learn(stream, machine.clocks.known(machine.stream))
+        what = " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+        number = machine.compute(op, reads, writes, stream)
+        group.calls.append(Call(f"{op} of {what}", stream, number, machine.clocks.known(stream)))
+        return Work(machine, group.calls[-1].before) if asynchronous else None
+
+
+def broadcast(chosen: torch.Tensor, group_src: int, group: Group) -> None:
+    """Stand for a broadcast over gloo to the only rank that is rehearsed."""

@@ -1,0 +1,84 @@
+"""Reports every operator of torch to a machine: what it reads and writes, what it copies, and when it waits."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from machine import Machine
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# They allocate, or make another tensor of the same memory.
+SILENT = ("device", "empty", "new_empty", "_unsafe_view", "lift_fresh", "set_", "_pin_memory", "is_pinned")
+# Their result tells the host something, or has a size that the host must know.
+READS_BACK = {
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default, aten.masked_select.default,
+    aten.equal.default, aten.unique_dim.default, aten._unique2.default,
+}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """Encloses a run. Memory that is to be pinned is noted, and not pinned."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        machine, kwargs = self._machine, dict(kwargs or {})
+        pinned = kwargs.pop("pin_memory", False)
+        found = op(*args, **kwargs)
+        if pinned:
+            machine.pin(found)
+        name, views, given = _described(op)
+        if views or name.startswith(SILENT):
+            return found
+        reads, writes = list[Tensor](), list[Tensor]()
+        for (written, _), value in zip(given, _values(given, args, kwargs), strict=True):
+            (writes if written else reads).extend(_tensors(value))
+        known = {id(tensor) for tensor in (*reads, *writes)}
+        writes += [tensor for tensor in _tensors(found) if id(tensor) not in known]
+        machine.compute(name, reads, writes)
+        if name in ("copy_", "_to_copy"):
+            self._copied(found if name == "_to_copy" else args[0], args[-1 if name == "_to_copy" else 1], args, kwargs)
+        elif op in READS_BACK and any(tensor.is_cuda for tensor in reads):
+            machine.wait(name, machine.clocks.known(machine.stream))
+        return found
+
+    def _copied(self, to: Tensor, values: Tensor, args: Any, kwargs: Any) -> None:
+        if to.is_cuda == values.is_cuda:
+            return
+        machine, host = self._machine, values if to.is_cuda else to
+        if not machine.is_pinned(host):
+            machine.wait("a pageable copy", machine.clocks.known(machine.stream))
+            machine.pageable.append(f"{machine.thread}: {machine.where()}")
+        elif not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+            machine.wait("a copy", machine.clocks.known(machine.stream))
+
+
+@cache
+def _described(op: Any) -> tuple[str, bool, tuple[tuple[bool, tuple[int, str]], ...]]:
+    """Return an operator's name, whether its result is a view, and for each argument whether it is written, its place
+    and its name."""
+    schema = op._schema
+    aliases = [one.alias_info for one in schema.returns]
+    views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    given = tuple(
+        (one.alias_info is not None and one.alias_info.is_write, (place, one.name))
+        for place, one in enumerate(schema.arguments)
+    )
+    return schema.name.split("::")[1], views, given
+
+
+def _values(given: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for _, (place, name) in given:
+        yield args[place] if place < len(args) else kwargs.get(name)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [one for one in value if isinstance(one, Tensor)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,149 @@
+"""Rehearses training steps of one rank of a run on the device that computes nothing."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import Case
+from kernel_calls import stand_ins
+from llmtrain.comm import arrivals, backend, collectives, messages_nccl, messages_torch, nccl, stream, subgroups
+from llmtrain.comm import ranks as comm_ranks
+from llmtrain.comm.ranks import Links, Ranks
+from llmtrain.offload import stepper
+from llmtrain.optim.loss_scale import LossScale
+from llmtrain.parallel.pipeline import action_order
+from llmtrain.plan.check import check
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import named_facts
+from llmtrain.recipe.load import load_recipe
+from llmtrain.training import loop
+from llmtrain.training.build import build
+from llmtrain.training.run import Run
+from machine import Event, Machine, Stream, synchronize
+from nccl_calls import Group, Nccl, broadcast
+from recorder import Recorder
+from threads import standing_for
+from torch import Tensor
+
+STEPS = 2
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
+    the device and pageable memory. applied: steps that changed the weights. groups: its communicators, with their
+    calls."""
+
+    races: list[str]
+    waits: list[str]
+    pageable: list[str]
+    applied: int
+    groups: list[Group]
+
+
+def rehearse(case: Case, rank: int) -> Rehearsed:
+    """Build a rank of a case, run some steps and close it."""
+    machine = Machine()
+    calls = Nccl(machine, rank, case.world)
+    with machine.turn, ExitStack() as entered:
+        for change in (*_device(machine), *_library(machine, calls), *stand_ins(machine)):
+            entered.enter_context(change)
+        machine.modes = [Recorder(machine)]
+        for mode in machine.modes:
+            entered.enter_context(mode)
+        with running(plan_of(case), rank) as run:
+            machine.pageable.clear()
+            for step in range(STEPS):
+                machine.waits.clear()
+                loop.train_step(run, step)
+            waits, applied = list(machine.waits), run.progress.applied
+    return Rehearsed(list(machine.clocks.races), waits, machine.pageable, applied, calls.groups)
+
+
+@cache
+def plan_of(case: Case) -> Plan:
+    """Return the plan of a case."""
+    recipe = load_recipe(str(Path(__file__).with_name("rehearsed.yaml")), list(case.overrides))
+    facts = named_facts(recipe, Facts(world=case.world, device="cuda", ranks_per_node=case.node or case.world))
+    plan = make_plan(recipe, facts)
+    check(plan, facts)
+    return plan
+
+
+@contextmanager
+def running(plan: Plan, rank: int) -> Iterator[Run]:
+    """Build a rank's part of a run, whose samples are drawn at random, and close it at the end."""
+    ranks = Ranks(rank, 0, plan.grid, CUDA, Links(tiers=plan.tiers))
+    parts = build(plan, ranks, lambda calls: None)
+    shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
+    rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))
+    nothing = SimpleNamespace(
+        wait_until_taken=lambda: None, check=lambda: None, step=lambda record: None, warn=print, asked=False
+    )
+    yield Run(
+        plan=plan, ranks=ranks, folder=Path(), model=parts.model, engine=parts.engine, executor=parts.executor,
+        train_data=cast(Any, rows), valid_data=None, log=cast(Any, nothing), checkpoints=cast(Any, nothing),
+        scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing), lock=cast(Any, nothing),
+        outside=parts.outside, borders=parts.borders,
+    )  # fmt: skip
+    parts.close()
+
+
+def _device(machine: Machine) -> list[Any]:
+    """Return the changes to torch.cuda, and to methods that need memory or pin it."""
+
+    def pinned(tensor: Tensor) -> Tensor:
+        return tensor if machine.is_pinned(tensor) else machine.pin(tensor.clone())
+
+    tolist = torch.Tensor.tolist
+
+    def listed(tensor: Tensor) -> Any:
+        machine.compute("a read of numbers", [tensor], [])
+        return tolist(tensor)
+
+    stands = {
+        "Stream": lambda device=None, priority=0: Stream(machine),
+        "Event": lambda enable_timing=False, blocking=False: Event(machine),
+        "current_stream": lambda device=None: Stream(machine, machine.stream),
+        "stream": lambda one: machine.using(one.name),
+        "synchronize": partial(synchronize, machine),
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+    }
+    return [
+        *(mock.patch.object(torch.cuda, name, stand) for name, stand in stands.items()),
+        mock.patch.object(torch.Tensor, "pin_memory", pinned),
+        mock.patch.object(torch.Tensor, "tolist", listed),
+    ]
+
+
+def _library(machine: Machine, calls: Nccl) -> list[Any]:
+    """Return the changes to torch.distributed and to Python's threads, where the project calls them."""
+    stands = standing_for(machine)
+    modules = (backend, collectives, messages_nccl, messages_torch, nccl, comm_ranks)
+    return [
+        *(mock.patch.object(module, "dist", calls) for module in modules),
+        mock.patch.object(nccl, "_all_gather", calls.all_gather_single),
+        mock.patch.object(nccl, "_reduce_scatter", calls.reduce_scatter_single),
+        mock.patch.object(action_order.dist, "broadcast", broadcast),
+        mock.patch.object(dist, "destroy_process_group", calls.destroy_process_group),
+        mock.patch.object(subgroups, "group_over", calls.group_over),
+        mock.patch.object(stepper, "threading", stands),
+        mock.patch.object(stream, "threading", stands),
+        *(mock.patch.object(stream, name, getattr(stands, name)) for name in ("SimpleQueue", "Future")),
+        *(
+            mock.patch.object(arrivals, name, getattr(stands, name))
+            for name in ("SimpleQueue", "Future", "Thread", "Condition")
+        ),
+    ]

@@ -1,0 +1,62 @@
+"""Steps of every layout on a GPU, rehearsed without one: no race, one order of NCCL's calls, and one wait a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import CASES
+from twins import RACES
+
+STEPS = 2
+Answer = Callable[[str, str], dict[str, Any]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_used_in_order(case: str, answer: Answer) -> None:
+    """For any speed of streams and threads: what one writes and another uses has an order."""
+    found = answer("cases", case)
+    assert found["races"] == []
+    assert found["applied"] == STEPS
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.world > 1])
+def test_ranks_make_the_same_calls(case: str, answer: Answer) -> None:
+    """In one order on each communicator, so that no rank waits for ever."""
+    found = answer("cases", case)
+    assert found["calls"] > 0
+    assert found["disagreements"] == []
+    assert found["deadlock"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> None:
+    """Once a step; offloaded activations have waits of their own."""
+    found = answer("cases", case)
+    assert len(found["waits"]) == CASES[case].waits, found["waits"]
+    assert found["pageable"] == []
+
+
+@pytest.mark.parametrize("twin", RACES)
+def test_a_missing_wait_is_found(twin: str, answer: Answer) -> None:
+    """The same step without one kind of synchronisation."""
+    assert answer("twins", twin)["races"] != []
+
+
+@pytest.mark.parametrize("twin", ["pageable"])
+def test_a_pageable_copy_is_found(twin: str, answer: Answer) -> None:
+    """And the wait that it is."""
+    found = answer("twins", twin)
+    assert len(found["pageable"]) > 0
+    assert len(found["waits"]) == 2
+
+
+@pytest.mark.parametrize("twin", ["waits"])
+def test_a_second_wait_is_found(twin: str, answer: Answer) -> None:
+    """Each number that is read by itself."""
+    assert len(answer("twins", twin)["waits"]) == 2
+
+
+@pytest.mark.parametrize("twin", ["order"])
+def test_another_order_is_found(twin: str, answer: Answer) -> None:
+    """One rank updates its units from the last to the first."""
+    assert answer("twins", twin)["disagreements"] != []

@@ -1,0 +1,135 @@
+"""Twins of cases in which one synchronisation is left out, or one is too many. Each must be found."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from cases import CASES, Case
+from llmtrain.comm import ranks, stream
+from llmtrain.comm.stream import CudaThreadStream
+from llmtrain.offload.border_copies import GpuCopies
+from llmtrain.offload.staging import Copies
+from llmtrain.offload.stepper import StepTicket
+from llmtrain.parallel.pipeline.transport import Transport
+from llmtrain.parallel.tensor.collectives import Pending
+from llmtrain.sharding import in_flight
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.gradients import GradientReducer
+from llmtrain.sharding.replica_groups import ReplicaGroups
+from llmtrain.sharding.weight_updates import WeightUpdates
+from llmtrain.sharding.weights import GatheredWeights
+from llmtrain.training import loop
+from machine import Event, Stream
+from nccl_calls import Work
+
+
+class Twin(NamedTuple):
+    """case: what is rehearsed, on its first rank. broken: a change to the project."""
+
+    case: Case
+    broken: Any
+
+
+def _nothing(*arguments: object, **others: object) -> None:
+    """Do nothing."""
+
+
+WAITS = [
+    *((owner, "wait") for owner in (stream._StreamTicket, stream._BothTickets, StepTicket, Work)),
+    *((owner, "synchronize") for owner in (Stream, Event)),
+]
+
+
+def deaf(owner: Any, name: str) -> Any:
+    """Let a function of `owner` wait for nothing."""
+    function = getattr(owner, name)
+
+    def broken(*arguments: Any, **others: Any) -> Any:
+        with ExitStack() as entered:
+            for waits in WAITS:
+                entered.enter_context(mock.patch.object(*waits, _nothing))
+            return function(*arguments, **others)
+
+    return mock.patch.object(owner, name, broken)
+
+
+def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
+    done = torch.cuda.Event()
+
+    def run() -> None:
+        with torch.cuda.stream(self._stream):
+            job()
+            done.record()
+
+    return stream._BothTickets(self._thread.submit(run), stream._StreamTicket(done, self._activity))
+
+
+@contextmanager
+def _after_nothing(self: Copies, event: object) -> Any:
+    assert self._stream is not None
+    with torch.cuda.stream(self._stream):
+        yield
+
+
+def _at_once(ticket: object, job: Any) -> Any:
+    return job
+
+
+RACES = {
+    "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
+    "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
+    "hops after another": Twin(CASES["stage 3, 2 nodes"], mock.patch.object(in_flight, "_after", _at_once)),
+    "updated weights": Twin(CASES["stage 2"], deaf(WeightUpdates, "wait")),
+    "buffers of gradients": Twin(CASES["stage 3"], deaf(GradientReducer, "_new_buffer")),
+    "reduced gradients": Twin(CASES["stage 2"], deaf(GradientReducer, "finish")),
+    "sums over tensor-parallel ranks": Twin(CASES["tensor, sequence"], deaf(ReplicaGroups, "sum_partial")),
+    "sums over tied stages": Twin(CASES["1f1b, tied"], deaf(ReplicaGroups, "finish")),
+    "means of replicas": Twin(CASES["tensor, sequence, stage 3, int4"], deaf(ReplicaGroups, "finish")),
+    "layers": Twin(CASES["tensor"], deaf(Pending, "wait")),
+    "layers of sequences": Twin(CASES["tensor, sequence"], deaf(Pending, "wait")),
+    "received messages": Twin(CASES["1f1b"], deaf(Transport, "receive")),
+    "received messages, zero bubble": Twin(CASES["zero bubble"], deaf(Transport, "receive")),
+    "gradients that go to the host": Twin(
+        CASES["optimizer on the host"], mock.patch.object(Copies, "after", _after_nothing)
+    ),
+    "weights that come after stores": Twin(
+        CASES["weights on the host"], mock.patch.object(Copies, "after", _after_nothing)
+    ),
+    "gradients on the host": Twin(CASES["optimizer on the host"], deaf(Copies, "wait")),
+    "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(Copies, "wait")),
+    "stepped weights": Twin(CASES["optimizer on the host"], deaf(StepTicket, "wait")),
+    "stored weights": Twin(CASES["weights on the host"], deaf(GatheredWeights, "_wait_until_stored")),
+    "sums on the host": Twin(
+        CASES["gradients on the host, one rank"], mock.patch.object(CudaThreadStream, "submit", _thread_at_once)
+    ),
+    "borders that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
+    "borders that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
+    "borders after passes": Twin(
+        CASES["activations on the host"], mock.patch.object(Stream, "wait_stream", _nothing)
+    ),
+    "numbers that the host reads": Twin(CASES["one rank"], deaf(ranks, "to_host")),
+}  # fmt: skip
+
+
+def _pageable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values.to(device)
+
+
+def _each_number(self: ranks.Ranks, values: Any) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _backwards(self: Engine, numbers: Any) -> None:
+    self.units = dict(reversed(self.units.items()))
+    STEP(self, numbers)
+
+
+STEP = Engine.step
+OTHERS = {
+    "pageable": Twin(CASES["one rank"], mock.patch.object(loop, "to_device", _pageable)),
+    "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sum_all", _each_number)),
+    "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
+}
+TWINS = RACES | OTHERS

@@ -1,0 +1,67 @@
+"""Rehearses cases and twins in one process, which has loaded the device before torch.
+
+`worker.py LIBRARY ANSWER` reads names from stdin, JSON of {cases, twins}, and writes what was found to the file ANSWER.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import fake_device
+
+fake_device.load(Path(sys.argv[1]))
+
+from cases import CASES, Case  # noqa: E402
+from order import deadlock, disagreements  # noqa: E402
+from rehearsal import Rehearsed, rehearse  # noqa: E402
+from twins import TWINS  # noqa: E402
+
+
+def found_in(case: Case) -> dict[str, Any]:
+    """Rehearse all ranks of a case."""
+    ranks = [rehearse(case, rank) for rank in range(case.world)]
+    groups = [one.groups for one in ranks]
+    # Message-driven ranks rehearsed one by one take messages as early as none could be there.
+    ordered = "message-driven" in str(case.keys)
+    return {
+        "races": sorted({race for one in ranks for race in one.races}),
+        "waits": max((one.waits for one in ranks), key=len),
+        "pageable": sorted({copy for one in ranks for copy in one.pageable}),
+        "applied": min(one.applied for one in ranks),
+        "calls": sum(len(group.calls) for each in groups for group in each),
+        "disagreements": disagreements(groups),
+        "deadlock": [] if ordered else deadlock(groups),
+    }
+
+
+def found_in_twin(name: str) -> dict[str, Any]:
+    """Rehearse the first rank of a twin, and a second one as it should be."""
+    case, broken = TWINS[name]
+    with broken:
+        first = rehearse(case, 0)
+    others: list[Rehearsed] = [rehearse(case, rank) for rank in range(1, case.world)] if name == "order" else []
+    groups = [one.groups for one in (first, *others)]
+    return {
+        "races": list(first.races),
+        "waits": first.waits,
+        "pageable": first.pageable,
+        "disagreements": disagreements(groups) if others else [],
+    }
+
+
+def main() -> None:
+    """Answer."""
+    asked, answers = json.load(sys.stdin), dict[str, Any]()
+    for kind, rehearsed in (("cases", lambda name: found_in(CASES[name])), ("twins", found_in_twin)):
+        for name in asked[kind]:
+            try:
+                answers[f"{kind} {name}"] = rehearsed(name)
+            except Exception:
+                answers[f"{kind} {name}"] = {"failed": traceback.format_exc()}
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
