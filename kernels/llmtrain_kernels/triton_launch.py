@@ -15,7 +15,10 @@ def triton_installed() -> bool:
 
 
 def takes_triton(x: Tensor) -> bool:
-    """Whether a Triton kernel can process `x`: fp32, bf16 or fp16, on a GPU."""
+    """Whether a Triton kernel can process `x`: fp32, bf16 or fp16, on a GPU, and not traced by torch.compile, which
+    sees plain operations and makes kernels of its own."""
+    if torch.compiler.is_compiling():
+        return False
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()
 
 

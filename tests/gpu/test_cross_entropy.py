@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from llmtrain_kernels.cross_entropy import chunks
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, logits_buffer
 from llmtrain_kernels.cross_entropy.partial import ReferenceLosses, TritonLosses
 
@@ -43,7 +44,11 @@ def test_shares_of_a_vocabulary(dtype: torch.dtype) -> None:
 
 
 @both_dtypes
-def test_with_the_products(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("elements", [1 << 27, 100 * 50257])
+def test_with_the_products(elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one chunk, and in several, whose products of the weight add up in fp32."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cuda": elements})
+    monkeypatch.setattr(chunks, "MIN_ROWS", 1)
     torch.manual_seed(0)
     x, weight = torch.randn(300, 64, device="cuda").to(dtype), torch.randn(50257, 64, device="cuda").to(dtype)
     targets, results = torch.randint(0, 50257, (300,), device="cuda"), []

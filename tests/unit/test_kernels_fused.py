@@ -1,10 +1,12 @@
 """Normalisation, nonlinearities and the loss against their plain forms in fp64, forward and backward."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from llmtrain_kernels import triton_launch
 from llmtrain_kernels.activation import op as activation
 from llmtrain_kernels.activation.op import activate, reference_activate
 from llmtrain_kernels.cross_entropy import chunks
@@ -91,6 +93,24 @@ def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pyt
         torch.testing.assert_close(linear_cross_entropy(x, weight.to(dtype), targets), ours[0])
 
 
+def test_products_of_the_weight_add_up_in_fp32_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU computes such products. Tensors without memory show that torch takes the call, in place."""
+    monkeypatch.setattr(cross_entropy, "_sums_in_fp32", lambda x: True)
+    total = torch.empty(7, 4, device="meta")
+    logits, x = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 7), (5, 4)))
+    for first in (True, False):
+        cross_entropy.add_product(total, logits, x, first)
+    assert (total.shape, total.dtype) == ((7, 4), torch.float32)
+    with pytest.raises(RuntimeError):
+        cross_entropy.add_product(total.bfloat16(), logits, x, True)
+
+
+def test_scaling_in_one_pass_gives_the_bits_of_two() -> None:
+    values, scale = torch.randn(1000), torch.tensor(0.3)
+    once = torch.mul(values, scale, out=torch.empty_like(values, dtype=torch.bfloat16))
+    assert torch.equal(once, cross_entropy.scaled(torch.zeros(1).bfloat16(), values, scale)[1])
+
+
 def test_a_loss_that_is_not_a_number_says_so() -> None:
     x, weight, targets = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
     x[3, 1] = float("nan")
@@ -133,6 +153,16 @@ def test_compiled_blocks_take_the_plain_forms() -> None:
     traced = differentiated(torch.compile(chain, backend="aot_eager", fullgraph=True), inputs, grad)
     for mine, true in zip(traced, differentiated(chain, inputs, grad), strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+
+
+def test_what_torch_compile_traces_takes_no_triton_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not trace the search for Triton either."""
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(triton_launch, "triton_installed", lambda: True)
+    assert triton_launch.takes_triton(on_gpu)
+    monkeypatch.setattr(triton_launch, "triton_installed", None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not triton_launch.takes_triton(on_gpu)
 
 
 @pytest.mark.parametrize("module", [activation, norm])

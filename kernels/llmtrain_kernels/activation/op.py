@@ -20,8 +20,7 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`."""
     if takes_native(x) and _kernel() is not None:
         return _Activate.apply(x, kind)
-    # torch.compile sees plain operations, and makes kernels of its own.
-    if takes_triton(x) and not torch.compiler.is_compiling():
+    if takes_triton(x):
         return _ActivateOnGPU.apply(x, kind)
     # torch's SwiGLU would keep the SiLU of the gate too.
     return recomputed(_swiglu, x) if kind == "swiglu" else reference_activate(x, kind)

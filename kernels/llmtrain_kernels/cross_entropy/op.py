@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
         # Scaled in place, so a second backward through the same graph must fail.
         ctx.gradients = None
-        return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype), None, None, None
+        return *scaled(grad_x, grad_weight, scale), None, None, None
 
 
 @functools.cache
@@ -112,9 +112,29 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
 
     grad: `[rows, vocab]`. x: `[rows, hidden]`.
     """
+    beta = 0.0 if first else 1.0
     if grad.dtype == torch.float32:
-        total.addmm_(grad.t(), x, beta=0.0 if first else 1.0)
+        total.addmm_(grad.t(), x, beta=beta)
+    elif _sums_in_fp32(grad):
+        # The product adds to the fp32 sum itself: without a product in the compute dtype, its rounding and two passes.
+        torch.addmm(total, grad.t(), x, out_dtype=torch.float32, beta=beta, out=total)
     elif first:
         total.copy_(grad.t() @ x)
     else:
         total += grad.t() @ x
+
+
+def scaled(grad_x: Tensor, grad_weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both gradients times `scale` (fp32 scalar), in the dtype of `grad_x`. Their memory may be reused.
+
+    grad_weight: fp32.
+    """
+    if grad_weight.is_cuda and grad_x.dtype != torch.float32:
+        # One pass. On a CPU torch would make an fp32 copy first.
+        return grad_x.mul_(scale), torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=grad_x.dtype))
+    return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype)
+
+
+def _sums_in_fp32(x: Tensor) -> bool:
+    # On AMD's GPUs, some versions of torch refuse such a product.
+    return x.is_cuda and torch.version.hip is None

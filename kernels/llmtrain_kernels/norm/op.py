@@ -22,8 +22,7 @@ def residual_norm(
     weight, bias: `[width]`. Without a bias it is RMSNorm, else LayerNorm. Use the first result in place of `x` from
     here on: then one GPU kernel adds up its gradient.
     """
-    # torch.compile sees plain operations, and makes kernels of its own.
-    if takes_triton(x) and weight.dtype == x.dtype and not torch.compiler.is_compiling() and _fits(x.shape[-1]):
+    if takes_triton(x) and weight.dtype == x.dtype and _fits(x.shape[-1]):
         return _ResidualNorm.apply(x, added, weight, bias, eps)
     total = x if added is None else x + added
     if bias is None:

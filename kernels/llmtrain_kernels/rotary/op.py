@@ -17,8 +17,7 @@ def rotated(qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> QKV:
     qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values. On a GPU, queries
     and keys are rotated in place, so nothing else may read it. cos, sin: see `rotate`.
     """
-    # torch.compile sees plain operations, and makes kernels of its own.
-    if takes_triton(qkv) and not torch.compiler.is_compiling():
+    if takes_triton(qkv):
         return _InPlace.apply(qkv, heads, cos, sin)
     kv_heads = (qkv.shape[2] - heads) // 2
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)

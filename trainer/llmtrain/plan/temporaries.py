@@ -34,7 +34,8 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
 
 def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes at once beside what the loss keeps: a chunk's logits with the numbers that it makes of
-    them, or with the product that it adds to the fp32 gradient of the output matrix. 0 without the last stage."""
+    them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0
+    without the last stage."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes

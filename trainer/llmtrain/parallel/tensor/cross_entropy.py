@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy.op import add_product, logits_buffer, rows_on
+from llmtrain_kernels.cross_entropy.op import add_product, logits_buffer, rows_on, scaled
 from llmtrain_kernels.cross_entropy.partial import partial_losses
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
@@ -101,7 +101,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         (grad_x, grad_weight), scale = ctx.gradients, grad_loss / ctx.tokens
         # They are scaled in place, so a second backward pass through the same graph fails.
         ctx.gradients = None
-        return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype), None, None, None, None, None
+        return *scaled(grad_x, grad_weight, scale), None, None, None, None, None
 
 
 def _losses(logits: Tensor, wished: Tensor, mesh: TensorMesh, wanted: bool) -> Tensor:
