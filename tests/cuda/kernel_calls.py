@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 from llmtrain.offload import gradient_store
 from llmtrain.sharding import gradients, optimizer_shard
+from llmtrain_kernels import triton_launch
 from llmtrain_kernels.attention import op as attention
 from llmtrain_kernels.cross_entropy import op as cross_entropy
-from llmtrain_kernels.cross_entropy import partial as partial_cross_entropy
 from llmtrain_kernels.quantize import op as quantize
 from llmtrain_kernels.quantize.format import Backend
 from llmtrain_kernels.quantize.reference import REFERENCE
@@ -73,7 +73,7 @@ def stand_ins(machine: Machine) -> list[Any]:
         mock.patch.object(gradients, "squared_sum", squared_sum),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
         mock.patch.object(cross_entropy, "_losses", losses),
-        mock.patch.object(partial_cross_entropy, "takes_triton", return_value=False),
+        mock.patch.object(triton_launch, "triton_installed", return_value=False),
         mock.patch.object(attention, "causal_attention", _attend),
     ]
 
