@@ -236,7 +236,8 @@ def test_the_least_share_that_fits_leaves(tier: str, device: str | None, tmp_pat
     def view(memory: int, share: float | str) -> PlanView:
         name = "" if device is None else f"name: {device}, "
         cluster = f"cluster={{accelerator: {{{name}memory: {memory}B}}, node: {{ranks: 2, nvme: [{{path: /s}}]}}}}"
-        keys = (cluster, "precision.compute=bf16", f"offload.optimizer={tier}", f"offload.share={share}")
+        fixed = ("precision.compute=bf16", "train.microbatch=4")
+        keys = (cluster, *fixed, f"offload.optimizer={tier}", f"offload.share={share}")
         return view_recipe(str(tmp_path / "r.yaml"), keys, 2)
 
     def total(share: float) -> int:

@@ -78,8 +78,10 @@ GRIDS = [
 
 @pytest.mark.parametrize("keys", GRIDS, ids=" ".join)
 def test_one_byte_decides(keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    _, budget = made(*keys, cluster(None))
+    plan, budget = made(*keys, cluster(None))
     needed = budget.fullest.total
+    # By default a smaller one is taken where memory lacks.
+    keys = (*keys, f"train.microbatch={plan.batch.microbatch}")
     assert needed == max(row.total for row in budget.rows)
     code, found, error = planned(capsys, *keys, cluster(needed), "--ranks", "8")
     assert (code, error, found["memory"]["excess"], found["problem"]) == (0, "", 0, None)
@@ -93,16 +95,17 @@ def test_one_byte_decides(keys: tuple[str, ...], capsys: pytest.CaptureFixture[s
 
 
 LARGE = ("model.hidden=4096", "model.layers=16", "model.ffn=16384")
+EIGHT = "train.microbatch=8"
 HALVED = (*LARGE, "zero.partition={weights: 2, gradients: 2, optimizer: 2}")
 
 
 @pytest.mark.parametrize(
     ("keys", "enough", "advice"),
     [
-        ((), ("zero.stage=1",), "zero.stage=1"),
-        ((), ("zero.stage=2",), "zero.stage=2"),
-        ((), ("zero.stage=3",), "zero.stage=3"),
-        (("zero.stage=1",), ("zero.stage=2",), "zero.stage=2"),
+        ((EIGHT,), ("zero.stage=1",), "zero.stage=1"),
+        ((EIGHT,), ("zero.stage=2",), "zero.stage=2"),
+        ((EIGHT,), ("zero.stage=3",), "zero.stage=3"),
+        ((EIGHT, "zero.stage=1"), ("zero.stage=2",), "zero.stage=2"),
         (HALVED, ("parallel.tensor=2",), "parallel.tensor=2"),
         ((*HALVED, "model.heads=1"), ("parallel.pipeline=2",), "parallel.pipeline=2"),
         ((*HALVED, "parallel.data=8"), ("parallel.tensor=4", "parallel.data=2"), "parallel.tensor=4 parallel.data=2"),
@@ -159,10 +162,10 @@ def test_a_run_is_refused_before_it_starts(
 ) -> None:
     started: list[object] = []
     monkeypatch.setattr("llmtrain.training.rank.run_rank", lambda *given: started.append(given))
-    _, budget = made("precision.compute=fp32", ranks=1)
+    _, budget = made("precision.compute=fp32", EIGHT, ranks=1)
     memory = replace(budget, limit=budget.fullest.total + spare).limit
     before = sorted(Path().iterdir())
-    assert main(["run", "tiny.yaml", cluster(memory), "--nproc", "1", *extra]) == code
+    assert main(["run", "tiny.yaml", EIGHT, cluster(memory), "--nproc", "1", *extra]) == code
     assert len(started) == (code == 0)
     said = capsys.readouterr().err
     assert ("cluster.accelerator.memory" in said) == (code == 2)

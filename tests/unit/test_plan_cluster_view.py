@@ -70,7 +70,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("node", 4),
         ("all", 32),
     ]
-    assert described(capsys, "gpt2-124m", "parallel.tensor=2", "parallel.data=2")["ranks"] == 4
+    assert described(capsys, "quickstart", "parallel.tensor=2", "parallel.data=2")["ranks"] == 4
     own = tmp_path / "own.yaml"
     own.write_text("node: {ranks: 2}\nclusters: [{name: a, nodes: 1, speed: 2}, {name: b, nodes: 1}]\n")
     found = described(capsys, str(own), "parallel.pipeline=2")

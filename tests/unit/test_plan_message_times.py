@@ -120,7 +120,7 @@ LAYER, HEAD, TOKENS, HIDDEN = 2 * 12 * 768**2 + 4 * 768 * 1024, 2 * 768 * 50257,
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | str | None]:
-    assert main(["pipeline", "show", "gpt2-124m", *KEYS, *words, "--json"]) == 0
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *KEYS, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
@@ -167,7 +167,7 @@ def test_a_described_accelerator_computes_in_bf16(capsys: pytest.CaptureFixture[
 
 
 def test_flops_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pipeline", "show", "gpt2-124m", *KEYS, "--flops", "150"]) == 2
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *KEYS, "--flops", "150"]) == 2
     assert "--flops is '150'; expected a speed such as 312TFLOP/s" in capsys.readouterr().err
-    assert main(["pipeline", "show", "gpt2-124m", *KEYS, "--flops", "1e-300FLOP/s"]) == 2
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *KEYS, "--flops", "1e-300FLOP/s"]) == 2
     assert "a step takes millions of years; check --flops" in capsys.readouterr().err

@@ -105,14 +105,14 @@ def test_impossible() -> None:
 def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     overrides = ["parallel.pipeline=4", "pipeline.split=[3,3,3,3]", "train.global_batch=8", "train.microbatch=1"]
     png = tmp_path / "a.png"
-    assert main(["pipeline", "show", "gpt2-124m", *overrides, "--json", "--png", str(png)]) == 0
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *overrides, "--json", "--png", str(png)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["ranks"], shown["microbatches"], shown["peak_live"]) == (4, 8, [4, 3, 2, 1])
     assert [stage["layers"] for stage in shown["stages"]] == [3, 3, 3, 3]
     # The last rank has the head, which counts as 4.9 layers.
     assert shown["bubble"] > 3 / 11
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert main(["pipeline", "show", "gpt2-124m", *overrides, "--ranks", "8"]) == 0
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *overrides, "--ranks", "8"]) == 0
     assert "4 ranks, 4 microbatches" in capsys.readouterr().out
 
 
@@ -134,5 +134,5 @@ def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ],
 )
 def test_verb_refuses(overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pipeline", "show", "gpt2-124m", *overrides]) == 2
+    assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *overrides]) == 2
     assert sentence in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from math import sqrt
 from typing import Literal
 
@@ -14,6 +15,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.activation_offload import ActivationOffload
+from llmtrain.plan.auto_batch import MOST, microbatches, with_batch_that_fits
 from llmtrain.plan.auto_resident import Filling
 from llmtrain.plan.auto_share import least_share, most_spare
 from llmtrain.plan.auto_stay import with_most_staying
@@ -42,6 +44,7 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
     ranks.
     """
+    recipe = with_batch_that_fits(recipe, facts, partial(_plan, facts=facts))
     return with_most_staying(_with_spare(recipe, facts), facts.device)
 
 
@@ -130,7 +133,7 @@ def _batch(recipe: Recipe, grid: Layout) -> Batch:
         )
     share, microbatch = sequences // replicas, recipe.train.microbatch
     if microbatch == "auto":
-        microbatch = _microbatch(share, grid.degree(Axis.PIPELINE))
+        microbatch = microbatches(share, grid.degree(Axis.PIPELINE), MOST)[-1]
     if share % microbatch:
         raise BadInputError(
             f"train.microbatch is {microbatch}; expected a divisor of {share}, the sequences of a data-parallel "
@@ -142,13 +145,6 @@ def _batch(recipe: Recipe, grid: Layout) -> Batch:
         microbatch=microbatch,
         microbatches=share // microbatch,
     )
-
-
-def _microbatch(share: int, stages: int) -> int:
-    """Return the largest divisor of `share` up to 8 that leaves each stage of a pipeline four microbatches, so that
-    ranks idle at most a fifth of the time; 1 where no divisor does."""
-    least = 4 * stages if stages > 1 else 1
-    return max((size for size in range(1, 9) if share % size == 0 and share // size >= least), default=1)
 
 
 def _compute(recipe: Recipe, facts: Facts) -> Compute:
@@ -247,8 +243,8 @@ def _placement(
 
 
 def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -> int:
-    """Return the blocks of one group of activation checkpointing, 0 for none. layers: layers of the largest stage,
-    whose activations auto minimizes."""
+    """Return the blocks of one group of activation checkpointing, 0 for none. layers: layers of the largest stage, of
+    whose borders and blocks of one group auto keeps few."""
     match setting:
         case EveryK(every=every):
             return every

@@ -22,8 +22,9 @@ class TrainConfig:
     """How long a run trains, and in which batches.
 
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
-    sequences that one rank computes at once (auto: the largest divisor of its share, up to 8; with a pipeline, one that
-    leaves four microbatches for each stage). eval_every: steps between evaluations (0: never). eval_batches: global
+    sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
+    cluster file; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
+    each stage). eval_every: steps between evaluations (0: never). eval_batches: global
     batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through
     torch.compile (auto: on GPUs with Triton, except with tensor parallelism and zero-bubble schedules, whose layers
     torch.compile cannot trace).
@@ -62,8 +63,9 @@ class Recipe:
     """One training run. See each section's class for its keys.
 
     seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (each block is
-    recomputed on its own); {every: k} (k blocks at a time); auto (k is the factor of a stage's number of layers nearest
-    its square root; AxoNN, section V). cluster: description of the machines: a file, the name of a shipped description,
+    recomputed on its own); {every: k} (k blocks at a time); auto (none if that fits accelerator.memory of the cluster
+    file; else k is the factor of a stage's number of layers nearest its square root; AxoNN, section V; or full where a
+    larger microbatch then fits). cluster: description of the machines: a file, the name of a shipped description,
     or the description itself; auto: each machine is a node of the ranks that were started on it.
     """
 

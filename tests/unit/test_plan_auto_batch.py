@@ -1,0 +1,106 @@
+"""What microbatch and recomputation become in a stated memory: the largest that fits, and no recomputation without
+need."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llmtrain.cluster.load import given_cluster
+from llmtrain.plan.auto_batch import microbatches
+from llmtrain.plan.budget import memory_budget
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain.yaml.dump import to_yaml
+
+RECIPE = """
+model: {family: llama, layers: 16, hidden: 512, heads: 8, vocab: 32000}
+data: {path: set, sequence_length: 1024}
+train: {global_batch: 768}
+activation_checkpointing: auto
+"""
+AUTO, SIXTEEN = "train.microbatch=auto", "train.microbatch=16"
+Planned = Callable[..., Plan]
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Planned:
+    """Plan the recipe with keys on a number of ranks of a described memory."""
+
+    def plan(memory: str | None, *keys: str, world: int = 8, device: str = "cuda") -> Plan:
+        (tmp_path / "tiny.yaml").write_text(RECIPE)
+        stated = [] if memory is None else [f"cluster={{accelerator: {{memory: {memory}}}, node: {{ranks: 8}}}}"]
+        recipe = load_recipe(str(tmp_path / "tiny.yaml"), [*stated, *keys])
+        return make_plan(recipe, Facts(world, device, cluster=given_cluster(recipe.cluster)))  # type: ignore[arg-type]
+
+    return plan
+
+
+def excess(plan: Plan, microbatch: int, recompute: int) -> int:
+    changed = replace(plan, batch=replace(plan.batch, microbatch=microbatch), recompute=recompute)
+    return memory_budget(changed, "cuda").excess
+
+
+@pytest.mark.parametrize("share", [1, 2, 7, 12, 96, 97, 100])
+@pytest.mark.parametrize(("stages", "most"), [(1, 8), (1, 1000), (4, 1000), (4, 8)])
+def test_microbatches(share: int, stages: int, most: int) -> None:
+    least = 1 if stages == 1 else 4 * stages
+    expected = [size for size in range(1, most + 1) if share % size == 0 and share // size >= least]
+    assert microbatches(share, stages, most) == (expected or [1])
+
+
+@pytest.mark.parametrize("keys", [(), ("zero.stage=3",), ("zero.stage=1", "activation_checkpointing=full")], ids=str)
+@pytest.mark.parametrize("memory", ["12GB", "16GB", "24GB", "80GB"])
+def test_the_largest_that_fits(memory: str, keys: tuple[str, ...], planned: Planned) -> None:
+    made = planned(memory, *keys)
+    size = made.batch.microbatch
+    assert memory_budget(made, "cuda").excess == 0
+    larger = [other for other in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96) if other > size]
+    # All that is left can be less for stage 3, whose gathered weights fill it.
+    least = planned(memory, *keys, f"train.microbatch={size}", "zero.resident=0")
+    assert not larger or excess(least, larger[0], made.recompute)
+    # Without recomputation, which is none of the recipe's choice in the last case, not even one sequence fits.
+    assert not made.recompute or "activation_checkpointing=full" in keys or excess(least, 1, 0)
+
+
+def test_recomputation_comes_last(planned: Planned) -> None:
+    """Each step needs less: nothing recomputed, groups, then every block on its own."""
+    ways = {f"{tenth / 10}GB": planned(f"{tenth / 10}GB", SIXTEEN).recompute for tenth in range(40, 320, 4)}
+    found = list(dict.fromkeys(reversed(ways.values())))
+    assert found == [0, 4, 1]
+    for memory, group in ways.items():
+        made = planned(memory, SIXTEEN)
+        # Where nothing fits, the least is taken.
+        fits = not memory_budget(made, "cuda").excess
+        assert fits or group == 1
+        assert group == 0 or excess(made, 16, 0)
+        assert group != 1 or excess(made, 16, 4)
+
+
+def test_a_record_makes_the_same_plan(planned: Planned, tmp_path: Path) -> None:
+    for memory in ("10GB", "24GB"):
+        made = planned(memory)
+        (tmp_path / "again.yaml").write_text(to_yaml(made.record))
+        recipe = load_recipe(str(tmp_path / "again.yaml"), [])
+        assert make_plan(recipe, Facts(8, "cuda", cluster=given_cluster(recipe.cluster))) == made
+
+
+def test_what_it_is_without_a_stated_memory(planned: Planned) -> None:
+    made = planned(None)
+    assert (made.batch.microbatch, made.recompute) == (8, 4)
+
+
+def test_a_cpu_has_at_most_eight(planned: Planned) -> None:
+    large, small = planned("400GB", device="cpu"), planned("6GB", device="cpu")
+    assert (large.batch.microbatch, large.recompute) == (8, 0)
+    assert small.batch.microbatch < 8
+
+
+def test_stages_have_four(planned: Planned) -> None:
+    assert planned("400GB", "parallel.pipeline=4").batch.microbatches == 16
+
+
+def test_offloaded_activations_are_recomputed(planned: Planned) -> None:
+    assert planned("80GB", "offload.activations=host").recompute == 4
