@@ -20,6 +20,14 @@ READS_BACK = {
 }  # fmt: skip
 
 
+def _wide_addmm(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor, **factors: Any) -> Tensor:
+    return torch.addmm(total, a.to(out_dtype), b.to(out_dtype), **factors, out=out)
+
+
+# The CPU has no kernel for them.
+ONLY_ON_GPUS = {aten.addmm.dtype_out: _wide_addmm}
+
+
 class Recorder(TorchDispatchMode):
     """Encloses a run. Memory that is to be pinned is noted, and not pinned."""
 
@@ -30,7 +38,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         machine, kwargs = self._machine, dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", False)
-        found = op(*args, **kwargs)
+        found = ONLY_ON_GPUS.get(op, op)(*args, **kwargs)
         if pinned:
             machine.pin(found)
         name, views, given = _described(op)
