@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tools.fake_cuda.library import build, compiler
+
 FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER))
-
-import fake_device  # noqa: E402
 
 Answer = Callable[[str, str], dict[str, Any]]
 
@@ -21,7 +21,7 @@ Answer = Callable[[str, str], dict[str, Any]]
 @pytest.fixture(scope="session")
 def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answer:
     """Return what was found in a case or a twin."""
-    if fake_device.compiler() is None:
+    if compiler() is None:
         pytest.skip("there is no C++ compiler to build the device that rehearses a GPU's steps")
     folder = tmp_path_factory.mktemp("cuda")
     asked: dict[str, list[str]] = {"cases": [], "twins": []}
@@ -30,10 +30,11 @@ def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             if item.path.parent == FOLDER and (call := getattr(item, "callspec", None)) and kind[:-1] in call.params:
                 names.append(call.params[kind[:-1]])
     asked = {kind: list(dict.fromkeys(names)) for kind, names in asked.items()}
-    library = fake_device.build(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtrain" / "tests")
+    library = build()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
     subprocess.run(
         [sys.executable, str(FOLDER / "worker.py"), str(library), str(folder / "answer.json")],
-        input=json.dumps(asked), text=True, check=True, timeout=550, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        input=json.dumps(asked), text=True, check=True, timeout=550, env=environment,
     )  # fmt: skip
     answers = json.loads((folder / "answer.json").read_text())
 

@@ -9,9 +9,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import fake_device
+from tools.fake_cuda.library import load
 
-fake_device.load(Path(sys.argv[1]))
+load(Path(sys.argv[1]))
 
 from cases import CASES, Case  # noqa: E402
 from order import deadlock, disagreements  # noqa: E402

@@ -18,8 +18,9 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def build(folder: Path) -> Path:
-    """Return the library, in `folder`; build it unless one of this source and this torch is there."""
+def build() -> Path:
+    """Return the library, in the user's cache; build it unless one of this source and this torch is there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmtrain" / "fake_cuda"
     key = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {sys.platform}".encode()).hexdigest()
     built = folder / f"device-{key[:16]}.so"
     if not built.exists():
