@@ -77,3 +77,16 @@ def test_ranks_of_gpus_set_what_the_user_has_not(
     set_gpu_variables(world)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert os.environ.get("CUDA_MODULE_LOADING") == loading
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_have_fixed_workspaces_where_the_run_is_deterministic(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    set_gpu_variables(1, deterministic)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+    # The user's own value stays.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    set_gpu_variables(1, deterministic)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

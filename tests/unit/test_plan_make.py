@@ -148,6 +148,16 @@ def test_microbatch_leaves_each_stage_four(batch: int, microbatch: int) -> None:
     assert made.batch.microbatch == microbatch
 
 
+@pytest.mark.parametrize(("compute", "without"), [("fp32", "efficient"), ("bf16", "flash")])
+def test_attention_is_deterministic_where_the_recipe_is(compute: str, without: str) -> None:
+    """torch's memory-efficient kernel adds with atomics in its backward pass."""
+    keys = (f"precision.compute={compute}",)
+    assert plan(*keys, facts=GPU).kernels.attention == without
+    exact = plan(*keys, "train.deterministic=true", facts=GPU)
+    assert exact.training.deterministic
+    assert exact.kernels.attention == ("math" if compute == "fp32" else "flash")
+
+
 def test_decisions_name_every_key_that_was_open() -> None:
     before = recipe("activation_checkpointing=auto")
     record = make_plan(before, CPU).record

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.recipe.load import load_recipe
 from llmtrain.training import rank
+from tiny import curve, write_corpus
 
 PLAN = cast(Plan, None)
 
@@ -79,3 +84,37 @@ def test_a_rank_without_a_number_on_its_machine_is_not_bound(
     monkeypatch.delenv("LOCAL_RANK")
     assert rank._bound(PLAN, launched(0)) == []
     assert machine.asked == []
+
+
+@pytest.fixture
+def _any_kernels() -> Iterator[None]:
+    """Let later tests take all kernels again."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+
+
+@pytest.mark.usefixtures("_any_kernels")
+@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
+def test_deterministic_kernels_change_no_bit_on_cpus(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is such a kernel for every operation, and it is the one that runs without the key too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank, "restore_handlers", lambda: None)
+    write_corpus(Path("set"), 100)
+    keys = [f"model.family={family}", "train.steps=3", "train.eval_every=3", "optimizer.warmup=1", "logging.every=1"]
+    Path("tiny.yaml").write_text(
+        "model: {layers: 2, hidden: 32, heads: 4, vocab: 64}\ndata: {path: set, sequence_length: 16}\n"
+    )
+    curves = {}
+    for deterministic in (False, True):
+        recipe = load_recipe("tiny.yaml", [f"name=run-{deterministic}", f"train.deterministic={deterministic}", *keys])
+        facts = Facts(world=1, device="cpu")
+        rank.run_rank(recipe, check_and_plan(recipe, facts), facts, None)
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cuda.mem_efficient_sdp_enabled() is not deterministic
+        curves[deterministic] = curve(Path("runs") / f"run-{deterministic}")
+    assert len(curves[True]) == 5
+    assert curves[True] == curves[False]

@@ -49,7 +49,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and flash_attention_available():
         from flash_attn import flash_attn_func
 
-        return flash_attn_func(q, k, v, dropout_p=dropout, causal=True)
+        exact = torch.are_deterministic_algorithms_enabled()
+        return flash_attn_func(q, k, v, dropout_p=dropout, causal=True, deterministic=exact)
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)

@@ -54,6 +54,16 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device("cuda", 0 if count == 1 else local_rank) if count else torch.device("cpu")
 
 
+def take_deterministic_kernels() -> None:
+    """Let torch take only kernels whose results have the same bits in every run on the same device. An operation that
+    has none raises RuntimeError."""
+    torch.use_deterministic_algorithms(True)
+    # No result depends on memory that nothing has written, so there is no need to fill it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # Its backward pass adds with atomics; attention takes another kernel.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
 def is_cpu(device: torch.device) -> bool:
     """Return whether `device` is the CPU."""
     return device.type == "cpu"

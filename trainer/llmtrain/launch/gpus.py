@@ -22,20 +22,23 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
         )
 
 
-def gpu_variables(world: int) -> dict[str, str]:
+def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 
     CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
     a stream for each lane, each communicator and each direction of its copies. CUDA_MODULE_LOADING: a kernel that is
     loaded at its first launch may have to wait for all kernels that run; one of them may be NCCL's and wait for a rank
-    that waits likewise (CUDA C++ Programming Guide, "Lazy Loading", concurrent execution).
+    that waits likewise (CUDA C++ Programming Guide, "Lazy Loading", concurrent execution). CUBLAS_WORKSPACE_CONFIG:
+    with workspaces of fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation,
+    "Results reproducibility").
     """
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({"CUDA_MODULE_LOADING": "EAGER"} if world > 1 else {})
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({"CUDA_MODULE_LOADING": "EAGER"} if world > 1 else {})
+    return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 
-def set_gpu_variables(world: int) -> None:
+def set_gpu_variables(world: int, deterministic: bool = False) -> None:
     """Set the variables that the user has not set. Call it before CUDA starts."""
-    for name, value in gpu_variables(world).items():
+    for name, value in gpu_variables(world, deterministic).items():
         os.environ.setdefault(name, value)
 
 

@@ -10,19 +10,19 @@ FLASH_CHANNELS = 256
 CPU_GENERATOR = 5056
 
 
-def kernels_of(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
-    """Return what the kernels keep that a run on these facts takes."""
+def kernels_of(facts: Facts, model: GPTConfig, compute: Compute, deterministic: bool = False) -> Kernels:
+    """Return what the kernels keep that a run on these facts takes. deterministic: see `TrainConfig`."""
     if facts.device == "cuda":
-        return _on_cuda(model, COMPUTE_BYTES[compute], facts.triton)
+        return _on_cuda(model, COMPUTE_BYTES[compute], facts.triton, deterministic)
     return _on_cpu(facts, model, compute)
 
 
-def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool) -> Kernels:
+def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool, deterministic: bool) -> Kernels:
     """Return what flash-attn, torch's kernels and ours keep from compute capability 8.0 on, by their sources."""
     attention: Attention = "math"
     if compute_bytes == 2 and model.head_dim <= FLASH_CHANNELS:
         attention = "flash"
-    elif model.kv_heads == model.heads and model.head_dim % (16 // compute_bytes) == 0:
+    elif not deterministic and model.kv_heads == model.heads and model.head_dim % (16 // compute_bytes) == 0:
         attention = "efficient"
     return Kernels(
         attention=attention,

@@ -125,6 +125,7 @@ class Training:
     eval_every: int
     eval_batches: int
     compile: bool
+    deterministic: bool
     max_skipped: int
     compare_every: int
     timeout: float

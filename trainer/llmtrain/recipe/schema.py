@@ -27,7 +27,8 @@ class TrainConfig:
     each stage). eval_every: steps between evaluations (0: never). eval_batches: global
     batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through
     torch.compile (auto: on GPUs with Triton, except with tensor parallelism and zero-bubble schedules, whose layers
-    torch.compile cannot trace).
+    torch.compile cannot trace). deterministic: take only kernels whose results have the same bits in every run on the
+    same GPUs, which may be slower; on CPUs all have.
     max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks that replicas are equal,
     by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank
     ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` restarts its ranks after it
@@ -42,6 +43,7 @@ class TrainConfig:
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8
     compile: bool | Literal["auto"] = "auto"
+    deterministic: bool = False
     max_skipped: Steps = 10
     compare_every: StepsOrNever = 1000
     timeout: Seconds = 600.0

@@ -9,7 +9,7 @@ from llmtrain_data import units
 from llmtrain_data.waiting import Waiting
 
 from llmtrain.comm.cores import bind_to_socket
-from llmtrain.comm.device import gpus
+from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
 from llmtrain.launch.ending import end_together
@@ -35,6 +35,8 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
         said.append(f"{place.world} ranks, started by {place.by}")
     restore_handlers()
     said += _bound(plan, place)
+    if plan.training.deterministic:
+        take_deterministic_kernels()
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         if splits_by_speed(recipe, plan, facts):

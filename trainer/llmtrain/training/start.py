@@ -57,7 +57,7 @@ def start(
         print_plan(plan, summary, [*advice(plan), *problems], as_json)
         return
     check_gpus(gpus, place, facts.world)
-    set_gpu_variables(facts.world)
+    set_gpu_variables(facts.world, plan.training.deterministic)
     with _reported_once(place):
         if problems:
             raise BadInputError(problems[0])
