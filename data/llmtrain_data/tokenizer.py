@@ -200,9 +200,7 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, o
         merging.stop()
     config = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    aside = output.with_name(output.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside = _empty_beside(output)
     tokenizer.save(str(aside / "tokenizer.json"))
     (aside / "tokenizer_config.json").write_text(json.dumps({**config, **settings}, indent=2) + "\n")
     if overwrite:
@@ -241,10 +239,21 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
         raise DataError(f"--vocab-size is {vocab_size}; expected at most {MAX_IDS:,}")
     # The current directory cannot be replaced.
     here = output.exists() and output.samefile(Path.cwd())
-    if output.is_dir() and not any(output.iterdir()) and not here:
-        return
-    if output.exists() and (here or not (overwrite and (output / "tokenizer.json").is_file())):
+    empty = output.is_dir() and not any(output.iterdir()) and not here
+    if output.exists() and not empty and (here or not (overwrite and (output / "tokenizer.json").is_file())):
         raise DataError(f"--output {output} already exists; give another folder, or --overwrite to replace a tokenizer")
+    _empty_beside(output).rmdir()
+
+
+def _empty_beside(output: Path) -> Path:
+    """Return an empty folder that can be renamed to `output`. Raises DataError if it cannot be made."""
+    aside = output.with_name(output.name + ".partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written: {error.strerror or error}") from error
+    return aside
 
 
 def _configured_eos(folder: Path) -> str | None:

@@ -172,6 +172,15 @@ def test_a_tokenizer_does_not_replace_the_folder_one_is_in(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / "file/bpe"
+    assert call("tokenizer", tmp_path / "no.txt", "--vocab-size", 300, "--output", output) == 2
+    assert f"--output {output} cannot be written: Not a directory" in capsys.readouterr().err
+
+
 def test_names_that_are_no_text_are_shown_escaped(work: Path, tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
     Path(os.fsdecode(path)).write_text(TEXT)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from llmtrain.launch.stop import StopRequest
 
 PROGRAM = """
 import os, signal, sys
@@ -28,6 +29,14 @@ def test_a_run_that_has_ended_does_not_die_of_being_asked_to_stop(number: int) -
     """This holds even while the interpreter shuts down, which restores the default handlers."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(number)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_the_user_sees_that_a_request_arrived() -> None:
+    stop = StopRequest()
+    assert stop.told("evaluating 8 samples: 5%") == "evaluating 8 samples: 5%"
+    stop.asked = True
+    assert stop.told("evaluating 8 samples: 5%") == "told to stop, finishing this step first; evaluating 8 samples: 5%"
+    assert stop.told("") == "told to stop, finishing this step first"
 
 
 TWICE = """

@@ -105,6 +105,7 @@ def test_shipped_recipes_are_short_and_load(name: str) -> None:
         ("model.lr", "optimizer.lr"),
         ("sequence_length", "data.sequence_length"),
         ("data.sequence", "data.sequence_length"),
+        ("train.step", "train.steps"),
     ],
 )
 def test_nearest_key(key: str, nearest: str) -> None:

@@ -221,20 +221,24 @@ def test_recipe_that_does_not_fit_leaves_the_folder_as_it_was(train: Train, fold
     assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
 
 
-def test_what_changed_since_the_last_start_is_said(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changed_since_the_last_start_is_said(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train("train.steps=6")
     assert "changed since" not in "".join(capsys.readouterr())
+    record = (folder / "runs/tiny/recipe.resolved.yaml").read_text()
     train("train.steps=6", "checkpoint.resume=elsewhere")
     shown = "".join(capsys.readouterr())
     assert "checkpoint.resume: auto -> elsewhere, changed since the last start; it has no effect" in shown
     assert re.search("continues after +step 6, and train.steps is 6: nothing is left to train", shown)
+    # Nothing was trained with that recipe.
+    assert (folder / "runs/tiny/recipe.resolved.yaml").read_text() == record
     train("train.steps=8", "data.sequence_length=8", "model.positions=16", "optimizer.clip=0.5")
     shown = "".join(capsys.readouterr())
     assert re.findall(r"(\S+: \S+ -> \S+), changed since the last start", shown) == [
         "data.sequence_length: 16 -> 8",
         "train.steps: 6 -> 8",
         "optimizer.clip: 1.0 -> 0.5",
-        "checkpoint.resume: elsewhere -> auto",
     ]
 
 

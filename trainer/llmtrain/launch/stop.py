@@ -30,6 +30,10 @@ class StopRequest:
         self._before: dict[int, signal._HANDLER] = {}
         self._arrived: tuple[int, int] | None = None
 
+    def told(self, doing: str) -> str:
+        """Return what the user is shown while this rank does something."""
+        return f"told to stop, finishing this step first; {doing}".removesuffix("; ") if self.asked else doing
+
     def __enter__(self) -> Self:
         # Python calls a handler once for all signals that arrive during one C call, but writes a byte for each.
         self._arrived = os.pipe()

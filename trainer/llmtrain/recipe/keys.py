@@ -56,6 +56,8 @@ def nearest_key(key: str) -> str | None:
     siblings = [name for name in known if name.rpartition(".")[0] == section]
     for candidates in (
         [name for name in siblings if name.startswith(f"{key}_")],
+        # Nearer than a key of the same name in another section.
+        get_close_matches(key, siblings, n=1, cutoff=0.93),
         [leaves[leaf]] if leaf in leaves else [],
         get_close_matches(key, siblings, n=1, cutoff=0.8),
         [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)],

@@ -89,7 +89,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             model_state_bytes=parts.engine.state_bytes,
             unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
-            doing=ranks.activity.doing,
+            doing=lambda: stop.told(ranks.activity.doing()),
         )
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)

@@ -54,8 +54,10 @@ def start_states(run: Run) -> bool:
     run.compared = run.progress.step
     if run.ranks.is_main:
         run.changed = recipe_changes(run.folder, run.plan) if resumes else []
-        # Not earlier: a recipe that does not fit the folder's checkpoints leaves the folder as it was.
-        write_record(run.folder, run.plan)
+        # Not earlier: a recipe that does not fit the folder's checkpoints leaves the folder as it was. So does one with
+        # which nothing is trained.
+        if run.progress.step < run.plan.training.steps:
+            write_record(run.folder, run.plan)
     return resumes
 
 
