@@ -34,6 +34,7 @@ def eval(
         return
     say(
         f"{result['split']}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f} "
-        f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens; "
+        f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens, "
+        f"of data.split {'/'.join(f'{share:g}' for share in result['shares'])}; "
         f"unigram entropy {result['unigram_entropy']:.4f})"
     )

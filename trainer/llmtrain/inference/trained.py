@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import torch
 from llmtrain_data.config import DataConfig
@@ -80,9 +81,7 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     )
 
 
-def evaluate_on(
-    trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int
-) -> dict[str, float | int | str]:
+def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int) -> dict[str, Any]:
     """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split, with facts about them.
 
     prefix: a prepared set in place of the recipe's. Raises BadInputError.
@@ -108,6 +107,7 @@ def evaluate_on(
         "perplexity": exp(loss),
         "step": trained.step,
         "samples": count,
+        "shares": list(data.split),
         "sequence_length": data.sequence_length,
         "unigram_entropy": samples.unigram_entropy(),
     }
