@@ -138,8 +138,17 @@ def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> Non
     check(trained, case, quantized)
 
 
-WHOLE = grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble")
-OTHERS = [grid(1, 4, 2, "zero.stage=3"), grid(4, 1, 1), Case(1, (), MODELS["llama"], accumulation=4)]
+# At the harness's rate of 1e-2, one MLP's weights end up to 1.5e-5 apart (as those of gpt2 above).
+SLOWER = (*MODELS["llama"], "optimizer.lr=3.0e-3")
+WHOLE, *OTHERS = (
+    replace(case, base=SLOWER)
+    for case in (
+        grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble"),
+        grid(1, 4, 2, "zero.stage=3"),
+        grid(4, 1, 1),
+        Case(1, accumulation=4),
+    )
+)
 
 
 # Each kind is tested in one of the directions here, and in both in the soak.

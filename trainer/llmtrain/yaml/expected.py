@@ -19,8 +19,7 @@ def options(hint: Any) -> tuple[Any, ...]:
 def expected(hint: Any) -> str:
     """Return the values that a key of this type accepts, in words."""
     if get_origin(hint) is Annotated:
-        of_what = "".join(f" {extra}" for extra in get_args(hint)[1:] if isinstance(extra, str))
-        return f"{expected(get_args(hint)[0])}{of_what}{_bounds(get_args(hint)[1:])}"
+        return f"{expected(get_args(hint)[0])}{_bounds(get_args(hint)[1:])}"
     if get_origin(hint) in (Union, UnionType):
         words = [expected(option) for option in options(hint) if option is not NoneType]
         return " or ".join(words)
