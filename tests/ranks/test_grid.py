@@ -11,7 +11,9 @@ from test_parity import check, settled
 
 Trained = Callable[[Case], Result]
 MODELS = {
-    "llama": ("model.layers=8", "model.kv_heads=4"),
+    # With the default epsilon, AdamW's first step makes the rounding of a weight's gradient that is nearly zero (9e-8
+    # beside a median of 7e-5) as large as a step: then four tensor-parallel ranks end up to 1.5e-5 apart on some CPUs.
+    "llama": ("model.layers=8", "model.kv_heads=4", "optimizer.eps=1.0e-6"),
     # At the harness's rate of 1e-2, two single-process programs in fp32 end up to 2e-5 apart.
     "gpt2": ("model.layers=8", "model.family=gpt2", "model.kv_heads=4", "optimizer.lr=3.0e-3"),
     "neox": ("model.layers=8", "model.family=neox", "model.kv_heads=4"),
@@ -138,17 +140,8 @@ def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> Non
     check(trained, case, quantized)
 
 
-# At the harness's rate of 1e-2, one MLP's weights end up to 1.5e-5 apart (as those of gpt2 above).
-SLOWER = (*MODELS["llama"], "optimizer.lr=3.0e-3")
-WHOLE, *OTHERS = (
-    replace(case, base=SLOWER)
-    for case in (
-        grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble"),
-        grid(1, 4, 2, "zero.stage=3"),
-        grid(4, 1, 1),
-        Case(1, accumulation=4),
-    )
-)
+WHOLE = grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble")
+OTHERS = [grid(1, 4, 2, "zero.stage=3"), grid(4, 1, 1), Case(1, (), MODELS["llama"], accumulation=4)]
 
 
 # Each kind is tested in one of the directions here, and in both in the soak.
