@@ -14,8 +14,8 @@ from llmtrain_kernels.native import native_reason
 from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor
 
-CLIPPED = AdamWStep(3, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
-PLAIN = AdamWStep(1000, 3e-4, 0.8, 0.999, 1e-5, 0.0)
+from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, states
+
 WEIGHTS = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,24 +24,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def states(numel: int) -> list[Tensor]:
-    """Return masters, moments after some steps, and a gradient: of all sizes, with zeros and subnormal numbers."""
-    generator = torch.Generator().manual_seed(numel)
-    size = torch.exp(8 * torch.randn(numel, generator=generator)).clamp(max=1e15)
-    size[::7] = 0
-    size[3::11] = 1e-22
-    master, m, v = torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)
-    for step in range(1, 4):
-        gradient = size * torch.randn(numel, generator=generator)
-        reference.step(master, m, v, gradient, replace(CLIPPED, step=step, lr=0.0))
-    return [master, m, v, size * torch.randn(numel, generator=generator)]
-
-
-def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("numbers", [CLIPPED, PLAIN, replace(CLIPPED, weight_decay=0.0)])

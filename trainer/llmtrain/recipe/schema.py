@@ -24,11 +24,10 @@ class TrainConfig:
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
     sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
     cluster file; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
-    each stage). eval_every: steps between evaluations (0: never). eval_batches: global
-    batches per evaluation, fewer if the validation split is smaller. compile: run the blocks through
-    torch.compile (auto: on GPUs with Triton, except with tensor parallelism and zero-bubble schedules, whose layers
-    torch.compile cannot trace). deterministic: take only kernels whose results have the same bits in every run on the
-    same GPUs, which may be slower; on CPUs all have.
+    each stage). eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation, fewer if
+    the validation split is smaller. compile: run the blocks through torch.compile (auto: on GPUs with Triton, except
+    with tensor parallelism and zero-bubble schedules, whose layers torch.compile cannot trace). deterministic: take
+    only kernels whose results have the same bits in every run on the same GPUs, which may be slower; on CPUs all have.
     max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks that replicas are equal,
     by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank
     ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` restarts its ranks after it

@@ -1,0 +1,29 @@
+"""Steps of AdamW and states before them, for tests that compare kernels bit by bit."""
+
+from dataclasses import replace
+
+import torch
+from llmtrain_kernels.adamw import reference
+from llmtrain_kernels.adamw.step import AdamWStep
+from torch import Tensor
+
+CLIPPED = AdamWStep(3, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
+PLAIN = AdamWStep(1000, 3e-4, 0.8, 0.999, 1e-5, 0.0)
+
+
+def states(numel: int) -> list[Tensor]:
+    """Return masters, moments after some steps, and a gradient: of all sizes, with zeros and subnormal numbers."""
+    generator = torch.Generator().manual_seed(numel)
+    size = torch.exp(8 * torch.randn(numel, generator=generator)).clamp(max=1e15)
+    size[::7] = 0
+    size[3::11] = 1e-22
+    master, m, v = torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)
+    for step in range(1, 4):
+        gradient = size * torch.randn(numel, generator=generator)
+        reference.step(master, m, v, gradient, replace(CLIPPED, step=step, lr=0.0))
+    return [master, m, v, size * torch.randn(numel, generator=generator)]
+
+
+def assert_same_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
