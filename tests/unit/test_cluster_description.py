@@ -133,7 +133,12 @@ def test_tiers_nest(factors: list[int], nodes: int, per_machine: int) -> None:
     [
         (two_clusters(2, 1), 16, 4, r"has 2 \+ 1 nodes of 4 ranks, but the run has 16 ranks; start it with 12$"),
         (load_cluster({"node": {"ranks": 4}, "clusters": [{"name": "a", "nodes": 2}]}), 12, 4, "at most 8$"),
-        (load_cluster({"node": {"ranks": 4}}), 6, 8, "tier node has 4 ranks, but the run has 6; .* multiple of 4$"),
+        (
+            load_cluster({"node": {"ranks": 4}}),
+            6,
+            8,
+            "tier node has 4 ranks, but the run has 6; set cluster.node.ranks .* multiple of 4$",
+        ),
         (load_cluster({"node": {"ranks": 4}}), 4, 2, "node.ranks is 4, but the run was started with 2 ranks"),
         (load_cluster("frontier"), 3, 3, "tier die has 2 ranks, but the run has 3"),
     ],

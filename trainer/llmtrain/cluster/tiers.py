@@ -49,9 +49,10 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
     found = _distinct([replace(tier, ranks=min(tier.ranks, world)) for tier in described])
     for smaller, larger in pairwise(found):
         if larger.ranks % smaller.ranks:
+            change = "set cluster.node.ranks to the ranks of a machine, or " if smaller.name == "node" else ""
             raise BadInputError(
-                f"the cluster's tier {smaller.name} has {smaller.ranks} ranks, but the run has {world}; start it "
-                f"with a multiple of {smaller.ranks}"
+                f"the cluster's tier {smaller.name} has {smaller.ranks} ranks, but the run has {world}; {change}start "
+                f"it with a multiple of {smaller.ranks}"
             )
     return found
 
