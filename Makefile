@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+# With the tools that tests, checks and benchmarks need.
+DEVELOPMENT := $(VENV)/development
 CORPUS := runs/quickstart-data
 
 .PHONY: help install quickstart test check soak bench gpu clean
@@ -31,9 +33,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "downloading and installing PyTorch and other packages into $(VENV), which takes some minutes"
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
-	  -c constraints.txt -e '.[dev]'
+	  -c constraints.txt -e .
 	touch $@
 	@echo "llmtrain is installed; \`. $(BIN)/activate\` adds it to the PATH of this shell"
+
+$(DEVELOPMENT): $(INSTALLED)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
+	  -c constraints.txt -e '.[dev]'
+	touch $@
 
 $(CORPUS)/tokenizer/tokenizer.json: | $(INSTALLED)
 	$(BIN)/llmtrain data tokenizer stdlib --vocab-size 2048 --output $(CORPUS)/tokenizer
@@ -51,18 +58,18 @@ quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
 	@echo "  llmtrain eval runs/quickstart           compute its validation loss"
 	@echo "  README.md, \"A first run of your own\"   train a model on your own texts"
 
-test: $(INSTALLED)
+test: $(DEVELOPMENT)
 	$(BIN)/pytest
 
-check: $(INSTALLED)
+check: $(DEVELOPMENT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(INSTALLED)
+soak: $(DEVELOPMENT)
 	$(BIN)/pytest -m soak
 
-bench: $(INSTALLED)
+bench: $(DEVELOPMENT)
 	$(BIN)/python tools/bench/step.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/data.py --write docs/benchmarks.md
 	$(BIN)/python tools/bench/reading.py --write docs/benchmarks.md

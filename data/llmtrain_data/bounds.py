@@ -23,7 +23,7 @@ Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 RanksOrNone = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Socket timeouts overflow above about a month.
-Seconds = Annotated[float, Field(ge=1, le=10**6)]
+Seconds = Annotated[float, Field(ge=1, le=10**6, description="in seconds")]
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_WEIGHT = 10**9
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]

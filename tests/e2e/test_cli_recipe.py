@@ -105,6 +105,7 @@ BROKEN_RECIPES = [
     ("misspelt family", GOOD, ["model.preset=null", "model.family=lama"], "model.family is lama; expected one of gpt2, llama, neox; did you mean llama?"),
     ("folder as data", GOOD, ["data.path=texts"], "data.path is texts, but there is no file texts.bin; texts itself is there: if it is text, prepare it with `llmtrain data prepare texts --tokenizer DIR --output PREFIX`, and set data.path to PREFIX"),
     ("file of a prepared set", GOOD, ["data.path=prepared.bin"], "there is no file prepared.bin.bin; give prepared\n"),
+    ("misspelt prefix", GOOD, ["data.path=perpared"], "there is no file perpared.bin; did you mean prepared?"),
     ("folder of a prepared set", GOOD, ["data.path=."], "there is no file ..bin; did you mean prepared?"),
     ("unknown option", GOOD, ["--nprocs", "2"], "No such option: --nprocs"),
 ]  # fmt: skip
@@ -128,6 +129,10 @@ BROKEN_COMMANDS = [
     (["recipes", "shwo"], "Did you mean 'show'?"),
     (["recipes", "show", "nowhere"], "there is no recipe nowhere"),
     (["doctor", "--jsn"], "No such option: --jsn"),
+    (
+        ["data", "prepare", "texts", "--output", "out"],
+        "Missing option '--tokenizer'. Folder of a Hugging Face tokenizer; `llmtrain data",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from llmtrain.launch import status
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.queue import QueuedJob
 from llmtrain.launch.slurm.record import jobs_of, log_of, record_job, slurm_folder
-from llmtrain.launch.status import read_log, run_folder, statuses
+from llmtrain.launch.status import read_log, run_folder, seconds_left, statuses
 
 
 def row(step: int, **changes: object) -> str:
@@ -66,6 +66,18 @@ def test_a_run_outside_slurm(runs: Path) -> None:
     assert (found.state, found.seconds_left) == ("running", 20.0)
     assert found.detail.startswith(f"process {holder.pid} on ")
     assert statuses([folder])[0].state == "stopped"
+
+
+def test_time_left_is_at_the_pace_of_all_that_a_run_does() -> None:
+    rows = [
+        {"step": 10, "elapsed_s": 100.0, "step_time_s": 1.0},
+        {"event": "eval", "step": 20},
+        {"step": 30, "elapsed_s": 160.0, "step_time_s": 1.0},
+        {"event": "eval", "step": 30},
+    ]
+    assert seconds_left(rows, 40) == 30.0
+    assert seconds_left(rows[:1], 40) == 30.0
+    assert seconds_left(rows[1:2], 40) is None
 
 
 def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

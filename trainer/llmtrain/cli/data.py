@@ -43,7 +43,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command()
 def prepare(
     source: Input,
-    tokenizer: Annotated[Path, typer.Option(help="Folder of a Hugging Face tokenizer.", metavar="DIR")],
+    tokenizer: Annotated[
+        Path,
+        typer.Option(help="Folder of a Hugging Face tokenizer; `llmtrain data tokenizer` trains one.", metavar="DIR"),
+    ],
     output: Annotated[Path, typer.Option(help="Write PREFIX.bin, PREFIX.idx and PREFIX.checksums.", metavar="PREFIX")],
     input_format: InputFormat = "auto",
     text_key: TextKey = "text",

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error.format_message()
         for words, plain in _NUMBERS.items():
             message = message.replace(f"is not a valid {words}.", f"is not {plain}")
-        return _say(message, error.exit_code) if message else 0
+        about = getattr(getattr(error, "param", None), "help", None) if message.startswith("Missing") else None
+        return _say(f"{message} {about}" if about else message, error.exit_code) if message else 0
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:

@@ -117,8 +117,7 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     elif job is not None:
         state = job.state.lower()
     step = rows[-1]["step"] if rows else None
-    pace = last.get("step_time_s")
-    left = (steps - rows[-1]["step"]) * pace if holder and steps and pace else None
+    left = seconds_left(rows, steps) if holder and steps else None
     # Edits after the end of a finished run do not concern it.
     edited = [] if state == "finished" else changed_sources(folder)
     found = [f"damaged: {sentence}" for sentence in damage]
@@ -137,6 +136,18 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
         job=number,
         detail=detail,
     )
+
+
+def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
+    """Return the seconds from the newest row until the last step, at the pace of the rows: evaluations and checkpoints
+    take their time too. None without a step's row."""
+    logged = [row for row in rows if "event" not in row]
+    if not logged:
+        return None
+    first, last = logged[0], logged[-1]
+    times, done = (first.get("elapsed_s"), last.get("elapsed_s")), last["step"] - first["step"]
+    pace = (times[1] - times[0]) / done if done > 0 and None not in times else last.get("step_time_s")
+    return None if pace is None else pace * (steps - last["step"])
 
 
 def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:

@@ -19,7 +19,9 @@ def options(hint: Any) -> tuple[Any, ...]:
 def expected(hint: Any) -> str:
     """Return the values that a key of this type accepts, in words."""
     if get_origin(hint) is Annotated:
-        return f"{expected(get_args(hint)[0])}{_bounds(get_args(hint)[1:])}"
+        kind, *extras = get_args(hint)
+        unit = next((extra.description for extra in extras if getattr(extra, "description", None)), None)
+        return f"{expected(kind)}{_bounds(extras)}{f', {unit}' if unit else ''}"
     if get_origin(hint) in (Union, UnionType):
         words = [expected(option) for option in options(hint) if option is not NoneType]
         return " or ".join(words)

@@ -19,8 +19,8 @@ _TIME = re.compile(
 )
 Minutes = Annotated[int, Field(ge=0, le=10**9)]
 Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
-# Seconds, up to a month.
-Margin = Annotated[int, Field(ge=1, le=31 * 86400)]
+# Up to a month.
+Margin = Annotated[int, Field(ge=1, le=31 * 86400, description="in seconds")]
 
 
 @dataclass(frozen=True, kw_only=True)
