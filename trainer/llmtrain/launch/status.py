@@ -145,8 +145,8 @@ def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
     if not logged:
         return None
     first, last = logged[0], logged[-1]
-    times, done = (first.get("elapsed_s"), last.get("elapsed_s")), last["step"] - first["step"]
-    pace = (times[1] - times[0]) / done if done > 0 and None not in times else last.get("step_time_s")
+    before, now, done = first.get("elapsed_s"), last.get("elapsed_s"), last["step"] - first["step"]
+    pace = last.get("step_time_s") if before is None or now is None or done < 1 else (now - before) / done
     return None if pace is None else pace * (steps - last["step"])
 
 

@@ -88,8 +88,7 @@ def _data_advice(path: Path) -> str:
     if path.suffix in (".bin", ".idx") and path.is_file():
         return f"give {path.with_suffix('')}"
     if not path.exists():
-        sets = [str(one.with_suffix("")) for one in path.parent.glob("*.idx")]
-        near = get_close_matches(str(path), sets, n=1)
+        near = get_close_matches(str(path), [str(one.with_suffix("")) for one in path.parent.glob("*.idx")], n=1)
         return f"did you mean {near[0]}?" if near else "expected the prefix that `llmtrain data prepare` wrote"
     if sets := sorted(path.glob("*.idx")):
         return f"did you mean {sets[0].with_suffix('')}?"
