@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from llmtrain_kernels.activation.op import Activation, activate, reference_activate
+from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.norm.op import residual_norm
 from llmtrain_kernels.rotary.op import rotate, rotated
 from torch import Tensor
@@ -77,3 +78,26 @@ def test_rotary(heads: int, kv_heads: int, dim: int, half: int, dtype: torch.dty
     compare(lambda qkv: rotated(qkv * 1, heads, cos, sin), exact, [qkv])
     for mine, true in zip(rotated(qkv.clone(), heads, cos, sin), exact(qkv), strict=True):
         assert torch.equal(mine, true)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_gradients_of_biases_before_activations(kind: Activation, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(5000, 3072, device="cuda").to(dtype), torch.zeros(3072, device="cuda", dtype=dtype)
+    compare(
+        lambda x, bias: (activate(x, kind, bias),), lambda x, bias: (reference_activate(x + bias, kind),), [x, bias]
+    )
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 12, 64), (32, 8, 128), (5, 1, 14)])
+def test_gradients_of_biases_of_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 200, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
+    bias = torch.zeros(qkv.shape[2] * dim, device="cuda", dtype=dtype)
+
+    def exact(qkv: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return (qkv + bias.view(-1, dim)).split([heads, kv_heads, kv_heads], dim=2)
+
+    compare(lambda qkv, bias: parted(qkv, heads, bias), exact, [qkv, bias])

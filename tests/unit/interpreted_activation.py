@@ -85,3 +85,29 @@ def test_bytes_moved(kind: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(monkeypatch) as moved:
         triton_backend.backward(x, torch.randn(y.shape).bfloat16(), kind)
     assert (moved.loaded, moved.stored) == (x.nbytes + y.nbytes, x.nbytes)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 7, 34), (21, 300), (0, 8)], ids=str)
+def test_sums_a_biass_gradient(
+    shape: tuple[int, ...], kind: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of x is the same to the bit, and its sum exact but for fp32 and the result's rounding."""
+    monkeypatch.setattr(triton_backend, "PROGRAMS", 2)
+    x, grad = (torch.randn(shape).to(dtype) for _ in range(2))
+    _, alone = differentiated(activate, x, kind, grad)
+    x, bias = x.requires_grad_(), torch.zeros(shape[-1], dtype=dtype, requires_grad=True)
+    of_x, of_bias = torch.autograd.grad(activate(x, kind, bias), (x, bias), grad)
+    assert torch.equal(of_x, alone)
+    assert of_bias.dtype == dtype
+    exact = alone.double().flatten(0, -2).sum(0)
+    torch.testing.assert_close(of_bias.double(), exact, rtol=TOLERANCE[dtype], atol=4e-6)
+
+
+def test_sums_in_the_same_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(100, 512).bfloat16()
+    monkeypatch.setattr(triton_backend, "PROGRAMS", 4)
+    with counted(monkeypatch) as moved:
+        triton_backend.backward_and_sums(x, torch.randn(x.shape).bfloat16(), "gelu")
+    assert (moved.loaded, moved.stored) == (2 * x.nbytes, x.nbytes + 2 * 512 * 4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kept import Counted, Kept, Setup, built, counted
+from llmtrain.model import layers
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.activations import deferred_bytes, recomputed_peak, stage_activations
 from llmtrain.plan.facts import Facts
@@ -37,7 +38,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give tensors of a CPU to the GPU's kernels. Attention is torch's."""
-    for module in (activation, norm, rotary):
+    for module in (activation, layers, norm, rotary):
         monkeypatch.setattr(module, "takes_triton", lambda x: not torch.compiler.is_compiling())
     for module in (activation, norm):
         monkeypatch.setattr(module, "takes_native", lambda x: False)

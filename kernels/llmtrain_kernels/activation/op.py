@@ -16,12 +16,18 @@ from llmtrain_kernels.triton_launch import takes_triton
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
-def activate(x: Tensor, kind: Activation) -> Tensor:
-    """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`."""
+def activate(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tensor:
+    """Apply the activation to `[..., width]`. swiglu maps `[..., 2 * width]`, gate first, to `[..., width]`.
+
+    bias: `[width]`, which was added to `x` without autograd. The kernel that writes the gradient of `x` sums it as the
+    bias's gradient. Only for tensors that Triton takes, and not for swiglu.
+    """
+    if bias is not None:
+        return _ActivateOnGPU.apply(x, kind, bias)
     if takes_native(x) and _kernel() is not None:
         return _Activate.apply(x, kind)
     if takes_triton(x):
-        return _ActivateOnGPU.apply(x, kind)
+        return _ActivateOnGPU.apply(x, kind, None)
     # torch's SwiGLU would keep the SiLU of the gate too.
     return recomputed(_swiglu, x) if kind == "swiglu" else reference_activate(x, kind)
 
@@ -76,18 +82,22 @@ class _ActivateOnGPU(torch.autograd.Function):
     """Saves only its input for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: Activation, bias: Tensor | None) -> Tensor:
         from llmtrain_kernels.activation import triton_backend
 
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.kind, ctx.backend = kind, triton_backend
+        ctx.sums = None if bias is None else bias.dtype
         y = triton_backend.forward(x.view(-1, x.shape[-1]), kind)
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,), grad = ctx.saved_tensors, grad.contiguous()
-        grad_x = ctx.backend.backward(x.view(-1, x.shape[-1]), grad.view(-1, grad.shape[-1]), ctx.kind)
-        return grad_x.view(x.shape), None
+        rows = x.view(-1, x.shape[-1]), grad.view(-1, grad.shape[-1])
+        if ctx.sums is None:
+            return ctx.backend.backward(*rows, ctx.kind).view(x.shape), None, None
+        grad_x, sums = ctx.backend.backward_and_sums(*rows, ctx.kind)
+        return grad_x.view(x.shape), None, sums.to(ctx.sums)

@@ -1,6 +1,7 @@
 """Exact GELU, tanh GELU, SwiGLU and their gradients on a GPU, as Triton kernels. Each makes one pass over its input.
 
-An element of GELU moves 2 numbers in the forward pass and 3 in the backward pass; one of SwiGLU's result 3 and 5.
+An element of GELU moves 2 numbers in the forward pass and 3 in the backward pass; one of SwiGLU's result 3 and 5. With
+a bias before GELU, programs of the backward pass process a range of columns and sum the gradient over their rows.
 """
 
 from typing import Any
@@ -14,6 +15,9 @@ from llmtrain_kernels.triton_launch import device_of
 
 TILE = 2048
 OPTIONS = {"num_warps": 4}
+# Of programs that sum: columns, rows at once, and the most programs. Their number fixes the bits of the sums.
+SUMMED = {"tile": 256, "group": 8}
+PROGRAMS = 1024
 
 
 @torch.library.custom_op("llmtrain::activation_forward", mutates_args=())
@@ -47,6 +51,26 @@ def backward(x: Tensor, grad: Tensor, kind: str) -> Tensor:
 @backward.register_fake
 def _(x: Tensor, grad: Tensor, kind: str) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmtrain::activation_backward_and_sums", mutates_args=())
+def backward_and_sums(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `x`, and its sum over the rows, fp32 `[width]`. kind: gelu or gelu_tanh."""
+    (rows, width), grad_x = x.shape, torch.empty_like(x)
+    ranges = triton.cdiv(width, SUMMED["tile"])
+    programs = min(triton.cdiv(rows, SUMMED["group"]), max(1, PROGRAMS // max(1, ranges)))
+    partial = x.new_empty(programs, width, dtype=torch.float32)
+    if x.numel():
+        with device_of(x):
+            _backward_and_sums[(ranges, programs)](
+                x, grad, grad_x, partial, rows, width, kind=kind, **SUMMED, **OPTIONS
+            )
+    return grad_x, partial.sum(0)
+
+
+@backward_and_sums.register_fake
+def _(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 def _launch(kernel: Any, kind: str, result: Tensor, *tensors: Tensor) -> None:
@@ -106,11 +130,35 @@ def _backward(
         tl.store(grad_x + at, (above * up * share * (1.0 + gate * (1.0 - share))).to(x.dtype.element_ty), inside)
         tl.store(grad_x + at + width, (above * gate * share).to(x.dtype.element_ty), inside)
     else:
-        given = tl.load(x + columns, inside).to(tl.float32)
-        if kind == "gelu_tanh":
-            share = _tanh_gelu_share(given)
-            inner = 1.5957691216057308 * (1.0 + 0.134145 * given * given)
-            slope = share + given * share * (1.0 - share) * inner
-        else:
-            slope = _normal_integral(given) + given * 0.3989422804014327 * tl.exp(-0.5 * given * given)
+        slope = _slope(tl.load(x + columns, inside).to(tl.float32), kind)
         tl.store(grad_x + columns, (above * slope).to(x.dtype.element_ty), inside)
+
+
+@triton.jit
+def _backward_and_sums(
+    x: tl.tensor, grad: tl.tensor, grad_x: tl.tensor, partial: tl.tensor, rows: tl.tensor, width: tl.tensor,
+    kind: tl.constexpr, tile: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = (tl.program_id(0) * tile + tl.arange(0, tile))[None, :]
+    inside, total = columns < width, tl.zeros([group, tile], tl.float32)
+    for first in range(tl.program_id(1) * group, rows, tl.num_programs(1) * group):
+        own = first + tl.arange(0, group)[:, None]
+        at, mask = own.to(tl.int64) * width + columns, (own < rows) & inside
+        above = tl.load(grad + at, mask, 0.0).to(tl.float32)
+        rounded = (above * _slope(tl.load(x + at, mask, 0.0).to(tl.float32), kind)).to(x.dtype.element_ty)
+        tl.store(grad_x + at, rounded, mask)
+        total += rounded.to(tl.float32)
+    place = tl.program_id(0) * tile + tl.arange(0, tile)
+    tl.store(partial + tl.program_id(1) * width + place, tl.sum(total, 0), place < width)
+
+
+@triton.jit
+def _slope(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The derivative of GELU."""
+    if kind == "gelu_tanh":
+        share = _tanh_gelu_share(x)
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        slope = share + x * share * (1.0 - share) * inner
+    else:
+        slope = _normal_integral(x) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return slope

@@ -9,24 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
 
 
-def joint_attention(qkv: Tensor, heads: int, rotary: Rotary | None, dropout: float = 0.0) -> Tensor:
+def joint_attention(
+    qkv: Tensor, heads: int, rotary: Rotary | None, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Apply the rotary embedding to queries and keys, then causal attention.
 
     qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values. Groups of
     `heads / kv_heads` consecutive query heads share one key/value head. rotary: cosine and sine, each fp32
-    `[positions, 1, rotary_dim / 2]`, or None. Returns `[batch, sequence, heads, head_dim]`.
+    `[positions, 1, rotary_dim / 2]`, or None. bias: see `parted`; only without rotary. Returns
+    `[batch, sequence, heads, head_dim]`.
     """
     sequence, kv_heads = qkv.shape[1], (qkv.shape[2] - heads) // 2
     cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
     if dropout == 0.0 and _suits_kernel(qkv.device.type, qkv.dtype, qkv.shape[0] * kv_heads):
         return _joint_attention(qkv, cos, sin, heads)[0]
-    if cos is not None and sin is not None:
+    if bias is not None:
+        q, k, v = parted(qkv, heads, bias)
+    elif cos is not None and sin is not None:
         q, k, v = rotated(qkv, heads, cos, sin)
     else:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)

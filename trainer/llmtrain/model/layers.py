@@ -7,6 +7,7 @@ from llmtrain_kernels.attention.op import joint_attention
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from llmtrain_kernels.matmul import linear
 from llmtrain_kernels.norm.op import residual_norm
+from llmtrain_kernels.triton_launch import takes_triton
 from torch import Tensor, nn
 
 from llmtrain.model.config import GPTConfig
@@ -41,6 +42,14 @@ class InputMajorLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
         return linear(x, self.weight.t(), self.bias)
+
+
+def leaving_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return `layer(x)`, and the bias whose gradient is left to the next operator: on a GPU its kernel sums the
+    gradient while it writes it. The bias is None where the layer computes the gradient itself."""
+    if isinstance(layer, Linear) and layer.bias is not None and takes_triton(x):
+        return linear(x, layer.weight, layer.bias.detach()), layer.bias
+    return layer(x), None
 
 
 class Norm(nn.Module):
@@ -80,8 +89,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map `[batch, sequence, hidden]` to the same shape."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        mixed = joint_attention(qkv, self.heads, rotary, self.dropout if self.training else 0.0)
+        qkv, bias = leaving_bias(self.qkv, x) if rotary is None else (self.qkv(x), None)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        mixed = joint_attention(heads, self.heads, rotary, self.dropout if self.training else 0.0, bias)
         return self.out(mixed.flatten(2))
 
 
@@ -97,7 +107,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden]` to the same shape."""
-        return self.down(activate(self.up(x), self.activation))
+        up, bias = leaving_bias(self.up, x)
+        return self.down(activate(up, self.activation, bias))
 
 
 class Block(nn.Module):
