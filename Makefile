@@ -58,8 +58,10 @@ quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
 	@echo "  llmtrain eval runs/quickstart           compute its validation loss"
 	@echo "  README.md, \"A first run of your own\"   train a model on your own texts"
 
+# The first tests start several ranks, which share the cores; those of one process run side by side.
 test: $(DEVELOPMENT)
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore tests/unit
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile tests/unit
 
 check: $(DEVELOPMENT)
 	$(BIN)/ruff check .
