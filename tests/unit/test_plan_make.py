@@ -165,7 +165,6 @@ def test_decisions_name_every_key_that_was_open() -> None:
     assert lines[0].startswith("model: gpt2-124m -> family=gpt2 layers=12 hidden=768")
     assert set(lines[1:]) == {
         "train.microbatch: auto -> 4",
-        "train.compile: auto -> false",
         "precision.compute: auto -> fp32",
         "parallel.data: auto -> 2",
         "optimizer.backend: auto -> cpu",
@@ -174,25 +173,13 @@ def test_decisions_name_every_key_that_was_open() -> None:
     assert decisions(parse_recipe(dict(record)), record) == []
 
 
-@pytest.mark.parametrize(
-    ("facts", "keys", "compiles"),
-    [
-        (CPU, (), False),
-        (CPU, ("train.compile=true",), True),
-        (GPU, (), True),
-        (GPU, ("train.compile=false",), False),
-        (GPU, ("zero.stage=3", "activation_checkpointing=full"), True),
-        (GPU, ("parallel.pipeline=2",), True),
-        (GPU, ("parallel.pipeline=2", "pipeline.schedule=zero-bubble"), False),
-        (GPU, ("parallel.tensor=2",), False),
-        (replace(GPU, triton=False), (), False),
-    ],
-)
-def test_blocks_are_compiled_on_gpus(facts: Facts, keys: tuple[str, ...], compiles: bool) -> None:
-    made = plan(*keys, facts=facts)
-    assert made.training.compile is made.record["train"]["compile"] is compiles
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("facts", [CPU, GPU])
+def test_compiled_blocks_hand_nothing_back(facts: Facts, compiles: bool) -> None:
+    made = plan("parallel.pipeline=2", f"train.compile={str(compiles).lower()}", facts=facts)
+    assert made.training.compile is compiles
     # torch.compile hides the border between the gradients of inputs and of weights.
-    assert not (compiles and made.pipeline.schedule.hands_back)
+    assert made.pipeline.schedule.hands_back is not compiles
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ def test_a_recipe_fits_the_hardware_in_its_comment(name: str) -> None:
     else:
         view = view_recipe(name, keys, int(ranks))
         assert (view.device, view.problem, view.advice) == ("cuda", None, [])
-        assert "train.compile: auto -> true" in view.auto
         budget = view.budget
     assert budget.limit == int(memory) * 10**9
     assert 0 < budget.fullest.total <= budget.limit

@@ -90,7 +90,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         None if fitting is None else lambda zero: fitting(sharding(zero)),
     )
     recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
-    training = _training(recipe.train, _compiles(recipe, facts, pipeline.schedule))
+    training = _training(recipe.train)
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
     plan = Plan(
@@ -268,21 +268,12 @@ def _backend(recipe: Recipe, facts: Facts) -> Backend:
     return backend
 
 
-def _compiles(recipe: Recipe, facts: Facts, schedule: Schedule) -> bool:
-    """Return whether torch.compile builds the blocks' kernels."""
-    if recipe.train.compile != "auto":
-        return recipe.train.compile
-    # Layers of tensor-parallel ranks, and those that defer weight gradients, break a block's graph.
-    whole = recipe.parallel.tensor == 1 and not schedule.splits_backward
-    return facts.device == "cuda" and facts.triton and whole
-
-
-def _training(train: TrainConfig, compiles: bool) -> Training:
+def _training(train: TrainConfig) -> Training:
     return Training(
         steps=train.steps,
         eval_every=train.eval_every,
         eval_batches=train.eval_batches,
-        compile=compiles,
+        compile=train.compile,
         deterministic=train.deterministic,
         max_skipped=train.max_skipped,
         compare_every=train.compare_every,

@@ -29,7 +29,7 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     """Return the recipe as plain data, with the plan's values for the keys that it leaves open."""
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
-    record["train"].update(microbatch=plan.batch.microbatch, compile=plan.training.compile)
+    record["train"].update(microbatch=plan.batch.microbatch)
     record["precision"]["compute"] = plan.compute
     record["parallel"]["data"] = zero.degrees.ranks
     record["pipeline"].update(

@@ -25,13 +25,13 @@ class TrainConfig:
     sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
     cluster file; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
     each stage). eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation, fewer if
-    the validation split is smaller. compile: run the blocks through torch.compile (auto: on GPUs with Triton, except
-    with tensor parallelism and zero-bubble schedules, whose layers torch.compile cannot trace). deterministic: take
-    only kernels whose results have the same bits in every run on the same GPUs, which may be slower; on CPUs all have.
-    max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks that replicas are equal,
-    by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank
-    ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` restarts its ranks after it
-    lost one; it restarts on fewer ranks if it lost the same one twice and parallel.data is auto.
+    the validation split is smaller. compile: let torch.compile build the blocks' kernels in place of those of llmtrain.
+    deterministic: take only kernels whose results have the same bits in every run on the same GPUs, which may be
+    slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks
+    that replicas are equal, by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after
+    which a lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain
+    run` restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one twice and
+    parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -41,7 +41,7 @@ class TrainConfig:
     microbatch: Batch | Literal["auto"] = "auto"
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8
-    compile: bool | Literal["auto"] = "auto"
+    compile: bool = False
     deterministic: bool = False
     max_skipped: Steps = 10
     compare_every: StepsOrNever = 1000
