@@ -27,6 +27,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
+from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
 from machine import Event, Machine, Stream, synchronize
@@ -91,12 +92,14 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     nothing = SimpleNamespace(
         wait_until_taken=lambda: None, check=lambda: None, step=lambda record: None, warn=print, asked=False
     )
+    batches = BatchReader(cast(Any, rows), plan, ranks)
     yield Run(
         plan=plan, ranks=ranks, folder=Path(), model=parts.model, engine=parts.engine, executor=parts.executor,
-        train_data=cast(Any, rows), valid_data=None, log=cast(Any, nothing), checkpoints=cast(Any, nothing),
-        scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing), lock=cast(Any, nothing),
-        outside=parts.outside, borders=parts.borders,
+        train_data=cast(Any, rows), batches=batches, valid_data=None, log=cast(Any, nothing),
+        checkpoints=cast(Any, nothing), scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing),
+        lock=cast(Any, nothing), outside=parts.outside, borders=parts.borders,
     )  # fmt: skip
+    batches.close()
     parts.close()
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from cases import CASES, Case
 from llmtrain.comm import ranks, stream
+from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.border_copies import GpuCopies
 from llmtrain.offload.staging import Copies
@@ -20,7 +21,6 @@ from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
-from llmtrain.training import loop
 from machine import Event, Stream
 from nccl_calls import Work
 
@@ -109,6 +109,8 @@ RACES = {
     "borders after passes": Twin(
         CASES["activations on the host"], mock.patch.object(Stream, "wait_stream", _nothing)
     ),
+    "batches that come": Twin(CASES["one rank"], mock.patch.object(stream._StreamTicket, "wait", _nothing)),
+    "batches that are read": Twin(CASES["one rank"], deaf(DeviceCopies, "copy")),
     "numbers that the host reads": Twin(CASES["one rank"], deaf(ranks, "to_host")),
 }  # fmt: skip
 
@@ -128,7 +130,7 @@ def _backwards(self: Engine, numbers: Any) -> None:
 
 STEP = Engine.step
 OTHERS = {
-    "pageable": Twin(CASES["one rank"], mock.patch.object(loop, "to_device", _pageable)),
+    "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sum_all", _each_number)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
 }

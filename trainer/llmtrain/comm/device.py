@@ -165,3 +165,30 @@ class HostCopies:
         copied = torch.cuda.Event()
         copied.record()
         return copied.synchronize
+
+
+class DeviceCopies:
+    """Copies host values of one shape and dtype to a device, one after another. On a GPU: from pinned memory, into two
+    buffers in turn."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._on_cpu, self._at = is_cpu(device), 0
+        if not self._on_cpu:
+            self._pinned = torch.empty(shape, dtype=dtype, pin_memory=True)
+            self._buffers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+            self._copied = torch.cuda.Event()
+
+    def copy(self, values: Tensor) -> Tensor:
+        """Return `values` on the device: on the CPU themselves; on a GPU a buffer that the call after the next one
+        overwrites.
+
+        The copy is queued on the current stream. The host waits only for the copy of the call before.
+        """
+        if self._on_cpu:
+            return values
+        self._copied.synchronize()
+        self._pinned.copy_(values)
+        self._at = 1 - self._at
+        self._buffers[self._at].copy_(self._pinned, non_blocking=True)
+        self._copied.record()
+        return self._buffers[self._at]

@@ -11,8 +11,7 @@ from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.adamw.step import AdamWStep
 
 from llmtrain.checkpoint.folder import step_folders
-from llmtrain.cluster.layout import Axis, even_share
-from llmtrain.comm.device import to_device
+from llmtrain.cluster.layout import Axis
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import StopRequest
@@ -167,9 +166,7 @@ def forward_backward(run: Run, step: int) -> Passes:
     """Run a step's forward and backward passes. Collective."""
     plan, ranks = run.plan, run.ranks
     batch, microbatch = plan.batch.sequences, plan.batch.microbatch
-    first = run.progress.samples
-    start, end = even_share(batch, ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA))
-    rows = to_device(torch.from_numpy(run.train_data.batch(plan.seed, first + start, end - start)), ranks.device)
+    rows = run.batches.take(run.progress.samples, more=step + 1 < plan.training.steps)
     share = microbatch / batch
     losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
     # One small all-reduce for everything: each further one would wait again for the slowest rank.

@@ -1,7 +1,7 @@
 """The parts of a run."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from llmtrain.telemetry.counters import HostLink, Source, Volumes
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
+from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
 from llmtrain.training.progress import Progress
 from llmtrain.training.run_data import open_data
@@ -41,10 +42,11 @@ KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared
 class Run:
     """Everything that a step needs.
 
-    lock: the main rank has the folder's lock. compared: the step after which replicas were last found equal. outside:
-    what rests elsewhere than on this rank's device. borders: what moves its activations. moved: what both had moved
-    after the last step. clips: whether the last step clipped gradients. changed: how the recipe differs from that of
-    the run's last start; the main rank alone knows it, and the fingerprints of the data.
+    batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas
+    were last found equal. outside: what rests elsewhere than on this rank's device. borders: what moves its
+    activations. moved: what both had moved after the last step. clips: whether the last step clipped gradients.
+    changed: how the recipe differs from that of the run's last start; the main rank alone knows it, and the
+    fingerprints of the data.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class Run:
     engine: Engine
     executor: Executor
     train_data: Samples
+    batches: BatchReader
     valid_data: Samples | None
     log: RunLogger
     checkpoints: Checkpointer
@@ -94,7 +97,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
         sampler = LinkSampler(ranks, more=_offload_links(plan, ranks, parts.outside, parts.borders))
-        with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log:
+        batches = closing(BatchReader(train_data, plan, ranks))
+        with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:
             yield Run(
                 plan=plan,
                 ranks=ranks,
@@ -103,6 +107,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 engine=parts.engine,
                 executor=parts.executor,
                 train_data=train_data,
+                batches=reader,
                 valid_data=valid_data,
                 log=log,
                 checkpoints=checkpoints,
