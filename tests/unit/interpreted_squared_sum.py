@@ -23,6 +23,13 @@ def test_blocks_have_the_bits_of_the_cpu(numel: int, first: int) -> None:
     assert block_sums(x, first, BLOCK).tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2 * BLOCK + 17).to(dtype)
+    assert block_sums(x, 96, BLOCK).tolist() == squared_blocks(x.float(), 96)
+
+
 def test_overflow_and_numbers_that_are_not_finite() -> None:
     x = torch.ones(2 * BLOCK)
     x[0], x[BLOCK] = 1e30, torch.inf

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
+from llmtrain_kernels.squared_sum.op import BLOCK, squared_blocks, squared_sum
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, BLOCK, 3 * BLOCK + 17, 200_003])
@@ -12,6 +12,16 @@ def test_against_fp64(count: int, offset: int) -> None:
     found = squared_sum(x, offset)
     assert found.dtype == torch.float64
     assert float(found) == pytest.approx(float(x.double().square().sum()), rel=1e-14)
+
+
+@pytest.mark.parametrize("offset", [0, BLOCK - 32])
+@pytest.mark.parametrize("count", [0, 31, 3 * BLOCK + 17, 200_003])
+def test_bf16_has_the_bits_of_the_same_numbers_in_fp32(count: int, offset: int) -> None:
+    x = (100 * torch.randn(count, generator=torch.Generator().manual_seed(count))).bfloat16()
+    assert torch.equal(squared_sum(x, offset), squared_sum(x.float(), offset))
+    if count:
+        assert squared_blocks(x, offset) == squared_blocks(x.float(), offset)
+        assert float(squared_sum(x.half(), offset)) == pytest.approx(float(squared_sum(x.half().float(), offset)))
 
 
 def test_threads_do_not_change_a_bit() -> None:

@@ -14,11 +14,11 @@ BLOCK = 4096
 
 
 def squared_sum(x: Tensor, offset: int) -> Tensor:
-    """Return the sum of squares of `x`, fp32 `[n]`, as an fp64 scalar on its device.
+    """Return the sum of squares of `x`, fp32, bf16 or fp16 `[n]`, as an fp64 scalar on its device.
 
     offset: position of `x` in its flat buffer. Blocks start at multiples of BLOCK in that buffer, not in `x`. On a CPU
-    the result is bit-identical for any number of threads and any instruction set. On a GPU the blocks have the same
-    bits, and their total is within the rounding of fp64.
+    the result is bit-identical for any number of threads and any instruction set, but for fp16, which has no kernel
+    there. On a GPU the blocks have the same bits, and their total is within the rounding of fp64.
     """
     found = _sums(x, offset)
     return torch.linalg.vector_norm(x, dtype=torch.float64).square() if found is None else found[1]
@@ -32,23 +32,22 @@ def squared_blocks(x: Tensor, offset: int) -> list[float]:
 
 def _sums(x: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
     """Return the blocks' sums and their total, fp64; None without a kernel."""
-    if takes_triton(x) and x.dtype == torch.float32:
+    if takes_triton(x):
         from llmtrain_kernels.squared_sum import triton_backend
 
         blocks = triton_backend.block_sums(x.contiguous(), offset % BLOCK, BLOCK)
         return blocks, blocks.sum()
-    kernel = _kernel() if takes_native(x) and x.dtype == torch.float32 else None
+    kernel = _kernel() if takes_native(x) else None
     if kernel is None:
         return None
     x = x.contiguous()
     sums = torch.zeros(-(-(offset % BLOCK + x.numel()) // BLOCK), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    kernel.squared_sum(
-        x.data_ptr(), sums.data_ptr(), total.data_ptr(), x.numel(), offset % BLOCK, BLOCK, torch.get_num_threads()
-    )
+    place = (x.numel(), offset % BLOCK, BLOCK, torch.get_num_threads())
+    kernel.squared_sum(x.data_ptr(), x.dtype == torch.bfloat16, sums.data_ptr(), total.data_ptr(), *place)
     return sums, total
 
 
 @functools.cache
 def _kernel() -> SimpleNamespace | None:
-    return native_functions("squared_sum", squared_sum="pppllll")
+    return native_functions("squared_sum", squared_sum="plppllll")

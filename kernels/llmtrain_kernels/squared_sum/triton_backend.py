@@ -1,7 +1,7 @@
 """Partial sums of squares on a GPU, as a Triton kernel. The bits of each block equal those of `cpu.cpp`.
 
 A program sums a few blocks. A thread has one of the 16 lanes of a block, to which it adds in order. Each number is read
-once: 4 bytes per element.
+once: 4 bytes per fp32 element.
 """
 
 import torch
@@ -20,7 +20,7 @@ OPTIONS = {"num_warps": GROUP * LANES // 32}
 
 @torch.library.custom_op("llmtrain::squared_sum", mutates_args=())
 def block_sums(x: Tensor, first: int, block: int) -> Tensor:
-    """Return the sum of squares of each block that `x` (fp32 `[n]`, contiguous) touches, fp64.
+    """Return the sum of squares of each block that `x` (fp32, bf16 or fp16 `[n]`, contiguous) touches, fp64.
 
     first: position of x[0] in its block. block: elements of a block, a multiple of 256.
     """
