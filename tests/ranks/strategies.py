@@ -61,6 +61,17 @@ def cases(world: int, node: int, accumulation: int, *names: str) -> list[tuple[C
     return [(Case(world, one.keys, node=node, accumulation=accumulation), one.quantized) for one in chosen]
 
 
+BF16, NARROW = "precision.compute=bf16", "precision.gradients=compute"
+# Sums of gradients in the compute dtype: whole, sharded, with copies, sliced, packed, and of tied embeddings.
+NARROW_SUMS = [
+    Case(2, ("zero.stage=0", BF16, NARROW), accumulation=4),
+    Case(2, ("zero.stage=3", BF16, NARROW), node=1, accumulation=4),
+    Case(4, ("zero.partition={weights: 1, gradients: 2, optimizer: 2}", BF16, NARROW), node=1, accumulation=4),
+    Case(4, ("zero.stage=1", "parallel.sequence=true", BF16, NARROW), accumulation=4, tensor=2),
+    Case(4, ("zero.stage=0", INT4, BF16, NARROW), accumulation=4, tensor=2),
+    Case(4, ("zero.stage=1", BF16, NARROW), ("model.tie_embeddings=true",), accumulation=4, pipeline=2),
+]
+
 COVERING = [
     *cases(2, 1, 4, "stage0", "stage1", "stage2", "stage3", "mics"),
     *cases(2, 1, 1, "mics-flat", "stage1-int8", "stage2-int8", "zero++"),

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -35,9 +36,10 @@ CONFIG = GPTConfig(
 CPU = torch.device("cpu")
 
 
-def units_of(dtype: torch.dtype) -> list[ShardedUnit]:
-    model, masters = GPT(CONFIG, CPU), "weights" if dtype == torch.float32 else "separate"
-    alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters, backend="cpu"))  # type: ignore[arg-type]
+def units_of(dtype: torch.dtype, gradients: Literal["fp32", "compute"] = "fp32") -> list[ShardedUnit]:
+    model = GPT(CONFIG, CPU)
+    masters: Literal["weights", "separate"] = "weights" if dtype == torch.float32 else "separate"
+    alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters, gradients=gradients, backend="cpu"))
     return [ShardedUnit(spec, model.unit(spec.name), alone, dtype, 0, CPU) for spec in model_units(CONFIG)]
 
 
@@ -50,10 +52,12 @@ def buckets_of(units: list[ShardedUnit], offload: Offload) -> list[Bucket]:
 
 
 @contextmanager
-def offloaded(dtype: torch.dtype, offload: Offload) -> Iterator[tuple[list[ShardedUnit], OffloadedStates]]:
-    units = units_of(dtype)
+def offloaded(
+    dtype: torch.dtype, offload: Offload, gradients: Literal["fp32", "compute"] = "fp32"
+) -> Iterator[tuple[list[ShardedUnit], OffloadedStates]]:
+    units = units_of(dtype, gradients)
     buckets = buckets_of(units, offload)
-    found = open_states(offload, buckets, CPU, dtype)
+    found = open_states(offload, buckets, CPU, dtype, units[0].gradient.dtype)
     assert found is not None
     for unit in units:
         found.take(unit)
@@ -119,17 +123,23 @@ OFFLOADS = {
 AHEAD = (None, 1.7, 1.0, 1.7, 1.7, 1.0, 1.7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "gradients"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "compute")],
+    ids=str,
+)
 @pytest.mark.parametrize("volumes", [1, 3])
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_steps_have_the_same_bits(name: str, volumes: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_steps_have_the_same_bits(
+    name: str, volumes: int, dtype: torch.dtype, gradients: Literal["fp32", "compute"], tmp_path: Path
+) -> None:
     paths = [tmp_path / str(volume) for volume in range(volumes)]
     for path in paths:
         path.mkdir()
     given = OFFLOADS[name]
     offload = replace(given, paths=tuple(map(str, paths)) if given.tier == "nvme" else ())
-    beside = units_of(dtype)
-    with offloaded(dtype, offload) as (units, outside):
+    beside = units_of(dtype, gradients)
+    with offloaded(dtype, offload, gradients) as (units, outside):
         assert all(map(torch.equal, states(units), states(beside)))
         events = list[Event]()
         outside.stepper.observe = lambda do, bucket: events.append(Event(do.value, bucket))

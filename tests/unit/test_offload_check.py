@@ -117,19 +117,19 @@ def test_planned_memory_is_what_weights_and_gradients_take(compute: str, keys: t
         outside.close()
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize(("compute", "gradients"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "compute")])
 @pytest.mark.parametrize("share", [0.25, 1.0])
 @pytest.mark.parametrize("bucket", ["auto", 2048])
 @pytest.mark.parametrize(("spare", "where"), [(0, "host"), (0.4, "host"), (0, "device"), (1, "device")])
 def test_planned_memory_is_what_a_tier_takes(
-    compute: str, share: float, bucket: str | int, spare: float, where: str, tmp_path: Path
+    compute: str, gradients: str, share: float, bucket: str | int, spare: float, where: str, tmp_path: Path
 ) -> None:
     keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
-    keys = (*keys, f"offload.spare={spare}", f"offload.step={where}")
+    keys = (*keys, f"offload.spare={spare}", f"offload.step={where}", f"precision.gradients={gradients}")
     for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
         expected = offload_memory(plan, 0, "cpu")
         offload, buckets = plan.sharding.offload, rank_buckets(plan, 0)
-        states = open_states(offload, buckets, torch.device("cpu"), DTYPES[plan.compute])
+        states = open_states(offload, buckets, torch.device("cpu"), DTYPES[plan.compute], DTYPES[plan.gradients])
         assert states is not None
         pages = 2 * 4096 if offload.tier == "nvme" else 0
         assert states.nbytes == expected.host + expected.spare + expected.buffers - pages

@@ -42,19 +42,24 @@ def on_device(copies: Copies) -> OnDevice:
 
 
 def pinned(copies: Copies) -> Pinned:
-    return Pinned(copies, max(SIZES), torch.bfloat16)
+    return Pinned(copies, max(SIZES), torch.bfloat16, torch.float32)
 
 
-MAKERS: dict[str, Callable[[Copies], Staging]] = {"pinned": pinned, "on device": on_device}
+def narrow(copies: Copies) -> Pinned:
+    return Pinned(copies, max(SIZES), torch.bfloat16, torch.bfloat16)
+
+
+MAKERS: dict[str, Callable[[Copies], Staging]] = {"pinned": pinned, "pinned, narrow": narrow, "on device": on_device}
 
 
 def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateCopies, ahead: bool) -> bool:
     """Step buckets one after the other; return whether all of their states and weights are right in the end."""
     staging, drawn = make(copies(torch.device("cuda"))), torch.Generator().manual_seed(0)
+    sums = torch.bfloat16 if make is narrow else torch.float32
     numbers, right, done = AdamWStep(1, 1e-3, 0.9, 0.95, 1e-8, 0.1), [], []
     for number, size in enumerate(SIZES):
-        values, old = torch.randn(size, generator=drawn), torch.randn(3, size, generator=drawn)
-        gradient, weight, expected = torch.zeros(size), torch.zeros(size).bfloat16(), old + 2 * values
+        values, old = torch.randn(size, generator=drawn).to(sums), torch.randn(3, size, generator=drawn)
+        gradient, weight, expected = torch.zeros_like(values), torch.zeros(size).bfloat16(), old + 2 * values
         # The device computes the gradient late.
         computing, event = LateStream(), torch.cuda.Event()
         with torch.cuda.stream(computing):  # type: ignore[arg-type]
@@ -91,18 +96,19 @@ def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) 
 @pytest.mark.parametrize("make", MAKERS)
 def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: False)
-    made: list[Staging] = []
+    made: list[Copies] = []
 
-    def kept(copies: Copies) -> Staging:
-        made.append(MAKERS[make](copies))
-        return made[-1]
+    class Kept(Copies):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
 
     with late:
-        stepped(kept, Copies, late, ahead)
+        stepped(MAKERS[make], Kept, late, ahead)
     elements, (link,) = sum(SIZES), [one.link for one in made]
-    if make == "pinned":
-        # Gradients in fp32, and 16-bit weights.
-        assert (link.to_host, link.to_device) == (4 * elements, 2 * elements)
+    if make.startswith("pinned"):
+        # Gradients in fp32 or bf16, and 16-bit weights.
+        assert (link.to_host, link.to_device) == ((2 if make == "pinned, narrow" else 4) * elements, 2 * elements)
     else:
         # Three states; the weights of a step ahead wait in the host's memory.
         more = 2 * elements if ahead else 0

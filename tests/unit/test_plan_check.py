@@ -1,5 +1,6 @@
 """Checks before a run starts: keys without effect, references by name, and paths."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["offload={share: 0.5, bucket: 2048}"],
             "offload.share is 0.5 and offload.bucket is 2048, but offload.optimizer",
         ),
+        (["precision={compute: fp32, gradients: compute}"], "precision.gradients is compute, but precision.compute is"),
+        (["precision={compute: bf16, gradients: compute}"], None),
         (["offload={share: 0.5, bucket: 2048, optimizer: host}"], None),
         (["offload={bucket: 2048, gradients: host}"], None),
         (["offload={share: 0.5, bucket: 2048, gradients: host}"], "offload.share is 0.5, but offload.optimizer"),
@@ -72,6 +75,30 @@ def test_the_cpu_kernel_is_refused_on_a_gpu() -> None:
 def test_the_triton_kernel_is_refused_without_a_gpu_or_triton(facts: Facts) -> None:
     with pytest.raises(BadInputError, match=r"optimizer\.backend is triton, which needs Triton and a GPU"):
         check(make_plan(recipe("optimizer.backend=triton"), facts), facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["offload.gradients=host"], "offload.gradients is host, where all sums are fp32"),
+        (["offload.parameters=nvme", "offload.paths=[.]"], "offload.gradients is nvme, where all sums are fp32"),
+        (["optimizer.backend=torch"], "the kernel of the optimizer step (torch) reads no bf16 gradients"),
+        (["precision.compute=fp16"], "the kernel of the optimizer step (cpu) reads no fp16 gradients"),
+    ],
+)
+def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], said: str) -> None:
+    narrow = ("precision.compute=bf16", "precision.gradients=compute")
+    check(make_plan(recipe(*overrides, narrow[0]), CPU), CPU)
+    with pytest.raises(BadInputError, match=rf"precision\.gradients is compute, but {re.escape(said)}"):
+        check(make_plan(recipe(*narrow, *overrides), CPU), CPU)
+
+
+def test_16_bit_gradients_on_a_gpu() -> None:
+    narrow, gpu = ("precision.compute=fp16", "precision.gradients=compute"), Facts(world=2, device="cuda")
+    check(make_plan(recipe(*narrow, "offload={optimizer: host, step: device}"), gpu), gpu)
+    # The CPU steps what leaves.
+    with pytest.raises(BadInputError, match=r"kernel of the optimizer step \(cpu\) reads no fp16"):
+        check(make_plan(recipe(*narrow, "offload={optimizer: host}"), gpu), gpu)
 
 
 def test_planning_looks_the_tokenizer_up() -> None:

@@ -123,5 +123,7 @@ def test_moves_are_those_of_the_plan(tmp_path: Path) -> None:
     # The weights of a step ahead of the device wait on the host.
     assert (sum(one.down for one in host), sum(one.up for one in host)) == (4 * numel, 2 * numel)
     assert (sum(one.down for one in device), sum(one.up for one in device)) == (14 * numel, 14 * numel)
+    narrow = moves_on("offload.spare=0", "precision.gradients=compute")
+    assert (sum(one.down for one in narrow), sum(one.up for one in narrow)) == (2 * numel, 2 * numel)
     files = moves_on("offload.spare=0", "offload.optimizer=nvme", "offload.paths=[/scratch]")
     assert sum(one.files for one in files) >= 12 * numel

@@ -13,6 +13,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
+from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.stage_layout import units_of
@@ -75,6 +76,23 @@ def test_fp32_has_no_masters_of_its_own(stage: int) -> None:
     ours = states(PSI, Degrees(RANKS, *STAGES[stage]), 4)
     expected = StateBytes(weights=4 * PSI // weights, gradients=4 * PSI // gradients, moments=8 * PSI // optimizer)
     assert ours == expected
+
+
+def test_axonn_s_4_bytes_for_a_parameter() -> None:
+    """AxoNN, section V: 16-bit weights and gradients, and the buckets that the device steps. It counts 16 bytes of an
+    element of one bucket; our kernel reads the 16-bit gradients, and each slot has one bucket of 12."""
+    keys = ("precision.compute=fp16", "offload={optimizer: host, step: device, share: 1, bucket: 1024, spare: 0}")
+    devices = []
+    for gradients in ("compute", "fp32"):
+        recipe = load_recipe("tiny.yaml", (*keys, f"precision.gradients={gradients}", "offload.overlap=2"))
+        row = memory_budget(make_plan(recipe, Facts(world=1, device="cuda")), "cuda").fullest
+        devices.append(row.device)
+    psi, slots, bucket = row.role.parameters, 3, 1024
+    narrow, wide = (
+        sum(device[name] for name in ("weights", "gradients", "optimizer", "offload_slots")) for device in devices
+    )
+    assert narrow == 4 * psi + 12 * slots * bucket
+    assert wide == 6 * psi + 12 * slots * bucket
 
 
 @pytest.mark.parametrize("nodes", [1, 8, 16, 48])
@@ -165,16 +183,19 @@ def engine(made: Plan, rank: int) -> Engine:
 def layouts() -> Iterator[tuple[str, ...]]:
     for compute in ("fp32", "bf16"):
         for name in STRATEGIES:
-            yield "data", name, compute
+            yield "data", name, compute, "fp32"
     for grid in GRIDS:
         for name in ("plain", "stage3", "topo", "stage1-int8"):
-            yield grid, name, "bf16"
+            yield grid, name, "bf16", "fp32"
+        for name in ("plain", "topo"):
+            yield grid, name, "bf16", "compute"
 
 
-@pytest.mark.parametrize(("grid", "strategy", "compute"), list(dict.fromkeys(layouts())))
-def test_engines_hold_what_is_planned(grid: str, strategy: str, compute: str) -> None:
+@pytest.mark.parametrize(("grid", "strategy", "compute", "gradients"), list(dict.fromkeys(layouts())))
+def test_engines_hold_what_is_planned(grid: str, strategy: str, compute: str, gradients: str) -> None:
     """Every rank's engine, byte by byte. Each rank has one role."""
-    made = plan(*GRIDS[grid], *STRATEGIES[strategy], f"precision.compute={compute}")
+    keys = (f"precision.compute={compute}", f"precision.gradients={gradients}")
+    made = plan(*GRIDS[grid], *STRATEGIES[strategy], *keys)
     held: dict[tuple[int, int], list[StateBytes]] = {}
     for rank in range(made.grid.world):
         built = engine(made, rank)

@@ -170,7 +170,7 @@ def memory_rows() -> list[Sequence[str]]:
                 ShardedUnit(spec, model.unit(spec.name), Hops(placement), dtype, 0, cpu)
                 for spec in model_units(plan.model)
             ]
-            states = open_states(plan.sharding.offload, rank_buckets(plan, 0), cpu, dtype)
+            states = open_states(plan.sharding.offload, rank_buckets(plan, 0), cpu, dtype, torch.float32)
             assert states is not None
             for unit in units:
                 states.take(unit)

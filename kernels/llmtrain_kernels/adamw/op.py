@@ -32,7 +32,8 @@ def adamw(
     *,
     decay: Sequence[Decay] | None = None,
 ) -> None:
-    """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`).
+    """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`; for
+    the backends triton and cpu also bf16, and fp16 for triton).
 
     weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does.
     into: memory for the new states, which leaves the old ones as they are. threads: of the backend cpu. decay: the

@@ -15,10 +15,10 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 def open_states(
-    offload: Offload, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype
+    offload: Offload, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype, sums: torch.dtype
 ) -> "OffloadedStates | None":
-    """Return a rank's offloaded states, without values; None if it offloads none. device: what computes. dtype: of
-    weights. Raises RunFailedError."""
+    """Return a rank's offloaded states, without values; None if it offloads none. device: what computes. dtype, sums:
+    of weights and of gradients. Raises RunFailedError."""
     if not buckets:
         return None
     states: StateStore
@@ -26,7 +26,7 @@ def open_states(
         states = HostStates(buckets, pinned=device.type != "cpu")
     else:
         states = FileStates(buckets, offload.paths, offload.weights, offload.overlap)
-    return OffloadedStates(offload, buckets, states, device, dtype)
+    return OffloadedStates(offload, buckets, states, device, dtype, sums)
 
 
 class OffloadedStates:
@@ -34,12 +34,13 @@ class OffloadedStates:
     order of `states`."""
 
     def __init__(
-        self, offload: Offload, buckets: Sequence[Bucket], states: StateStore, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """device: what computes. dtype: of weights."""
+        self, offload: Offload, buckets: Sequence[Bucket], states: StateStore, device: torch.device, dtype: torch.dtype,
+        sums: torch.dtype,
+    ) -> None:  # fmt: skip
+        """device: what computes. dtype, sums: of weights and of gradients."""
         self.states, self._offload, self._buckets = states, offload, buckets
         most = max(bucket.states for bucket in buckets)
-        self._staged = stagings(offload, device, largest(buckets), dtype, most)
+        self._staged = stagings(offload, device, largest(buckets), dtype, sums, most)
         self.stepper = Stepper(states, self._staged, offload.overlap)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
         self._memory = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type != "cpu")

@@ -65,7 +65,8 @@ def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     if "nvme" in (offload.tier, offload.parameters, offload.gradients) and is_cpu(ranks.device):
         # Memory that is free but kept would take the place of what has left.
         give_freed_memory_back()
-    states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, DTYPES[plan.compute])
+    dtype, sums = DTYPES[plan.compute], DTYPES[plan.gradients]
+    states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, dtype, sums)
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
     return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])

@@ -22,10 +22,11 @@ class Work:
     """A bucket, or a part of one, to be stepped. bucket: its number. part: of its elements; parts of a bucket come in
     order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
 
-    gradient: fp32 `[n]`, on the device. weight: `[n]` of the compute dtype, on the device, which receives the rounded
-    masters; None if the masters are the weights. masters: fp32 `[n]`, if they are the weights; else None. spare: memory
-    of the host for what a step ahead writes to `weight`, or to `masters`. computed: when the device has computed the
-    gradient, and no longer uses what was in the memory of the weight before; None on a CPU.
+    gradient: `[n]`, fp32 or of the compute dtype, on the device. weight: `[n]` of the compute dtype, on the device,
+    which receives the rounded masters; None if the masters are the weights. masters: fp32 `[n]`, if they are the
+    weights; else None. spare: memory of the host for what a step ahead writes to `weight`, or to `masters`. computed:
+    when the device has computed the gradient, and no longer uses what was in the memory of the weight before; None on a
+    CPU.
     """
 
     bucket: int
@@ -142,10 +143,10 @@ class Pinned:
 
     nbytes = 0
 
-    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, threads: int = 1) -> None:
-        """bucket: most elements of a bucket. dtype: of weights. threads: of the kernel."""
+    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, sums: torch.dtype, threads: int = 1) -> None:
+        """bucket: most elements of a bucket. dtype, sums: of weights and of gradients. threads: of the kernel."""
         self._copies, self._threads, self.link = copies, threads, copies.link
-        self._gradient = torch.empty(bucket, pin_memory=True)
+        self._gradient = torch.empty(bucket, dtype=sums, pin_memory=True)
         self._weight = torch.empty(bucket, dtype=dtype, pin_memory=True)
 
     def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
@@ -179,7 +180,7 @@ class OnDevice:
     of the gradient too, as kernels may change it."""
 
     def __init__(self, copies: Copies, slot: Tensor, ahead: Tensor | None, weight: Tensor | None) -> None:
-        """slot: fp32 `[states, most elements of a bucket]`. ahead, weight: memory for the gradient, fp32, and for the
+        """slot: fp32 `[states, most elements of a bucket]`. ahead, weight: memory for the gradient and for the
         weights of a step ahead; None if no bucket is stepped ahead."""
         self._copies, self._slot, self._ahead, self._weight = copies, slot, ahead, weight
         self.link = copies.link
@@ -217,22 +218,27 @@ class OnDevice:
         return self._copies.publish(work.result, work.spare)
 
 
-def stagings(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> list[Staging]:
-    """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype: of
-    weights. states: of a bucket. torch's threads are shared out over the kernels that run at once."""
+def stagings(
+    offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, sums: torch.dtype, states: int
+) -> list[Staging]:
+    """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype, sums:
+    of weights and of gradients. states: of a bucket. torch's threads are shared out over kernels that run at once."""
     threads = max(1, torch.get_num_threads() // offload.workers)
     if offload.on_device:
-        return [_on_device(offload, device, bucket, dtype, states) for _ in range(offload.workers)]
+        return [_on_device(offload, device, bucket, dtype, sums, states) for _ in range(offload.workers)]
     if device.type == "cpu":
         return [InPlace(threads) for _ in range(offload.workers)]
-    return [Pinned(Copies(device), bucket, dtype, threads) for _ in range(offload.workers)]
+    return [Pinned(Copies(device), bucket, dtype, sums, threads) for _ in range(offload.workers)]
 
 
-def _on_device(offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, states: int) -> OnDevice:
+def _on_device(
+    offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, sums: torch.dtype, states: int
+) -> OnDevice:
     slot, copies = torch.zeros(states, bucket, device=device), Copies(device)
     if not offload.spare:
         return OnDevice(copies, slot, None, None)
-    return OnDevice(copies, slot, torch.zeros(bucket, device=device), torch.zeros(bucket, dtype=dtype, device=device))
+    gradient, weight = (torch.zeros(bucket, dtype=one, device=device) for one in (sums, dtype))
+    return OnDevice(copies, slot, gradient, weight)
 
 
 def _by_name(work: Work, states: Tensor, masters: Tensor | None) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.gradient_dtype import gradient_dtype_problem
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resident_check import resident_problem
@@ -128,7 +129,7 @@ def check(plan: Plan, facts: Facts) -> None:
         raise BadInputError(
             f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"
         )
-    if problem := resident_problem(plan):
+    if problem := resident_problem(plan) or gradient_dtype_problem(plan):
         raise BadInputError(problem)
 
 
@@ -167,6 +168,8 @@ def _without_effect(plan: Plan) -> Iterator[str]:
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
             "out, or set pipeline.schedule to message-driven"
         )
+    if plan.record["precision"]["gradients"] == "compute" and plan.compute == "fp32":
+        yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
     offload = plan.record["offload"]
     # Sums of gradients move in buckets too.
     keys = (

@@ -5,7 +5,7 @@ from io import BytesIO
 from llmtrain_data import units
 from matplotlib.figure import Figure
 
-from llmtrain.plan.view import LABELS, PlanView
+from llmtrain.plan.view import PlanView, device_label
 
 # Okabe and Ito's colors, and greys for what is no tensor.
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#7FCDB8", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#555555", "#888888")
@@ -22,7 +22,7 @@ def memory_figure(view: PlanView) -> bytes:
     names = [name for name in rows[0].device if any(row.device[name] for row in rows)]
     for color, name in zip(_COLORS, names, strict=False):
         sizes = [row.device[name] / _GIB for row in rows]
-        axes.barh(range(len(rows)), sizes, left=ends, height=0.8, color=color, label=LABELS[name])
+        axes.barh(range(len(rows)), sizes, left=ends, height=0.8, color=color, label=device_label(view.plan, name))
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     if view.budget.limit is not None:
         axes.axvline(view.budget.limit / _GIB, color="black", lw=1, ls="--", label="accelerator.memory")

@@ -77,7 +77,7 @@ def _link_seconds(plan: Plan, accelerator: Accelerator, device: Device) -> float
     offload = plan.sharding.offload
     moved = max(
         sum(
-            (one.end - one.start) * 4 * (one.states if offload.on_device else 1)
+            (one.end - one.start) * (4 * one.states if offload.on_device else plan.gradient_bytes)
             for one in rank_buckets(plan, role.rank)
         )
         for role in roles(plan)
@@ -155,4 +155,4 @@ def _moved(plan: Plan) -> int:
 def _element_bytes(plan: Plan, separate: bool) -> int:
     """Return the bytes that a step of one element reads and writes: master and moments both ways, the gradient, and the
     new weight where that is not the master. separate: whether it is not."""
-    return 2 * (4 + 8) + 4 + (plan.compute_bytes if separate else 0)
+    return 2 * (4 + 8) + plan.gradient_bytes + (plan.compute_bytes if separate else 0)

@@ -72,6 +72,8 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe whose offloaded share is a number, if it offloads."""
     model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
+    # In fp32 both are the same.
+    gradients = recipe.precision.gradients if compute != "fp32" else "fp32"
     pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     volumes = facts.cluster.node.nvme if facts.cluster else ()
@@ -79,7 +81,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
-        placement = _placement(zero, grid, links, compute, backend)
+        placement = _placement(zero, grid, links, compute, gradients, backend)
         placement = placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         return _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
 
@@ -225,8 +227,9 @@ def _filled(
 
 
 def _placement(
-    zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, backend: Backend
-) -> Placement:
+    zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, gradients: Literal["fp32", "compute"],
+    backend: Backend,
+) -> Placement:  # fmt: skip
     """Return the placement of all units: over the data axis."""
     degrees, quantization = zero.degrees, zero.quantization
     # Weights that other ranks receive quantized are rounded, so they cannot be the masters.
@@ -237,6 +240,7 @@ def _placement(
         levels=levels_of(degrees, axis_tiers(links, grid, Axis.DATA)),
         hierarchical=zero.hierarchical,
         masters="weights" if compute == "fp32" and exact else "separate",
+        gradients=gradients,
         backend=backend,
         alignment=alignment(quantization.block if quantization.weights else 0),
     )

@@ -46,7 +46,8 @@ def _states(plan: Plan, rank: int, device: Device) -> OffloadMemory:
     spare = [one for one in rank_buckets(plan, rank) if one.spare] if offload.spare else []
     weights, most = sum(plan.compute_bytes * one.numel for one in spare), largest(sizes)
     # A gradient and a weight pass through each thread.
-    passing = 0 if device == "cpu" or offload.on_device else offload.workers * most * (4 + plan.compute_bytes)
+    beside = plan.gradient_bytes + plan.compute_bytes
+    passing = 0 if device == "cpu" or offload.on_device else offload.workers * most * beside
     slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0
     if offload.tier == "host":
         states, more = (
@@ -61,7 +62,7 @@ def _slots(plan: Plan, most: int, states: int) -> int:
     """Return the bytes of the device's memory for buckets that it steps. A step ahead takes a copy of the gradient, and
     memory for the weight. most: elements of the largest bucket."""
     offload = plan.sharding.offload
-    ahead = 4 + plan.compute_bytes if offload.spare else 0
+    ahead = plan.gradient_bytes + plan.compute_bytes if offload.spare else 0
     return offload.workers * most * (4 * states + ahead)
 
 

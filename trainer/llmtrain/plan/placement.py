@@ -28,10 +28,10 @@ class Placement:
     gradients are summed. Ranks along the other axes have other parameters (another stage, other experts) or the rest of
     each matrix. degrees: the number of those ranks that shard each state; the others hold copies. levels: the digits of
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
-    whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. backend: kernel of the
-    optimizer step. alignment: every shard begins at a multiple of this many elements. weights_on: where weight shards
-    rest; elsewhere than on the device, they are brought to it before they are used. gradients_on: where the sums of
-    gradients rest.
+    whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
+    the sums of gradients: fp32, or that of computation. backend: kernel of the optimizer step. alignment: every shard
+    begins at a multiple of this many elements. weights_on: where weight shards rest; elsewhere than on the device, they
+    are brought to it before they are used. gradients_on: where the sums of gradients rest.
     """
 
     axes: tuple[Axis, ...]
@@ -39,6 +39,7 @@ class Placement:
     levels: tuple[Level, ...]
     hierarchical: bool = True
     masters: Literal["weights", "separate"] = "separate"
+    gradients: Literal["fp32", "compute"] = "fp32"
     backend: Backend = "torch"
     alignment: int = ALIGNMENT
     weights_on: Memory = "device"
@@ -58,6 +59,10 @@ class Placement:
     def hops_after_sum(self) -> bool:
         """Whether the sums of all microbatches are reduced over further ranks."""
         return self.degrees.ranks > self.degrees.gradients
+
+    def gradient_bytes(self, compute_bytes: int) -> int:
+        """Return the bytes of an element of a sum of gradients. compute_bytes: of the compute dtype."""
+        return compute_bytes if self.gradients == "compute" else 4
 
     def padded(self, numel: int) -> int:
         """Return the elements of a unit of `numel` with the padding that makes its shards equal, and whole pages of a

@@ -172,6 +172,17 @@ class Plan:
         """Bytes of an element of the compute dtype."""
         return COMPUTE_BYTES[self.compute]
 
+    @property
+    def gradients(self) -> Compute:
+        """The dtype of the sums of gradients."""
+        narrow = any(placement.gradients == "compute" for placement in self.sharding.placements.values())
+        return self.compute if narrow else "fp32"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of the sums of gradients."""
+        return COMPUTE_BYTES[self.gradients]
+
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the stages of a rank of the run, by chunk."""
         return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]

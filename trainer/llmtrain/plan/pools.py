@@ -87,7 +87,8 @@ def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device)
 
 def tied_bytes(embedding: UnitTraffic) -> int:
     """Return the bytes of a tied embedding's gradients that a rank sums with those of the other copy."""
-    return 4 * embedding.placement.padded(embedding.spec.numel) // embedding.placement.degrees.optimizer
+    placement = embedding.placement
+    return embedding.sum_bytes * placement.padded(embedding.spec.numel) // placement.degrees.optimizer
 
 
 def _group(name: GroupName, members: Sequence[int], collectives: Iterable[SizedCollective]) -> _Group:
@@ -103,9 +104,9 @@ def _tensor(plan: Plan, rank: int, device: Device) -> Iterator[SizedCollective]:
 
 
 def _partial(unit: UnitTraffic) -> int:
-    """Bytes of the sum of a unit's TP-replicated gradients: whole gradients are in the compute dtype, sums in fp32."""
+    """Bytes of the sum of a unit's TP-replicated gradients: whole gradients are in the compute dtype."""
     buffered = unit.placement.degrees.gradients > 1
-    return unit.replicated_bytes if buffered else unit.replicated_bytes // unit.element_bytes * 4
+    return unit.replicated_bytes if buffered else unit.replicated_bytes // unit.element_bytes * unit.sum_bytes
 
 
 def _sum(size: int) -> SizedCollective:

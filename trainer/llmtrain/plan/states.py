@@ -22,8 +22,8 @@ STATES_SHARE = 0.7
 class StateBytes:
     """Bytes of a rank's model states, with padding.
 
-    weights: in the compute dtype. gradients: fp32 sums. masters: fp32 weights of their own; 0 where the weights are the
-    masters. moments: AdamW's two, fp32. secondary: the secondary copy of the weights, packed or not. replicated:
+    weights: in the compute dtype. gradients: their sums. masters: fp32 weights of their own; 0 where the weights are
+    the masters. moments: AdamW's two, fp32. secondary: the secondary copy of the weights, packed or not. replicated:
     TP-replicated parameters, kept unpacked beside quantized weights.
     """
 
@@ -77,6 +77,7 @@ def unit_states(
     """Return the model states of one rank for a unit of `numel` elements, without those that rest elsewhere
     than on the device."""
     padded, degrees = placement.padded(numel), placement.degrees
+    summed = 0 if placement.moves_gradients else padded // degrees.gradients
     stepped = padded // degrees.optimizer
     stepped = stepped if offload is None else offload.resident(stepped)
     secondary = 0
@@ -86,7 +87,7 @@ def unit_states(
         secondary = packed_bytes(copied, packed, quantization.block) if packed else copied * compute_bytes
     return StateBytes(
         weights=0 if placement.moves_weights else padded // degrees.weights * compute_bytes,
-        gradients=0 if placement.moves_gradients else padded // degrees.gradients * 4,
+        gradients=summed * placement.gradient_bytes(compute_bytes),
         masters=stepped * 4 if placement.masters == "separate" else 0,
         moments=stepped * 8,
         secondary=secondary,

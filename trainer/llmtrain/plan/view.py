@@ -160,7 +160,7 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     ranks = units.count(plan.grid.world, "rank")
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}"
     yield ""
-    yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(view.budget)))
+    yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(plan, view.budget)))
     outside = list(_outside(view.budget))
     if outside:
         yield ""
@@ -210,12 +210,17 @@ def _layers(plan: Plan, row: RoleMemory) -> int:
     return sum(stage.end - stage.first for stage in plan.pipeline.stages[row.role.pipeline])
 
 
-def _breakdown(budget: Budget) -> Iterator[tuple[str, str, str]]:
+def device_label(plan: Plan, name: str) -> str:
+    """Return words for a purpose of a plan's memory."""
+    return LABELS[name].replace("fp32 sums", f"{plan.gradients} sums")
+
+
+def _breakdown(plan: Plan, budget: Budget) -> Iterator[tuple[str, str, str]]:
     fullest, limit = budget.fullest, budget.limit
     whole = limit or fullest.total
     for name, count in fullest.device.items():
         if count:
-            yield LABELS[name], units.size(count), f"{count / whole:.1%}"
+            yield device_label(plan, name), units.size(count), f"{count / whole:.1%}"
     yield "total", units.size(fullest.total), f"{fullest.total / whole:.1%}"
     if limit is not None:
         left = limit - fullest.total

@@ -70,7 +70,8 @@ class GradientReduction:
 def spread_sum(
     unit: ShardedUnit, total: Tensor, whole: Tensor, packing: Packing | None, workspace: Workspace
 ) -> list[HopStep]:
-    """Return the steps that sum a gradient shard over all other ranks. total: the shard, fp32. whole: receives the part
+    """Return the steps that sum a gradient shard over all other ranks. total: the shard, fp32 or in the dtype of
+    the weights. whole: receives the part
     that this rank steps, in the dtype of the weights."""
     cut = unit.degrees
     replica_hops = unit.hops.reduce(cut.optimizer, cut.ranks)

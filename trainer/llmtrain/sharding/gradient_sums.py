@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from llmtrain.plan.program.instructions import BackwardPass
@@ -37,9 +36,9 @@ class WholeSum:
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit, self._views = unit, unit.parameters.views(unit.gradient)
-        # Autograd can add fp32 gradients to the fp32 sum by itself; a hook would take 5 us per parameter. Weights that
-        # come from elsewhere leave when their gradients are complete, which the hooks report.
-        self._leaves = unit.weight.dtype == torch.float32 and not unit.hops.placement.moves_weights
+        # Autograd can add gradients to a sum of their dtype by itself; a hook would take 5 us per parameter. Weights
+        # that come from elsewhere leave when their gradients are complete, which the hooks report.
+        self._leaves = unit.weight.dtype == unit.gradient.dtype and not unit.hops.placement.moves_weights
         self._overwrites = True
         self.missing, self.by_autograd = 0, False
 

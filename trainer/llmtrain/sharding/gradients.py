@@ -1,4 +1,4 @@
-"""The path of gradients from autograd to the optimizer shard: sums in fp32 over microbatches, and hop by hop over ranks
+"""The path of gradients from autograd to the optimizer shard: sums over microbatches, and hop by hop over ranks
 while the backward pass continues."""
 
 from collections import deque

@@ -69,7 +69,7 @@ class OptimizerShard:
         """Do nothing: states beside the weights are stepped when the norm is known."""
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
-        """Step a range with its gradient, fp32 `[n]`, which may change. Return None: all is done.
+        """Step a range with its gradient, `[n]`, fp32 or of the weights' dtype, which may change. Return None.
 
         numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
         the rounded masters; None if the masters are the weights.

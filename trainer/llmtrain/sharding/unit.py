@@ -43,8 +43,9 @@ class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
     hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
-    it rests elsewhere than on the device. gradient: fp32 sum over microbatches; `[0]` where it rests elsewhere.
-    optimizer: the fp32 masters and AdamW's moments. parameters: the module's.
+    it rests elsewhere than on the device. gradient: sum over microbatches, in fp32 or in the
+    compute dtype; `[0]` where it rests elsewhere. optimizer: the fp32 masters and AdamW's moments. parameters: the
+    module's.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class ShardedUnit:
         held = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
         self.weight = torch.zeros(held, dtype=dtype, device=device)
         summed = 0 if hops.placement.moves_gradients else ranges.gradients[1] - ranges.gradients[0]
-        self.gradient = torch.zeros(summed, device=device)
+        sums = dtype if hops.placement.gradients == "compute" else torch.float32
+        self.gradient = torch.zeros(summed, dtype=sums, device=device)
         masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
         if drawn > start:
@@ -108,7 +110,7 @@ class ShardedUnit:
 
     def step(self, numbers: AdamWStep, gradients: Iterable[tuple[Range, Tensor]] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. gradients: of ranges that follow each other, fp32; by default `owned_gradient`."""
+        done. gradients: of ranges that follow each other; by default `owned_gradient`."""
         weight, offset = self._stepped_weight, self.ranges.optimizer[0]
         if gradients is None:
             return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)

@@ -58,7 +58,7 @@ Issue = Gather | Drop | Reduce
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSum:
-    """A sum, after the last pass, over ranks that hold the same parameters, fp32.
+    """A sum, after the last pass, over ranks that hold the same parameters.
 
     group: partial (the tensor-parallel ranks, of a unit that is not reduced), stage (all ranks of the pipeline stage,
     for the TP-replicated gradients of all units) or tied (the two stages that hold a tied embedding). unit: empty for

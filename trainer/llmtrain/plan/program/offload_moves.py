@@ -72,8 +72,9 @@ def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
     for bucket in rank_buckets(plan, rank):
         place, numel = units.setdefault(bucket.unit, len(units)), bucket.numel
         weight, states = plan.compute_bytes * numel, 4 * bucket.states * numel
+        gradient = plan.gradient_bytes * numel
         # A device that steps writes its weights itself, but those of a step ahead wait on the host.
-        moved = (states, states, states + weight, weight) if offload.on_device else (4 * numel, weight, 0, weight)
+        moved = (states, states, states + weight, weight) if offload.on_device else (gradient, weight, 0, weight)
         link = (0, 0, 0, 0) if device == "cpu" else moved
         files = bucket.nbytes if offload.tier == "nvme" else 0
         found.append(Moves(place, bucket.spare, numel, offload.on_device, *link, files))

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
+from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
@@ -139,12 +140,12 @@ class StepCalls:
         """Yield the bytes of the sums of TP-replicated gradients, of which each tensor-parallel rank has a part, and
         how often."""
         by_name = {unit.spec.name: unit for unit in units}
-        sums = [
-            (by_name[issue.unit].spec, 4 if issue.offset is None else by_name[issue.unit].element_bytes, times)
-            for issue, times in self._issues
-            if isinstance(issue, Reduce)
-        ]
-        sums += [(unit.spec, 4, 1) for unit in units if unit.placement.degrees.ranks == 1]
+        sums: list[tuple[UnitSpec, int, int]] = []
+        for issue, times in self._issues:
+            if isinstance(issue, Reduce):
+                unit = by_name[issue.unit]
+                sums.append((unit.spec, unit.sum_bytes if issue.offset is None else unit.element_bytes, times))
+        sums += [(unit.spec, unit.sum_bytes, 1) for unit in units if unit.placement.degrees.ranks == 1]
         for spec, element_bytes, times in sums:
             if spec.replicated < spec.numel:
                 yield (spec.numel - spec.replicated) * element_bytes, times

@@ -92,6 +92,11 @@ class UnitTraffic:
         return [(Lane(kind, self.placement.axes, level.span), level) for level in levels]
 
     @property
+    def sum_bytes(self) -> int:
+        """Bytes of an element of the sums of gradients."""
+        return self.placement.gradient_bytes(self.element_bytes)
+
+    @property
     def replicated_bytes(self) -> int:
         """Bytes of the TP-replicated parameters in the compute dtype."""
         return (self.spec.numel - self.spec.replicated) * self.element_bytes

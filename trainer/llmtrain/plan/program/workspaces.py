@@ -103,7 +103,7 @@ def _reduction_workspace(unit: UnitTraffic) -> Iterator[Sized]:
         yield f"sum over {level.span}", 4 * numel
     padded, moves = unit.placement.padded(unit.spec.numel), unit.placement.moves_gradients
     if unit.placement.hops_after_sum:
-        if unit.element_bytes < 4 or moves:
+        if unit.element_bytes < unit.sum_bytes or moves:
             yield "whole", padded // degrees.optimizer * unit.element_bytes
         if moves:
             yield "sum", 4 * padded // degrees.gradients
@@ -116,12 +116,22 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
         yield from _sized(unit.gather(gather), unit, shards=direct and not gather.secondary)
     yield from _sized(unit.update(), unit)
     for reduce in _reductions(unit):
+        as_they_are = _sent_as_they_are(unit, reduce)
         for place, transfer in enumerate(unit.reduce(reduce)):
-            # The first hop of whole gradients sends them as they are; sums are in fp32.
-            converted = unit.element_bytes < 4 and (place > 0 or reduce.offset is None)
+            converted = unit.element_bytes < 4 and place not in as_they_are
             yield from _sized([transfer], unit, converted=converted)
     for lane, _ in unit.replicated_lanes:
         yield lane, SizedCollective("all_reduce", unit.replicated_bytes)
+
+
+def _sent_as_they_are(unit: UnitTraffic, reduce: Reduce) -> set[int]:
+    """Return the places of a reduction's hops that send what is in the compute dtype already: whole gradients, or the
+    sums of all microbatches. Other hops send what the one before has added in fp32."""
+    degree = unit.placement.degrees.gradients
+    whole = {0} if reduce.offset is not None else set()
+    if unit.sum_bytes > unit.element_bytes:
+        return whole
+    return {*whole, sum(level.span <= degree for level in unit.placement.levels)}
 
 
 def _sized(

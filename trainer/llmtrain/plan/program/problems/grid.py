@@ -49,12 +49,16 @@ class Part:
         """Yield the sum of TP-replicated gradients before a reduction, if it has one."""
         if isinstance(issue, Reduce) and issue.partial:
             buffered = issue.offset is not None and issue.unit in self.units
-            size = issue.partial * (self.units[issue.unit].element_bytes if buffered else 4)
-            yield self._sum("partial", issue.unit, size)
+            element = self.units[issue.unit].element_bytes if buffered else self._sum_bytes(issue.unit)
+            yield self._sum("partial", issue.unit, issue.partial * element)
 
     def final(self, one: ReplicaSum) -> Transfer:
         """Return the collective of a sum after the passes."""
-        return self._sum(one.group, one.unit or "all units", 4 * one.elements)
+        return self._sum(one.group, one.unit or "all units", self._sum_bytes(one.unit) * one.elements)
+
+    def _sum_bytes(self, unit: str) -> int:
+        """Bytes of an element of the sums of a unit's gradients. The mean over a stage's ranks is in fp32."""
+        return self.units[unit].sum_bytes if unit in self.units else 4
 
     def _sum(self, group: SumGroup, unit: str, size: int) -> Transfer:
         ranks = self.groups.get(group, 1)
