@@ -78,7 +78,7 @@ def stand_ins(machine: Machine) -> list[Any]:
     ]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: str = "torch") -> Tensor:
     """Attention in one operator, as flash-attn has it."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, dropout, True)[0]

@@ -13,6 +13,7 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
+from llmtrain.training.attention import with_kernel
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import open_run
 from llmtrain.training.states import start_states
@@ -26,9 +27,12 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
     profile: a file for torch's table of the operators of one more step.
     """
     ranks = connect(Layout({Axis.DATA: 1}))
-    plan = check_and_plan(load_recipe(recipe, keys), Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda"))
+    given = load_recipe(recipe, keys)
+    plan = check_and_plan(given, Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda"))
+    ranks = ranks.on_grid(plan.grid, plan.tiers)
+    plan, _ = with_kernel(plan, given.train.attention, ranks)
     folder = Path(plan.logging.dir) / plan.name
-    with open_run(plan, ranks.on_grid(plan.grid, plan.tiers), StopRequest()) as run:
+    with open_run(plan, ranks, StopRequest()) as run:
         start_states(run)
         run.log.start(run.progress.step, [], run.progress.tokens)
         for number in range(WARM_UP + steps):

@@ -1,7 +1,6 @@
 """Causal attention by flash-attn, torch's `scaled_dot_product_attention` or the CPU kernel."""
 
 import functools
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain_kernels.attention.choice import PACKAGES, Kernel
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
 from llmtrain_kernels.rotary.op import rotated
@@ -17,14 +17,19 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def joint_attention(
-    qkv: Tensor, heads: int, rotary: Rotary | None, dropout: float = 0.0, bias: Tensor | None = None
+    qkv: Tensor,
+    heads: int,
+    rotary: Rotary | None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    kernel: Kernel = "torch",
 ) -> Tensor:
     """Apply the rotary embedding to queries and keys, then causal attention.
 
     qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`, queries first, then keys, then values. Groups of
     `heads / kv_heads` consecutive query heads share one key/value head. rotary: cosine and sine, each fp32
-    `[positions, 1, rotary_dim / 2]`, or None. bias: see `parted`; only without rotary. Returns
-    `[batch, sequence, heads, head_dim]`.
+    `[positions, 1, rotary_dim / 2]`, or None. bias: see `parted`; only without rotary. kernel: see `causal_attention`.
+    Returns `[batch, sequence, heads, head_dim]`.
     """
     sequence, kv_heads = qkv.shape[1], (qkv.shape[2] - heads) // 2
     cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
@@ -36,31 +41,41 @@ def joint_attention(
         q, k, v = rotated(qkv, heads, cos, sin)
     else:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-    return causal_attention(q, k, v, dropout)
+    return causal_attention(q, k, v, dropout, kernel)
 
 
-@functools.cache
-def flash_attention_available() -> bool:
-    """Whether the flash-attn package is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
+def take_kernel(kernel: Kernel) -> None:
+    """Let torch's attention on GPUs take cuDNN's kernel, or else torch's own. Holds for the whole process."""
+    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+    torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: Kernel = "torch") -> Tensor:
     """Apply causal attention.
 
     q: `[batch, sequence, heads, head_dim]`. k, v: the same with `kv_heads`, which divides `heads`; groups
-    of `heads / kv_heads` consecutive query heads share one key/value head. Returns a tensor like q. 16-bit inputs on
-    CUDA use flash-attn where it is installed; all others use torch.
+    of `heads / kv_heads` consecutive query heads share one key/value head. Returns a tensor like q. kernel: computes
+    16-bit inputs on CUDA, for torch's own after `take_kernel`; all others use torch.
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and flash_attention_available():
-        from flash_attn import flash_attn_func
-
-        exact = torch.are_deterministic_algorithms_enabled()
-        return flash_attn_func(q, k, v, dropout_p=dropout, causal=True, deterministic=exact)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernel in PACKAGES:
+        return _flash_attention(q, k, v, dropout, kernel)
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
     return mixed.transpose(1, 2)
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: Kernel) -> Tensor:
+    exact = torch.are_deterministic_algorithms_enabled()
+    if kernel == "flash-attn-2":
+        from flash_attn import flash_attn_func
+
+        return flash_attn_func(q, k, v, dropout_p=dropout, causal=True, deterministic=exact)
+    from flash_attn_interface import flash_attn_func
+
+    # Early versions also return the normalizers.
+    found = flash_attn_func(q, k, v, causal=True, deterministic=exact)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

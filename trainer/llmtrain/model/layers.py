@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from llmtrain_kernels.activation.op import activate
+from llmtrain_kernels.attention.choice import Kernel
 from llmtrain_kernels.attention.op import joint_attention
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy
 from llmtrain_kernels.matmul import linear
@@ -76,7 +77,9 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 class Attention(nn.Module):
-    """Causal self-attention; Q, K and V come from one product."""
+    """Causal self-attention; Q, K and V come from one product. kernel: what computes it on GPUs."""
+
+    kernel: Kernel = "torch"
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class Attention(nn.Module):
         """Map `[batch, sequence, hidden]` to the same shape."""
         qkv, bias = leaving_bias(self.qkv, x) if rotary is None else (self.qkv(x), None)
         heads = qkv.unflatten(-1, (-1, self.head_dim))
-        mixed = joint_attention(heads, self.heads, rotary, self.dropout if self.training else 0.0, bias)
+        mixed = joint_attention(heads, self.heads, rotary, self.dropout if self.training else 0.0, bias, self.kernel)
         return self.out(mixed.flatten(2))
 
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from llmtrain_data import units
+from llmtrain_kernels.attention.choice import lack
 
 from llmtrain.cluster.memory import machine_memory
 from llmtrain.cluster.topology import placement_advice
@@ -125,6 +126,9 @@ def check(plan: Plan, facts: Facts) -> None:
         raise BadInputError("optimizer.backend is triton, which needs Triton and a GPU; set it to auto")
     if "cpu" in backends and facts.device != "cpu":
         raise BadInputError("optimizer.backend is cpu, and the run computes on a GPU; set it to auto")
+    wide = plan.compute == "fp32"
+    if facts.device == "cuda" and (what := lack(training.attention, wide, model.dropout, training.deterministic)):
+        raise BadInputError(f"train.attention is {training.attention}, which has no {what}; set it to auto")
     if plan.recompute > model.layers:
         raise BadInputError(
             f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"

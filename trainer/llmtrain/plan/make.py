@@ -277,6 +277,7 @@ def _training(train: TrainConfig) -> Training:
         steps=train.steps,
         eval_every=train.eval_every,
         eval_batches=train.eval_batches,
+        attention="torch" if train.attention == "auto" else train.attention,
         compile=train.compile,
         deterministic=train.deterministic,
         max_skipped=train.max_skipped,

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from llmtrain_data.config import DataConfig
+from llmtrain_kernels.attention.choice import Kernel
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
@@ -119,11 +120,12 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of the training loop. See the recipe's `train` section."""
+    """Settings of the training loop. See the recipe's `train` section. attention: torch for an unmeasured auto."""
 
     steps: int
     eval_every: int
     eval_batches: int
+    attention: Kernel
     compile: bool
     deterministic: bool
     max_skipped: int

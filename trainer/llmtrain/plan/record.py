@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from llmtrain_kernels.attention.choice import Kernel
+
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
 from llmtrain.plan.offload import Offload
@@ -50,6 +52,12 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record
+
+
+def with_attention(plan: Plan, kernel: Kernel) -> Plan:
+    """Return a plan whose attention takes a kernel, as its record then says."""
+    record = {**plan.record, "train": {**plan.record["train"], "attention": kernel}}
+    return replace(plan, training=replace(plan.training, attention=kernel), record=record)
 
 
 def _model_keys(model: GPTConfig) -> dict[str, Any]:

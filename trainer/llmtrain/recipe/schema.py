@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from llmtrain_data.bounds import Batch, Layers, Seconds, Seed, Steps, StepsOrNever
 from llmtrain_data.config import DataConfig
+from llmtrain_kernels.attention.choice import Kernel
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.parallel import ParallelConfig
@@ -24,14 +25,16 @@ class TrainConfig:
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
     sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
     cluster file; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
-    each stage). eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation, fewer if
-    the validation split is smaller. compile: let torch.compile build the blocks' kernels in place of those of llmtrain.
-    deterministic: take only kernels whose results have the same bits in every run on the same GPUs, which may be
-    slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run. compare_every: steps between checks
-    that replicas are equal, by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after
-    which a lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain
-    run` restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one twice and
-    parallel.data is auto.
+    each stage). attention: kernel of attention on GPUs: torch, cudnn, flash-attn-2 or flash-attn-3 (auto: in 16 bits
+    the quickest of those that are installed, as timed at the run's first start; recipe.resolved.yaml keeps it; CPUs
+    have one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per
+    evaluation, fewer if the validation split is smaller. compile: let torch.compile build the blocks' kernels in place
+    of those of llmtrain. deterministic: take only kernels whose results have the same bits in every run on the same
+    GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run. compare_every:
+    steps between checks that replicas are equal, by checksum; each checkpoint is then checked as well (0: never).
+    timeout: seconds after which a lost or hanging rank ends the run. max_restarts: how often in a row, without a new
+    checkpoint, `llmtrain run` restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one
+    twice and parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -39,6 +42,7 @@ class TrainConfig:
     steps: Steps = 1000
     global_batch: Batch = 8
     microbatch: Batch | Literal["auto"] = "auto"
+    attention: Kernel | Literal["auto"] = "auto"
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8
     compile: bool = False

@@ -12,6 +12,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
+from llmtrain.model.layers import Attention
 from llmtrain.offload.borders import Borders
 from llmtrain.offload.place import Outside, open_outside, outside_gradients, place_units
 from llmtrain.parallel.pipeline.executor import Executor
@@ -99,6 +100,9 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
         None if outside.states is None else outside.states.stepper,
     )
     engine = Engine(model, units, sharding, programs, count)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.kernel = plan.training.attention
     if plan.training.compile:
         for block in model.blocks.values():
             # Not `block.compile()`, which would trace the engine's hooks too. All blocks share one graph, of fixed

@@ -22,6 +22,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.plan.record import decisions
 from llmtrain.recipe.schema import Recipe
+from llmtrain.training.attention import with_kernel
 from llmtrain.training.loop import train
 from llmtrain.training.stage_speeds import measure, splits_by_speed
 
@@ -42,6 +43,8 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
         if splits_by_speed(recipe, plan, facts):
             plan, sentence = _planned_by_speed(recipe, plan, facts, ranks)
             said.append(sentence)
+        plan, measured = with_kernel(plan, recipe.train.attention, ranks)
+        said += measured
         train(plan, ranks, [*said, *decisions(recipe, plan.record), *advice(plan)], waiting)
     disconnect(ranks)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from llmtrain_data.output import say
 from omegaconf import OmegaConf
@@ -66,11 +67,16 @@ def write_record(folder: Path, plan: Plan) -> None:
             copy_tokenizer(Path(plan.data.tokenizer), folder / "tokenizer")
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the resolved recipe in the folder; nothing if it cannot be read."""
+    try:
+        found = OmegaConf.to_container(read_yaml(folder / RECORD, "is not a recipe"))
+    except BadInputError:
+        return {}
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
 def recipe_changes(folder: Path, plan: Plan) -> list[str]:
     """Return how the plan's recipe differs from the record in the folder; nothing if that cannot be read."""
-    try:
-        before = OmegaConf.to_container(read_yaml(folder / RECORD, "is not a recipe"))
-    except BadInputError:
-        return []
-    assert isinstance(before, dict)
-    return changes({str(key): value for key, value in before.items()}, plan.record)
+    return changes(read_record(folder), plan.record)

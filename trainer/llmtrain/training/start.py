@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmtrain_data.waiting import loading
+from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
@@ -51,7 +52,8 @@ def start(
         plan = check_and_plan(recipe, facts)
     too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
     here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
-    problems = [problem for problem in (_mpi_problem(plan, place), too_large, *here) if problem]
+    mine = (_mpi_problem(plan, place), _attention_problem(plan, facts))
+    problems = [problem for problem in (*mine, too_large, *here) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(plan, summary, [*advice(plan), *problems], as_json)
@@ -113,6 +115,14 @@ def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
         "pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n "
         f"{plan.grid.world} llmtrain run RECIPE, or set pipeline.transport=torch"
     )
+
+
+def _attention_problem(plan: Plan, facts: Facts) -> str | None:
+    """Return an error if the kernel of attention is not installed on this machine, else None."""
+    kernel = plan.training.attention
+    if facts.device == "cpu" or is_installed(kernel):
+        return None
+    return f"train.attention is {kernel}, and this Python has no package {PACKAGES[kernel]}; install it, or set auto"
 
 
 @contextmanager

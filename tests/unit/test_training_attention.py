@@ -1,0 +1,254 @@
+"""The kernel of attention on GPUs: the quickest on the main rank, the same on all ranks and after a resume."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import BadInputError
+from llmtrain.model.layers import Attention
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.record import with_attention
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.schema import Recipe
+from llmtrain.training import attention, start
+from llmtrain.training.attention import choose, recorded, with_kernel
+from llmtrain.training.build import build
+from llmtrain.training.run_folder import write_record
+from llmtrain_kernels.attention import op
+from llmtrain_kernels.attention.choice import KERNELS, Kernel, is_installed, lack
+from tiny import write_corpus
+
+GPU = Facts(world=1, device="cuda")
+CPU = torch.device("cpu")
+RECIPE = """
+model: {family: gpt2, layers: 2, hidden: 32, heads: 4, vocab: 64}
+data: {path: set, sequence_length: 16}
+train: {microbatch: 2}
+optimizer: {warmup: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("set"), 40)
+    Path("tiny.yaml").write_text(RECIPE)
+
+
+def recipe(*keys: str) -> Recipe:
+    return load_recipe("tiny.yaml", keys)
+
+
+def plan(*keys: str, facts: Facts = GPU) -> Plan:
+    return check_and_plan(recipe(*keys), facts)
+
+
+def main(said: list[str], others: list[list[int]] | None = None) -> Ranks:
+    """The main rank, which notes what it says. others: which kernels other ranks have."""
+    heard = {"from_main": lambda name, text: said.append(text) or text}
+    gathered = {"gather_all": lambda own: [own, *(others or [])]}
+    return cast(Ranks, SimpleNamespace(is_main=True, device=torch.device("cuda"), **heard, **gathered))
+
+
+def other(said: list[str]) -> Ranks:
+    return cast(Ranks, SimpleNamespace(is_main=False, from_main=lambda name, text: said[-1]))
+
+
+def timed(**seconds: float) -> Callable[[Kernel], float]:
+    """Times by kernel; a kernel without one does not run."""
+
+    def found(kernel: Kernel) -> float:
+        if (name := kernel.replace("-", "_")) not in seconds:
+            raise RuntimeError("no kernel image is available")
+        return seconds[name]
+
+    return found
+
+
+def untimed(kernel: Kernel) -> float:
+    pytest.fail(f"{kernel} is timed")
+
+
+def test_the_quickest_is_taken_by_all_ranks() -> None:
+    said: list[str] = []
+    seconds = timed(torch=0.003, flash_attn_2=0.002, cudnn=0.0025)
+    kernel, sentences = choose(plan(), KERNELS, main(said), seconds)
+    assert kernel == "flash-attn-2"
+    assert sentences == [
+        "attention, forward and backward, as measured: torch 3.00 ms, cudnn 2.50 ms, flash-attn-2 2.00 ms, "
+        "flash-attn-3 does not run"
+    ]
+    assert choose(plan(), KERNELS, other(said), untimed) == ("flash-attn-2", [])
+
+
+def test_torch_is_taken_where_nothing_runs() -> None:
+    assert choose(plan(), KERNELS, main([]), timed())[0] == "torch"
+
+
+def test_a_resumed_run_keeps_the_kernel_of_its_record() -> None:
+    made = plan()
+    folder = Path(made.logging.dir) / made.name
+    folder.mkdir(parents=True)
+    assert recorded(folder) == ""
+    write_record(folder, made)
+    # As made for a CPU, or before it is measured.
+    assert recorded(folder) == "auto"
+    assert choose(made, KERNELS, main([]), timed(torch=2.0, cudnn=1.0))[0] == "cudnn"
+    write_record(folder, with_attention(made, "cudnn"))
+    assert choose(made, KERNELS, main([]), untimed) == ("cudnn", [])
+    # It can no longer be taken.
+    assert choose(made, ("torch", "flash-attn-2"), main([]), timed(torch=1.0, flash_attn_2=2.0))[0] == "torch"
+
+
+@pytest.mark.parametrize("record", ["train: 5", "[a]", "train: {attention: 7}", "train: {", ""])
+def test_a_record_that_is_damaged_names_no_kernel(record: str) -> None:
+    Path("recipe.resolved.yaml").write_text(record)
+    assert recorded(Path()) not in KERNELS
+
+
+def test_the_record_of_a_measured_plan_makes_it_again() -> None:
+    made = with_attention(plan(), "cudnn")
+    assert (made.training.attention, made.record["train"]["attention"]) == ("cudnn", "cudnn")
+    Path("again.yaml").write_text(RECIPE.replace("microbatch: 2", "microbatch: 2, attention: cudnn"))
+    again = make_plan(load_recipe("again.yaml", ["name=tiny"]), GPU)
+    assert (again.training, again.record["train"]) == (made.training, made.record["train"])
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that the process has taken."""
+    found: list[str] = []
+    monkeypatch.setattr(attention, "take_kernel", found.append)
+    monkeypatch.setattr(attention, "forget_peak_memory", lambda device: None)
+    monkeypatch.setattr(attention, "is_installed", lambda kernel: kernel != "flash-attn-3")
+    return found
+
+
+def test_auto_times_what_is_installed_for_all_ranks(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Kernel] = []
+    monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: asked.append(kernel) or len(asked))
+    made, sentences = with_kernel(plan(), "auto", main([], [[1, 1, 0, 1]]))
+    assert asked == ["torch", "cudnn"]
+    assert len(sentences) == 1
+    assert (made.training.attention, taken) == ("torch", ["torch"])
+
+
+@pytest.mark.parametrize("keys", [("precision.compute=fp32",), ("train.attention=cudnn",)])
+def test_nothing_is_timed_without_a_choice(
+    keys: tuple[str, ...], taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: untimed(kernel))
+    made = plan(*keys)
+    assert with_kernel(made, recipe(*keys).train.attention, main([])) == (made, [])
+    assert taken == [made.training.attention]
+
+
+def test_deterministic_runs_time_deterministic_kernels(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Kernel] = []
+    monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: asked.append(kernel) or 1.0)
+    with_kernel(plan("train.deterministic=true"), "auto", main([]))
+    assert asked == ["torch", "flash-attn-2"]
+
+
+def test_a_cpu_times_nothing(taken: list[str]) -> None:
+    made = plan(facts=Facts(world=1, device="cpu"))
+    ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), CPU)
+    assert with_kernel(made, "auto", ranks) == (made, [])
+    assert (taken, made.record["train"]["attention"]) == ([], "auto")
+
+
+def test_the_timer_runs_the_shapes_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[Any] = set()
+    attend = op.causal_attention
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, kernel: Kernel) -> torch.Tensor:
+        shapes.add((q.shape, k.shape, v.shape, q.dtype, dropout, kernel))
+        return attend(q, k, v, dropout, kernel)
+
+    monkeypatch.setattr(attention, "causal_attention", noted)
+    monkeypatch.setattr(attention, "take_kernel", lambda kernel: None)
+    made = plan("model.family=llama", "model.kv_heads=2", "parallel.tensor=2", facts=Facts(world=2, device="cuda"))
+    state = torch.get_rng_state()
+    assert attention._seconds(made, "torch", CPU) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert shapes == {((2, 16, 2, 8), (2, 16, 1, 8), (2, 16, 1, 8), torch.bfloat16, 0.0, "torch")}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernel", "what"),
+    [
+        (("precision.compute=fp32",), "flash-attn-2", "fp32"),
+        (("model.dropout=0.1",), "flash-attn-3", "dropout"),
+        (("train.deterministic=true",), "cudnn", "deterministic results"),
+    ],
+)
+def test_a_kernel_that_does_not_suit_is_refused(keys: tuple[str, ...], kernel: str, what: str) -> None:
+    with pytest.raises(BadInputError, match=f"train.attention is {kernel}, which has no {what}; set it to auto"):
+        plan(f"train.attention={kernel}", *keys)
+    assert plan("train.attention=torch", *keys).training.attention == "torch"
+    assert plan(f"train.attention={kernel}").training.attention == kernel
+
+
+def test_torch_suits_all_runs() -> None:
+    assert lack("torch", wide=True, dropout=0.1, deterministic=True) == ""
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("train.attention=flash-attn-3")
+    assert not is_installed("flash-attn-3")
+    assert "no package flash_attn_interface; install it" in str(start._attention_problem(made, GPU))
+    assert start._attention_problem(made, Facts(world=1, device="cpu")) is None
+    assert start._attention_problem(plan("train.attention=cudnn"), GPU) is None
+
+
+@pytest.fixture
+def _flags() -> Iterator[None]:
+    yield
+    op.take_kernel("torch")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.usefixtures("_flags")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torch_takes_one_of_its_kernels(kernel: Kernel) -> None:
+    op.take_kernel(kernel)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    assert enabled == ((True, False) if kernel == "cudnn" else (False, True))
+
+
+@pytest.mark.parametrize("with_normalizers", [False, True])
+@pytest.mark.parametrize("kernel", ["flash-attn-2", "flash-attn-3"])
+def test_packages_are_called(kernel: Kernel, with_normalizers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early versions of the third return the normalizers too."""
+    given: list[dict[str, Any]] = []
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Any:
+        given.append(others)
+        return (q, k) if kernel == "flash-attn-3" and with_normalizers else q
+
+    for name in ("flash_attn", "flash_attn_interface"):
+        package = ModuleType(name)
+        package.flash_attn_func = flash if op.PACKAGES[kernel] == name else untimed  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, package)
+    q = torch.zeros(1, 2, 2, 8, dtype=torch.bfloat16)
+    assert op._flash_attention(q, q, q, 0.25, kernel) is q
+    dropout = {"dropout_p": 0.25} if kernel == "flash-attn-2" else {}
+    assert given == [{"causal": True, "deterministic": False, **dropout}]
+
+
+def test_each_block_of_a_run_has_the_plans_kernel() -> None:
+    made = with_attention(plan(facts=Facts(world=1, device="cpu")), "flash-attn-2")
+    parts = build(made, Ranks(0, 0, made.grid, CPU), lambda calls: None)
+    kernels = [one.kernel for one in parts.model.modules() if isinstance(one, Attention)]
+    parts.close()
+    assert kernels == ["flash-attn-2"] * 2
+    assert Attention.kernel == "torch"

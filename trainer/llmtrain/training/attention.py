@@ -1,0 +1,103 @@
+"""The kernel of attention on GPUs: the quickest, as timed at a run's first start."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from llmtrain_kernels.attention.choice import KERNELS, Kernel, is_installed, lack
+from llmtrain_kernels.attention.op import causal_attention, take_kernel
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.comm.device import forget_peak_memory, is_cpu, synchronize
+from llmtrain.comm.ranks import Ranks
+from llmtrain.model.dtypes import DTYPES
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.record import with_attention
+from llmtrain.training.run_folder import read_record
+
+WARM_UP, REPEATS = 3, 10
+
+Seconds = Callable[[Kernel], float]
+"""Returns the seconds of forward and backward passes with a kernel. Raises RuntimeError or ImportError where the kernel
+does not run."""
+
+
+def with_kernel(plan: Plan, given: str, ranks: Ranks) -> tuple[Plan, list[str]]:
+    """Let this process take the plan's kernel of attention, and return the plan with it, and sentences about a
+    measurement. Collective.
+
+    given: `train.attention` of the recipe. auto takes the kernel of the run's record, or else the quickest.
+    """
+    if is_cpu(ranks.device):
+        return plan, []
+    said = list[str]()
+    if given == "auto" and len(candidates := _candidates(plan, ranks)) > 1:
+        kernel, said = choose(plan, candidates, ranks, lambda kernel: _seconds(plan, kernel, ranks.device))
+        plan = with_attention(plan, kernel)
+        forget_peak_memory(ranks.device)
+    take_kernel(plan.training.attention)
+    return plan, said
+
+
+def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Seconds) -> tuple[Kernel, list[str]]:
+    """Return the kernel that the run's record names, or else the quickest on the main rank; and sentences about it. The
+    same kernel on all ranks. Collective."""
+    kernel, said = "", list[str]()
+    if ranks.is_main:
+        kernel = recorded(Path(plan.logging.dir) / plan.name)
+        if kernel not in candidates:
+            times = {one: _time(one, seconds) for one in candidates}
+            kernel = min(times, key=times.__getitem__)
+            said = ["attention, forward and backward, as measured: " + ", ".join(map(_shown, times, times.values()))]
+    kernel = ranks.from_main("attention", kernel)
+    return next(one for one in candidates if one == kernel), said
+
+
+def recorded(folder: Path) -> str:
+    """Return the kernel in the record of a run's folder, empty where there is none."""
+    train = read_record(folder).get("train")
+    return str(train.get("attention", "")) if isinstance(train, dict) else ""
+
+
+def _candidates(plan: Plan, ranks: Ranks) -> list[Kernel]:
+    """Return the kernels that suit the run and are installed for all ranks. Collective."""
+    wide, exact = plan.compute == "fp32", plan.training.deterministic
+    suited = [kernel for kernel in KERNELS if not lack(kernel, wide, plan.model.dropout, exact)]
+    installed = ranks.gather_all([int(is_installed(kernel)) for kernel in suited])
+    return [kernel for kernel, everywhere in zip(suited, zip(*installed, strict=True), strict=True) if all(everywhere)]
+
+
+def _time(kernel: Kernel, seconds: Seconds) -> float:
+    try:
+        return seconds(kernel)
+    except (RuntimeError, ImportError):
+        # It does not run on this card, or not with these shapes.
+        return float("inf")
+
+
+def _shown(kernel: Kernel, seconds: float) -> str:
+    return f"{kernel} does not run" if seconds == float("inf") else f"{kernel} {seconds * 1e3:.2f} ms"
+
+
+def _seconds(plan: Plan, kernel: Kernel, device: torch.device) -> float:
+    """Return the seconds of one layer's attention of one microbatch."""
+    take_kernel(kernel)
+    model, tensor = plan.model, plan.grid.degree(Axis.TENSOR)
+    rows = (plan.batch.microbatch, plan.batch.sequence_length)
+    heads = [count // tensor for count in (model.heads, model.heads, model.kv_heads, model.kv_heads)]
+    dtype = DTYPES[plan.compute]
+    # A generator of its own: a run with a measurement must draw the same numbers as one without.
+    drawn = torch.Generator(device).manual_seed(0)
+    shapes = [(*rows, count, model.head_dim) for count in heads]
+    gradient, *given = (torch.randn(shape, generator=drawn, dtype=dtype, device=device) for shape in shapes)
+    q, k, v = (one.requires_grad_() for one in given)
+    begin = 0.0
+    for repeat in range(WARM_UP + REPEATS):
+        if repeat == WARM_UP:
+            synchronize(device)
+            begin = time.perf_counter()
+        mixed = causal_attention(q, k, v, model.dropout, kernel)
+        torch.autograd.grad(mixed, (q, k, v), gradient)
+    synchronize(device)
+    return (time.perf_counter() - begin) / REPEATS
