@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
 from llmtrain.plan.offload import NORM_BLOCK, Bucket
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Reduce
+from llmtrain.plan.rank_units import rank_units
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class UnitGradients:
 def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
     """Return the buckets of a rank of the run, by unit."""
     grid, found, first = plan.grid, dict[str, UnitGradients](), 0
-    for spec in units_of(
-        plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)
-    ):
+    for spec in rank_units(plan, rank):
         placement = plan.sharding.placements[spec.name]
         if placement.moves_gradients:
             place = grid.coordinate(rank, *placement.axes)
@@ -77,8 +74,7 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
 def gradient_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
     """Return how many buckets of a rank of the run have a size: each stands for all like it, whatever its unit."""
     grid, found = plan.grid, Counter[Bucket]()
-    specs = units_of(plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
-    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in specs)
+    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in rank_units(plan, rank))
     for (placement, numel), count in units.items():
         if placement.moves_gradients:
             place = grid.coordinate(rank, *placement.axes)

@@ -10,9 +10,9 @@ from llmtrain.cluster.quantity import quantity
 from llmtrain.plan.facts import Device
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
 from llmtrain.plan.near_volumes import socket_of, volume_shares
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.rank_units import rank_units
 from llmtrain.plan.roles import roles
 from llmtrain.plan.states import most_states, state_bytes
 from llmtrain.plan.volume_traffic import MovedOf
@@ -127,15 +127,11 @@ def _stepped_bytes(plan: Plan, rank: int, device: Device) -> int:
     elements = sum(one.end - one.start for one in outside)
     separate = any(one.states == 3 for one in outside)
     if device == "cpu":
-        units = units_of(plan.model, plan.stages_of(rank), *_tensor_place(plan, rank))
+        units = rank_units(plan, rank)
         stays = state_bytes(units, plan.sharding, plan.compute_bytes, plan.grid.degree(Axis.TENSOR))
         elements += stays.moments // 8
         separate = separate or stays.masters > 0
     return elements * _element_bytes(plan, separate)
-
-
-def _tensor_place(plan: Plan, rank: int) -> tuple[int, int]:
-    return plan.grid.coordinate(rank, Axis.TENSOR), plan.grid.degree(Axis.TENSOR)
 
 
 def _peak(plan: Plan, accelerator: Accelerator) -> float | None:

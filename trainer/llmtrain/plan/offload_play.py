@@ -36,12 +36,12 @@ class Computation:
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """down, up: bytes per second from and to the device. step: elements per second. files: bytes per second in each
-    direction."""
+    direction, of each volume."""
 
     down: float = inf
     up: float = inf
     step: float = inf
-    files: float = inf
+    files: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ def least_seconds(moves: Sequence[Moves], computation: Computation, rates: Rates
         "down": sum(one.down for one in moves) / rates.down,
         "up": sum(one.up for one in moves) / rates.up,
         "step": sum(one.elements for one in moves) / rates.step,
-        "files": sum(one.files for one in moves) / rates.files,
+        **{
+            f"volume {volume}": sum(one.files[volume] for one in moves) / rate
+            for volume, rate in enumerate(rates.files)
+        },
     }
 
 
@@ -190,8 +193,7 @@ class _Play:
                 yield lambda: bool(self._final or self._ahead)
             while len(entered) <= self._order.fetched and (self._final or self._ahead):
                 do, place = self._next()
-                seconds = self._moves[place].files / self._rates.files
-                entered.append((do, place, self._lanes.take("read", self._now, seconds)))
+                entered.append((do, place, self._files("read", place)))
                 self._note(do, place)
             do, place, read = entered.popleft()
             yield read
@@ -213,13 +215,18 @@ class _Play:
         rate = {"up": rates.up, "down": rates.down}
         yield self._lanes.take(there, self._now, one.there / rate[there])
         yield self._lanes.take("step", self._now, one.elements / rates.step)
-        if one.files:
-            self._lanes.take("write", self._now, one.files / rates.files)
+        self._files("write", place)
         yield self._lanes.take(back, self._now, (one.back_ahead if do == "ahead" else one.back) / rate[back])
         if do == "ahead":
             self._stepped_ahead[place] = True
         else:
             self._left[one.unit] -= 1
+
+    def _files(self, way: str, place: int) -> float:
+        """Return when all volumes have read or written their parts of a bucket."""
+        parts = enumerate(zip(self._moves[place].files, self._rates.files, strict=True))
+        ends = (self._lanes.take(f"{way} {volume}", self._now, count / rate) for volume, (count, rate) in parts)
+        return max(ends, default=self._now)
 
     def _note(self, do: str, place: int) -> None:
         self.events.append(Event("ahead" if do == "ahead" else "step" if do == "step" else "commit", place))

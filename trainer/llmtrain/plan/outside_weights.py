@@ -1,9 +1,8 @@
 """Weight shards that rest elsewhere than on the device of a rank. No torch in here."""
 
-from llmtrain.cluster.layout import Axis
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_units import rank_units
 
 
 def is_direct(plan: Plan, rank: int) -> bool:
@@ -13,9 +12,7 @@ def is_direct(plan: Plan, rank: int) -> bool:
 
 def outside_shards(plan: Plan, rank: int) -> dict[str, int]:
     """Return the elements of each such shard of a rank of the run, by unit."""
-    grid = plan.grid
-    specs = units_of(plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
-    placed = ((spec, plan.sharding.placements[spec.name]) for spec in specs)
+    placed = ((spec, plan.sharding.placements[spec.name]) for spec in rank_units(plan, rank))
     return {
         spec.name: placement.padded(spec.numel) // placement.degrees.weights
         for spec, placement in placed

@@ -2,20 +2,16 @@
 
 from collections import Counter
 
-from llmtrain.cluster.layout import Axis
 from llmtrain.plan.offload import Bucket
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_units import rank_units
 from llmtrain.plan.spare import with_spare
 
 
 def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
     """Return the buckets of a rank of the run, in the order in which it steps them."""
-    offload, grid = plan.sharding.offload, plan.grid
-    found = []
-    for spec in units_of(
-        plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)
-    ):
+    offload, found = plan.sharding.offload, list[Bucket]()
+    for spec in rank_units(plan, rank):
         placement = plan.sharding.placements[spec.name]
         stepped = placement.padded(spec.numel) // placement.degrees.optimizer
         states = 3 if placement.masters == "separate" else 2
@@ -25,9 +21,8 @@ def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
 
 def bucket_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
     """Return how many buckets of a rank of the run have a size: each stands for all like it, whatever its unit."""
-    offload, grid, found = plan.sharding.offload, plan.grid, Counter[Bucket]()
-    specs = units_of(plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR))
-    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in specs)
+    offload, found = plan.sharding.offload, Counter[Bucket]()
+    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in rank_units(plan, rank))
     for (placement, numel), count in units.items():
         states = 3 if placement.masters == "separate" else 2
         for start, end in offload.buckets(placement.padded(numel) // placement.degrees.optimizer):

@@ -7,8 +7,8 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.offload import Bucket
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_units import rank_units
 
 
 def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -16,7 +16,7 @@ def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]
 
     They are spread evenly: in the next forward pass, the others are then needed at the rate at which they are stepped.
     """
-    share, units = plan.sharding.offload.spare, {unit.name: unit for unit in _units(plan, rank)}
+    share, units = plan.sharding.offload.spare, {unit.name: unit for unit in rank_units(plan, rank)}
     if not share:
         return list(buckets)
     left, found = 0.0, []
@@ -28,11 +28,6 @@ def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]
         left -= size if chosen else 0
         found.append(replace(bucket, spare=chosen))
     return found[::-1]
-
-
-def _units(plan: Plan, rank: int) -> Sequence[UnitSpec]:
-    tensor = plan.grid.coordinate(rank, Axis.TENSOR), plan.grid.degree(Axis.TENSOR)
-    return list(units_of(plan.model, plan.stages_of(rank), *tensor))
 
 
 def _complete_early(plan: Plan, rank: int, unit: UnitSpec, bucket: Bucket) -> bool:

@@ -8,11 +8,15 @@ order of the units: a bucket that was stepped ahead commits, and another one is 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 from llmtrain.plan.facts import Device
+from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.rank_units import rank_units
+from llmtrain.plan.stripes import striped
 
 # GRADIENT: the gradients of a unit are complete. DECIDE: the norm is known. The others are of a bucket.
 Kind = Literal["gradient", "decide", "ahead", "step", "commit"]
@@ -25,7 +29,7 @@ class Moves:
 
     there: bytes that cross the host link to what steps: the gradient down, or states up. back: bytes that cross it
     after that, the other way: the weight, or states. back_ahead: the same after a step ahead. commit: bytes that come
-    up when a step ahead commits. files: bytes that are read, and as many that are written.
+    up when a step ahead commits. files: bytes that are read from each volume, and as many that are written.
     """
 
     unit: int
@@ -36,7 +40,7 @@ class Moves:
     back: int = 0
     back_ahead: int = 0
     commit: int = 0
-    files: int = 0
+    files: Sequence[int] = ()
 
     @property
     def down(self) -> int:
@@ -67,17 +71,20 @@ class Event:
 def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
     """Return what each bucket of a rank of the run moves in a step. device: what it computes on; a CPU's memory is the
     host's, so that nothing comes down or up."""
-    offload, found = plan.sharding.offload, list[Moves]()
-    units: dict[str, int] = {}
-    for bucket in rank_buckets(plan, rank):
-        place, numel = units.setdefault(bucket.unit, len(units)), bucket.numel
-        weight, states = plan.compute_bytes * numel, 4 * bucket.states * numel
-        gradient = plan.gradient_bytes * numel
-        # A device that steps writes its weights itself, but those of a step ahead wait on the host.
-        moved = (states, states, states + weight, weight) if offload.on_device else (gradient, weight, 0, weight)
+    offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
+    places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
+    in_files = offload.tier == "nvme"
+    files = striped([one.nbytes for one in buckets], offload.weights) if in_files else repeat(())
+    for bucket, parts in zip(buckets, files, strict=False):
+        numel, brought = bucket.numel, plan.sharding.placements[bucket.unit].moves_gradients
+        weight, states, gradient = plan.compute_bytes * numel, 4 * bucket.states * numel, plan.gradient_bytes * numel
+        if offload.on_device:
+            # A device that steps writes its weights itself, but those of a step ahead wait on the host.
+            moved = (states + gradient * brought, states, states + weight, weight)
+        else:
+            moved = (gradient * (not brought), weight, 0, weight)
         link = (0, 0, 0, 0) if device == "cpu" else moved
-        files = bucket.nbytes if offload.tier == "nvme" else 0
-        found.append(Moves(place, bucket.spare, numel, offload.on_device, *link, files))
+        found.append(Moves(places[bucket.unit], bucket.spare, numel, offload.on_device, *link, tuple(parts)))
     return found
 
 
