@@ -54,10 +54,12 @@ class Case:
     def moves(self) -> list[Moves]:
         """Return what each bucket moves."""
         link = (12, 12, 14, 2) if self.on_device else (4, 2, 0, 2)
-        moved = [count * ELEMENTS for count in link]
+        there, back, ahead, commit = (count * ELEMENTS for count in link)
         units = [unit for unit in range(UNITS) for _ in range(PER_UNIT)]
         return [
-            Moves(unit, bool(self.spare) and place % self.spare == 0, ELEMENTS, self.on_device, *moved)
+            Moves(
+                unit, bool(self.spare) and place % self.spare == 0, ELEMENTS, self.on_device, there, back, ahead, commit
+            )
             for place, unit in enumerate(units)
         ]
 

@@ -17,14 +17,17 @@ from llmtrain.plan.budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.check import advice, check
 from llmtrain.plan.described import described_run
 from llmtrain.plan.facts import Device
+from llmtrain.plan.lanes import CPU, Lane, lanes
 from llmtrain.plan.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.played_step import PlayedStep, played_step
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic, step_traffic
+from llmtrain.plan.times_shown import LANE_COLUMNS, lane_rows, least_rows, played_rows, unknown_rates
 from llmtrain.plan.volume_traffic import Moved, moved_of
 
 LABELS: Mapping[str, str] = MappingProxyType(
@@ -63,13 +66,16 @@ STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
 class PlanView:
     """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
     each decision. advice: sentences on settings that are likely mistakes. moved: bytes that the rank with most files
-    reads from and writes to volumes in a step."""
+    reads from and writes to volumes in a step. lanes: what moves what leaves the device. played: the step of that rank,
+    None if no optimizer states leave."""
 
     plan: Plan
     device: Device
     budget: Budget
     traffic: Sequence[RoleTraffic]
     moved: Mapping[str, Moved]
+    lanes: Sequence[Lane]
+    played: PlayedStep | None
     least: LeastTime
     problem: str | None
     auto: Sequence[str]
@@ -107,6 +113,9 @@ class PlanView:
             },
             "sent": [_traffic(row) for row in self.traffic],
             "moved": {"rank": most_outside(budget).role.rank, "volumes": self.moved},
+            "lanes": [one.as_data() for one in self.lanes],
+            "played": None if self.played is None else asdict(self.played),
+            "unknown_rates": unknown_rates(plan, self.lanes, self.played),
             "least_seconds": asdict(self.least),
             "step_threads": self.step_threads,
             "volumes": [asdict(one) for one in self.volumes],
@@ -140,13 +149,17 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     check(plan, facts)
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
+    found, rank = lanes(plan, facts.device, programs, moved), most_outside(budget).role.rank
+    played = played_step(plan, rank, facts.device, found)
     return PlanView(
         plan=plan,
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
-        moved=moved(most_outside(budget).role.rank),
-        least=least_time(plan, facts.device, moved),
+        moved=moved(rank),
+        lanes=found if played is not None or any(lane.name != CPU for lane in found) else (),
+        played=played,
+        least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
         advice=advice(plan),
@@ -173,6 +186,9 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if view.moved:
         yield ""
         yield table(("moved in a step", "volume", "read", "written"), list(_moved(view.moved)))
+    if view.lanes:
+        yield ""
+        yield table(LANE_COLUMNS, list(lane_rows(view.lanes, view.step_threads)))
     groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
@@ -305,15 +321,7 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
     if most.activations_moved:
         moved = units.size(most.activations_moved)
         yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
-    threads = view.step_threads
-    stepping = "" if threads is None else f", on {units.count(threads, 'thread')} of each rank"
-    known = (
-        ("compute", view.least.compute, "at the accelerator's peak"),
-        ("optimizer", view.least.optimizer, "at the bandwidth of the accelerator's memory"),
-        ("optimizer on the host", view.least.host, f"at the bandwidth of the host's memory{stepping}"),
-        ("host link", view.least.link, "at the bandwidth of the accelerator's link to the host"),
-        ("volumes", view.least.volumes, "at the bandwidth of the volumes"),
-    )
-    for name, value, why in known:
-        if value is not None:
-            yield name, f"at least {units.seconds(value)}, {why}"
+    yield from least_rows(view.least, host=not view.lanes)
+    yield from played_rows(view.played, view.lanes)
+    for sentence in unknown_rates(view.plan, view.lanes, view.played):
+        yield "rates", sentence

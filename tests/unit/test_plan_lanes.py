@@ -1,0 +1,236 @@
+"""What offload moves in a step: its lanes, their least times, and the played time of the step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmtrain.cli.main import main
+from llmtrain.plan.described import described_run
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.offload_play import Computation, Order, Rates, play
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.played_step import merged
+from llmtrain.plan.program.offload_moves import Moves
+from llmtrain.plan.rank_buckets import rank_buckets
+
+HIDDEN, VOCAB, TOKENS, LAYERS = 64, 512, 32, 2
+RECIPE = """
+model: {family: llama, layers: 2, hidden: 64, heads: 2, ffn: 128, vocab: 512}
+data: {path: set, sequence_length: 32}
+train: {global_batch: 2, microbatch: 2}
+precision: {compute: bf16}
+zero: {stage: 0}
+activation_checkpointing: none
+offload: {optimizer: nvme, share: 1}
+"""
+UNKNOWN: dict[str, Any] = {
+    "accelerator": {"name": "nothing"},
+    "node": {"ranks": 1, "nvme": [{"path": "/fast"}, {"path": "/my disk"}]},
+}
+# All rates are low, so that the times are as of a large model.
+KNOWN: dict[str, Any] = {
+    "accelerator": {"peak": {"bf16": "1GFLOP/s"}, "host_link": "2MB/s", "bandwidth": "50MB/s"},
+    "node": {
+        "ranks": 1,
+        "host": {"bandwidth": "10MB/s"},
+        "nvme": [{"path": "/fast", "bandwidth": "6MB/s"}, {"path": "/slow", "bandwidth": "2MB/s"}],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_folder_with_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE)
+
+
+def words(cluster: dict[str, Any] | None, *keys: str) -> list[str]:
+    return [*keys, *([] if cluster is None else [f"cluster={json.dumps(cluster)}"])]
+
+
+def made(cluster: dict[str, Any], *keys: str, ranks: int = 1) -> Plan:
+    return make_plan(*described_run("tiny.yaml", words(cluster, *keys), ranks))
+
+
+def shown(capsys: pytest.CaptureFixture[str], cluster: dict[str, Any] | None, *keys: str, ranks: int = 1) -> Any:
+    assert main(["plan", "tiny.yaml", *words(cluster, *keys), "--ranks", str(ranks), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def lane_of(found: Any, name: str, way: str) -> Any:
+    (lane,) = (one for one in found["lanes"] if (one["lane"], one["way"]) == (name, way))
+    return lane
+
+
+def unit_elements(plan: Plan) -> list[int]:
+    """Elements of the embedding, the blocks and the head, all of which fit into one bucket."""
+    found = [one.numel for one in rank_buckets(plan, 0)]
+    assert found[0] == found[-1] - HIDDEN == VOCAB * HIDDEN
+    assert len(found) == LAYERS + 2
+    return found
+
+
+def test_lanes_of_two_unlike_volumes(capsys: pytest.CaptureFixture[str]) -> None:
+    found, sizes = shown(capsys, KNOWN), unit_elements(made(KNOWN))
+    total = sum(sizes)
+    # Master and two moments, in whole pages, three quarters of them on the volume that is three times as fast.
+    files = sum(3 * (-(-4 * size // 4096) * 4096) for size in sizes)
+    for way in ("read", "written"):
+        fast, slow = (lane_of(found, path, way) for path in ("/fast", "/slow"))
+        assert fast["bytes"] + slow["bytes"] == files
+        assert fast["bytes"] == pytest.approx(0.75 * files, abs=4096)
+        assert (fast["bytes_per_s"], fast["seconds"]) == (6e6, fast["bytes"] / 6e6)
+        assert (slow["bytes_per_s"], slow["seconds"]) == (2e6, slow["bytes"] / 2e6)
+    # Gradients go down in fp32, weights come up in bf16.
+    assert lane_of(found, "host link", "to the host")["seconds"] == 4 * total / 2e6
+    assert lane_of(found, "host link", "to the device")["seconds"] == 2 * total / 2e6
+    # States are read and written, gradients are read, weights are written.
+    assert lane_of(found, "AdamW on the CPU", "read and written")["seconds"] == (24 + 4 + 2) * total / 10e6
+    assert len(found["lanes"]) == 7
+    assert found["unknown_rates"] == []
+    least = found["least_seconds"]
+    assert least["volumes"] == max(lane_of(found, path, "read")["seconds"] for path in ("/fast", "/slow"))
+    assert (least["link"], least["host"]) == (4 * total / 2e6, 30 * total / 10e6)
+
+
+def by_hand(found: Any, sizes: list[int], forward: list[float], backward: list[float]) -> float:
+    """Return the seconds of a step in which one thread steps a bucket of each unit, once the norm is known.
+
+    All four are read ahead, one after the other on each volume. Each then goes through link, processor and link. The
+    next forward pass waits for each unit's weights.
+    """
+    rate = max(lane_of(found, path, "read")["seconds"] for path in ("/fast", "/slow"))
+    read = clock = thread = 0.0
+    total = sum(sizes)
+    for size, seconds in zip(sizes, forward, strict=True):
+        read += rate * size / total
+        thread = max(thread, read) + 4 * size / 2e6 + 30 * size / 10e6 + 2 * size / 2e6
+        clock = max(clock, thread) + seconds
+    return clock + sum(backward)
+
+
+def test_a_played_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    found, sizes = shown(capsys, KNOWN), unit_elements(made(KNOWN))
+    played = found["played"]
+    assert (played["rank"], played["unplayed"]) == (0, None)
+    assert played["moves"] == pytest.approx(by_hand(found, sizes, [0.0] * 4, [0.0] * 4), rel=0.01)
+    # Two sequences; products of 2 FLOPs for each element of a matrix, and attention's two.
+    matrices = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128
+    block = 2 * TOKENS * (2 * matrices + 4 * HIDDEN * TOKENS) / 1e9
+    forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 1e9]
+    backward = [2 * seconds for seconds in forward]
+    assert played["whole"] == pytest.approx(by_hand(found, sizes, forward, backward), rel=0.01)
+    assert sum(forward + backward) == pytest.approx(found["least_seconds"]["compute"])
+    # Four microbatches are four times as much computation, of which only the first forward pass waits.
+    more = shown(capsys, KNOWN, "train.global_batch=8")["played"]["whole"]
+    assert more - played["whole"] == pytest.approx(3 * sum(forward + backward), rel=1e-6)
+    # Activation checkpointing computes the blocks' forward passes again.
+    again = shown(capsys, KNOWN, "activation_checkpointing=full")["played"]["whole"]
+    assert again - played["whole"] == pytest.approx(2 * block, rel=1e-6)
+
+
+def test_spare_memory_shortens_the_played_step(capsys: pytest.CaptureFixture[str]) -> None:
+    none, full = (shown(capsys, KNOWN, f"offload.spare={spare}")["played"] for spare in (0, 1))
+    assert full["whole"] < none["whole"]
+
+
+def test_the_device_steps_at_its_own_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    found, total = shown(capsys, KNOWN, "offload.step=device"), sum(unit_elements(made(KNOWN)))
+    assert lane_of(found, "AdamW on the device", "read and written")["seconds"] == 30 * total / 50e6
+    assert lane_of(found, "host link", "to the host")["seconds"] == 12 * total / 2e6
+    assert "AdamW on the CPU" not in [one["lane"] for one in found["lanes"]]
+    assert found["played"]["moves"] > 12 * total / 2e6
+
+
+def test_the_ranks_of_a_node_share_volumes_and_processors(capsys: pytest.CaptureFixture[str]) -> None:
+    two = {**KNOWN, "node": {**KNOWN["node"], "ranks": 2}}
+    one, both = shown(capsys, KNOWN), shown(capsys, two, "train.global_batch=4", ranks=2)
+    for name, way in (("/fast", "read"), ("/slow", "written"), ("AdamW on the CPU", "read and written")):
+        assert lane_of(both, name, way)["ranks"] == 2
+        assert lane_of(both, name, way)["bytes"] == pytest.approx(2 * lane_of(one, name, way)["bytes"], rel=0.01)
+    assert lane_of(both, "host link", "to the host") == lane_of(one, "host link", "to the host")
+    assert both["played"]["moves"] > 1.5 * one["played"]["moves"]
+
+
+def test_unknown_rates_name_the_command_and_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, UNKNOWN)
+    assert all(one["bytes"] > 0 for one in found["lanes"])
+    assert {one["seconds"] for one in found["lanes"]} == {None}
+    assert (found["played"]["moves"], found["played"]["whole"]) == (None, None)
+    measured, stated = found["unknown_rates"]
+    assert measured == (
+        "not known of /fast, /my disk, host link, AdamW on the CPU; `llmtrain bench memory --paths /fast --paths "
+        "'/my disk' --output FILE` measures them, and cluster=FILE states them"
+    )
+    assert stated == "accelerator.peak.bf16 of the cluster file is not stated; take it from the datasheet"
+    assert main(["plan", "tiny.yaml", *words(UNKNOWN)]) == 0
+    said = capsys.readouterr().out
+    assert "not known without all rates" in said
+    assert "`llmtrain bench memory --paths /fast" in said
+
+
+def test_the_moves_are_played_without_a_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    unstated = {**KNOWN, "accelerator": {"host_link": "2MB/s"}}
+    found = shown(capsys, unstated)
+    assert found["played"]["moves"] == shown(capsys, KNOWN)["played"]["moves"]
+    assert found["played"]["whole"] is None
+    (said,) = found["unknown_rates"]
+    assert "accelerator.peak.bf16" in said
+
+
+def test_what_a_gpu_copies_of_weights_gradients_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and sums of gradients on the host, two microbatches, memory for units in use alone."""
+    keys = ("offload.optimizer=none", "offload.share=0", "offload.parameters=host", "zero.resident=0")
+    many = ("train.global_batch=4", "model.layers=8", "activation_checkpointing=full", "offload.activations=host")
+    plan = make_plan(*described_run("tiny.yaml", words(KNOWN, *keys, *many), 1))
+    found, total = shown(capsys, KNOWN, *keys, *many), 0
+    for name, placement in plan.sharding.placements.items():
+        assert placement.moves_weights, name
+    total = found["parameters"]
+    down, up = (lane_of(found, "host link", way)["bytes"] for way in ("to the host", "to the device"))
+    activations = found["memory"]["roles"][0]["activations_moved"]
+    assert activations > 0
+    # The gradients of both microbatches in bf16, and the weights once they are stepped.
+    assert down == pytest.approx(2 * 2 * total + 2 * total + activations, rel=0.01)
+    # The weights of nearly all units for each pass, and the sums, in fp32, which the device steps.
+    assert 4 * total + 3 * 2 * total < up - activations <= 4 * total + 4 * 2 * total
+    assert found["played"] is None
+
+
+def test_other_states_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, KNOWN, "offload.parameters=nvme", "offload.gradients=none")
+    assert found["played"] == {"rank": 0, "moves": None, "whole": None, "unplayed": "weights"}
+    assert main(["plan", "tiny.yaml", *words(KNOWN, "offload.parameters=nvme", "offload.gradients=none")]) == 0
+    assert "not known, as weights move too; no step is shorter than its busiest lane, " in capsys.readouterr().out
+
+
+def test_nothing_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("offload.optimizer=none", "offload.share=0")
+    for cluster in (None, KNOWN):
+        found = shown(capsys, cluster, *keys)
+        assert (found["lanes"], found["played"], found["unknown_rates"]) == ([], None, [])
+        assert main(["plan", "tiny.yaml", *words(cluster, *keys)]) == 0
+        assert "lane of a step" not in capsys.readouterr().out
+
+
+def test_a_cpu_steps_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    found = shown(capsys, None, "offload.paths=[/scratch]")
+    assert [(one["lane"], one["ranks"]) for one in found["lanes"]] == [
+        ("/scratch", 1), ("/scratch", 1), ("AdamW on the CPU", 1),
+    ]  # fmt: skip
+    (said,) = found["unknown_rates"]
+    assert "--paths /scratch " in said
+
+
+def test_neighbours_are_played_as_one() -> None:
+    moves = [Moves(unit, place % 2 == 0, 10, False, 40, 20, 0, 20, (90, 30)) for unit in (0, 1) for place in range(64)]
+    few = merged(moves, 16)
+    assert len(few) == 16
+    for name in ("elements", "down", "up"):
+        assert sum(getattr(one, name) for one in few) == sum(getattr(one, name) for one in moves)
+    assert [sum(one.files[volume] for one in few) for volume in (0, 1)] == [128 * 90, 128 * 30]
+    given = Computation([0.1, 0.1], [0.2, 0.2]), Rates(down=1e4, up=1e4, step=1e4, files=(1e4, 5e3)), Order(4)
+    exact, rough = (play(some, *given).seconds for some in (moves, few))
+    assert rough == pytest.approx(exact, rel=0.1)
+    assert merged(moves, 1000) == sorted(moves, key=lambda one: (one.unit, not one.spare))

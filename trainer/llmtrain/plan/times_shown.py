@@ -1,0 +1,76 @@
+"""The times of a step, as rows of tables and sentences. No torch in here."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from llmtrain_data import units
+
+from llmtrain.plan.lanes import CPU, DEVICE, Lane, volume_paths
+from llmtrain.plan.least_time import LeastTime, compute_peak
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.played_step import PlayedStep
+
+LANE_COLUMNS = ("lane of a step", "way", "ranks", "bytes", "rate", "least time")
+
+
+def lane_rows(found: Sequence[Lane], threads: int | None) -> Iterator[Sequence[object]]:
+    """Yield the rows of a table of lanes. threads: with which each rank steps offloaded states on the CPU, if that is
+    known."""
+    for lane in found:
+        stepping = lane.name == CPU and threads is not None
+        name = f"{lane.name}, {units.count(threads or 0, 'thread')} a rank" if stepping else lane.name
+        rate = "not known" if lane.rate is None else units.rate(lane.rate)
+        seconds = "-" if lane.seconds is None else units.seconds(lane.seconds)
+        yield name, lane.way, lane.ranks, units.size(lane.nbytes), rate, seconds
+
+
+def least_rows(least: LeastTime, host: bool) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for each lower bound of a step's time. host: with that of a step by the host's processors."""
+    known = (
+        ("compute", least.compute, "at the accelerator's peak"),
+        ("optimizer", least.optimizer, "at the bandwidth of the accelerator's memory"),
+        ("optimizer on the host", least.host if host else None, "at the bandwidth of the host's memory"),
+    )
+    for name, value, why in known:
+        if value is not None:
+            yield name, f"at least {units.seconds(value)}, {why}"
+
+
+def played_rows(played: PlayedStep | None, found: Sequence[Lane]) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for a step that was played, and why it was not."""
+    if played is None:
+        return
+    if played.unplayed is not None:
+        known = [lane.seconds for lane in found if lane.seconds is not None]
+        least = f"; no step is shorter than its busiest lane, {units.seconds(max(known))}" if known else ""
+        yield "step, played", f"not known, as {played.unplayed} move too{least}"
+    elif played.moves is None:
+        yield "step, played", "not known without all rates"
+    elif played.whole is None:
+        yield "step, played", f"{units.seconds(played.moves)} on rank {played.rank}, without the computation"
+    else:
+        yield (
+            "step, played",
+            f"{units.seconds(played.whole)} on rank {played.rank} with the computation at the accelerator's peak, "
+            f"{units.seconds(played.moves)} without",
+        )
+
+
+def unknown_rates(plan: Plan, found: Sequence[Lane], played: PlayedStep | None) -> list[str]:
+    """Return a sentence about the rates that a command measures, and one about those that a datasheet has. found: of
+    which some rates are not known."""
+    unknown, paths = [lane for lane in found if lane.rate is None], volume_paths(plan)
+    measured = list(dict.fromkeys(lane.name for lane in unknown if lane.name != DEVICE))
+    stated = dict.fromkeys(lane.key for lane in unknown if lane.name == DEVICE)
+    accelerator = plan.cluster.accelerator if plan.cluster else None
+    if played is not None and accelerator is not None and compute_peak(plan, accelerator) is None:
+        stated[f"accelerator.peak.{plan.compute}"] = None
+    sentences = list[str]()
+    if measured:
+        folders = "".join(f"--paths {shlex.quote(path)} " for path in paths if path in measured)
+        names = ", ".join(measured)
+        command = f"llmtrain bench memory {folders}--output FILE"
+        sentences.append(f"not known of {names}; `{command}` measures them, and cluster=FILE states them")
+    if stated:
+        sentences.append(f"{' and '.join(stated)} of the cluster file is not stated; take it from the datasheet")
+    return sentences
