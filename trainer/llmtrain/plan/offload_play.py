@@ -196,7 +196,8 @@ class _Play:
                 entered.append((do, place, self._files("read", place)))
                 self._note(do, place)
             do, place, read = entered.popleft()
-            yield read
+            # It may have been read long ago.
+            yield max(read, self._now)
             yield from self._bucket(do, place)
 
     def _publish(self) -> _Process:
