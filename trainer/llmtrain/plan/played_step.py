@@ -138,7 +138,7 @@ def _links(moves: Sequence[Moves]) -> Sequence[tuple[str, Sequence[int]]]:
 
 def _share(lane: Lane | None, own: int) -> float | None:
     """Return the rate at which a rank's own part of a lane is done when the whole lane is; None if the lane's rate is
-    not known. lane: None if nothing moves on it."""
-    if lane is None:
+    not known. lane: None if nothing moves on it. own: 0 if the rank moves nothing."""
+    if lane is None or not own:
         return inf
     return None if lane.seconds is None else own / lane.seconds
