@@ -23,6 +23,7 @@ CASES = [
     ("plan", 1024, ()),
     ("plan", 16384, ()),
     ("plan", 16384, ("pipeline.schedule=zero-bubble-v", "zero.stage=0", "cluster.accelerator.memory=141GB")),
+    ("plan", 16384, ("offload.activations=host",)),
     ("plan", 1024, ("zero.stage=3",)),
     ("plan", 16384, ("zero.stage=3",)),
     ("plan", 16384, ("zero.stage=3", "zero.resident=3GB")),
