@@ -95,6 +95,7 @@ OFFLOAD = {
     "optimizer on the host": Case(2, (_stage(1), *HOST)),
     "optimizer on the host, stage 3": Case(2, (_stage(3), *HOST)),
     "optimizer on the host, stepped on the device": Case(2, (_stage(1), *HOST, ON_DEVICE)),
+    "optimizer on the host, bf16 sums": Case(1, (*HOST, "precision.gradients=compute")),
     "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8)),
     "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6")),
     "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),

@@ -15,6 +15,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.logger import is_logged
 from llmtrain.telemetry.metrics import read_metrics
 from strategies import COVERING as SHARDED
+from strategies import NARROW_SUMS
 from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, every, every_zero
 
@@ -69,6 +70,7 @@ FEW_CASES = [
         *[case for case, _ in SHARDED if case.world in (4, 6) and case.accumulation == 4][::3],
         *cases(GRIDS)[3:8],
         *cases(QUANTIZED)[:3],
+        *NARROW_SUMS,
     ]
 ]
 MANY = [*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]

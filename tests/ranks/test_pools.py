@@ -14,6 +14,7 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.roles import roles
 from llmtrain.recipe.load import load_recipe
 from strategies import COVERING as SHARDED
+from strategies import NARROW_SUMS
 from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, grid
 from test_handed import cases
@@ -24,7 +25,7 @@ NARROW = [
     Case(4, (keys, HALF), node=node, accumulation=2)
     for keys in ("zero.stage=1", "zero.stage=2", "zero.stage=3", "zero.preset=mics", "zero.preset=topo")
     for node in (1, 2, 4)
-]
+] + NARROW_SUMS
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
 OFFLOAD = [
     Case(2, ("zero.stage=1", "offload.optimizer=host", "offload.share=0.3")),
