@@ -21,7 +21,6 @@ from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
-from llmtrain.training import batches
 from machine import Event, Stream
 from nccl_calls import Work
 
@@ -78,14 +77,6 @@ def _at_once(ticket: object, job: Any) -> Any:
     return job
 
 
-@contextmanager
-def _late_steps() -> Any:
-    """Weights that nothing waits for. While the main thread waits for a batch, the threads that step get their turn,
-    so batches are read on the main thread."""
-    with deaf(StepTicket, "wait"), mock.patch.object(batches, "waiting_stream", stream.new_stream):
-        yield
-
-
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
     "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
@@ -108,7 +99,7 @@ RACES = {
     ),
     "gradients on the host": Twin(CASES["optimizer on the host"], deaf(Copies, "wait")),
     "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(Copies, "wait")),
-    "stepped weights": Twin(CASES["optimizer on the host"], _late_steps()),
+    "stepped weights": Twin(CASES["optimizer on the host"], mock.patch.object(StepTicket, "wait", _nothing)),
     "stored weights": Twin(CASES["weights on the host"], deaf(GatheredWeights, "_wait_until_stored")),
     "sums on the host": Twin(
         CASES["gradients on the host, one rank"], mock.patch.object(CudaThreadStream, "submit", _thread_at_once)
