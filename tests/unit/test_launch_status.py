@@ -78,6 +78,9 @@ def test_time_left_is_at_the_pace_of_all_that_a_run_does() -> None:
     assert seconds_left(rows, 40) == 30.0
     assert seconds_left(rows[:1], 40) == 30.0
     assert seconds_left(rows[1:2], 40) is None
+    # Somebody has edited them.
+    for first, last in ((50.0, 10.0), (-1e308, 1e308)):
+        assert seconds_left([{"step": 1, "elapsed_s": first}, {"step": 5, "elapsed_s": last}], 9) is None
 
 
 def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

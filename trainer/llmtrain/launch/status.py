@@ -1,5 +1,6 @@
 """The progress of runs and the state of their jobs, from the runs' folders and from Slurm if there is one."""
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -140,14 +141,15 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
     """Return the seconds from the newest row until the last step, at the pace of the rows: evaluations and checkpoints
-    take their time too. None without a step's row."""
+    take their time too. None without a step's row, or where the rows make no sense."""
     logged = [row for row in rows if "event" not in row]
     if not logged:
         return None
     first, last = logged[0], logged[-1]
     before, now, done = first.get("elapsed_s"), last.get("elapsed_s"), last["step"] - first["step"]
     pace = last.get("step_time_s") if before is None or now is None or done < 1 else (now - before) / done
-    return None if pace is None else pace * (steps - last["step"])
+    left = None if pace is None else pace * (steps - last["step"])
+    return left if left is not None and 0 <= left < math.inf else None
 
 
 def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:
