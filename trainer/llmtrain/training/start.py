@@ -16,6 +16,7 @@ from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
+from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.offload_check import offload_problem
@@ -63,6 +64,8 @@ def start(
     with _reported_once(place):
         if problems:
             raise BadInputError(problems[0])
+    if place is None and facts.device == "cpu":
+        set_waiting(os.environ, facts.world)
     if place is not None or facts.world == 1:
         with loading("the trainer", place is None or place.is_first):
             from llmtrain.training.rank import run_rank
