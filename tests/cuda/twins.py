@@ -119,8 +119,8 @@ def _pageable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device)
 
 
-def _each_number(self: ranks.Ranks, values: Any) -> list[float]:
-    return [float(value) for value in values]
+def _each_number(self: ranks.Ranks, values: Any) -> torch.Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def _backwards(self: Engine, numbers: Any) -> None:
@@ -131,7 +131,7 @@ def _backwards(self: Engine, numbers: Any) -> None:
 STEP = Engine.step
 OTHERS = {
     "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
-    "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sum_all", _each_number)),
+    "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
 }
 TWINS = RACES | OTHERS

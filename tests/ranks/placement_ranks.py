@@ -25,7 +25,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.optim.config import AdamW
-from llmtrain.optim.step import clip_divisor, step_numbers
+from llmtrain.optim.step import step_divisor, step_numbers
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.plan.placement import Placement
@@ -131,7 +131,8 @@ def train(ranks: Ranks, cuts: tuple[tuple[int, int, int], tuple[int, int, int]])
         squares = engine.gradients.squared_norm()
         dist.all_reduce(squares)
         norms.append(float(squares.sqrt()))
-        numbers = step_numbers(ADAMW, rate(step), step + 1, torch.tensor(clip_divisor(norms[-1], 1.0, ADAMW.clip)))
+        divisor = step_divisor(torch.zeros(()), squares.sqrt(), 1.0, ADAMW.clip)
+        numbers = step_numbers(ADAMW, rate(step), step + 1, divisor)
         for unit in units:
             unit.step(numbers)
             engine.weights.update(unit)

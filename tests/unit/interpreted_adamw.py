@@ -29,6 +29,14 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=["device", "host"])
+def decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the divisor is. The kernel takes one of the host as a number."""
+    if request.param == "host":
+        monkeypatch.setattr(AdamWStep, "decided_on", lambda self, device: None)
+
+
+@pytest.mark.usefixtures("decided")
 @pytest.mark.parametrize("numbers", [CLIPPED, PLAIN, replace(CLIPPED, weight_decay=0.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(dtype: torch.dtype, numbers: AdamWStep) -> None:
@@ -105,12 +113,22 @@ def test_gradients_that_are_not_finite(bad: float) -> None:
     assert int((~ours[2].isfinite()).sum()) == 4
 
 
+def test_a_step_without_a_divisor_is_skipped() -> None:
+    """States stay, whatever the gradients are, and weights are what they are masters of."""
+    *ours, gradient = states(2 * TILE + 9)
+    before, gradient[::7] = [each.clone() for each in ours], torch.nan
+    weight = torch.full((len(gradient),), 7, dtype=torch.bfloat16)
+    adamw("triton", *ours, gradient, replace(CLIPPED, gradient_divisor=torch.tensor(torch.nan)), weight)
+    assert_same_bits([*ours, weight], [*before, before[0].bfloat16()])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_moved(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three states and the gradient are read, three states and the weight written: 28 bytes and the weight's."""
+    """Three states and the gradient are read, three states and the weight written: 28 bytes and the weight's. Each
+    program reads the divisor."""
     numel = 8 * TILE + 3
     *ours, gradient = states(numel)
     with counted(monkeypatch) as moved:
         adamw("triton", *ours, gradient, CLIPPED, torch.zeros(numel, dtype=dtype), decay=random_decay(numel, 7, 0))
     assert moved.stored == numel * (12 + dtype.itemsize)
-    assert moved.loaded == numel * 16
+    assert moved.loaded == numel * 16 + 4 * 9

@@ -165,6 +165,15 @@ def test_reference_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert_same_bits(*results)
 
 
+def test_torch_skips_a_step_without_a_divisor() -> None:
+    """The divisor is on the device of the states, here a CPU."""
+    *ours, gradient = states(1000)
+    before, gradient[::7] = [each.clone() for each in ours], torch.nan
+    weight = torch.full((1000,), 7, dtype=torch.bfloat16)
+    adamw("torch", *ours, gradient, replace(CLIPPED, gradient_divisor=torch.tensor(torch.nan)), weight)
+    assert_same_bits([*ours, weight], [*before, before[0].bfloat16()])
+
+
 @pytest.mark.parametrize("weight_dtype", WEIGHTS[1:])
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_backends_write_weights(backend: str, weight_dtype: torch.dtype) -> None:

@@ -17,16 +17,19 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("target", [NVIDIA, AMD], ids=["sm_90", "gfx90a"])
+@pytest.mark.parametrize("given", ["*fp32", None])
 @pytest.mark.parametrize("weight", ["*bf16", "*fp32", None])
-def test_compiles_for_gpus(weight: str | None, target: tuple[str, int | str, int]) -> None:
+def test_compiles_for_gpus(weight: str | None, given: str | None, target: tuple[str, int | str, int]) -> None:
     """Eight programs of 128 threads fit an H100's multiprocessor; products and sums are rounded separately; with any
-    number of elements, whole tiles are moved in accesses of four."""
+    number of elements, whole tiles are moved in accesses of four. given: the divisor on the device."""
     from llmtrain_kernels.adamw import triton_backend as kernels
 
     pointers = dict.fromkeys(STATES, "*fp32") | ({} if weight is None else {"weight": weight})
     types = pointers | {"numel": "i32", "places": ("i64",) * kernels.PLACES}
+    types |= {} if given is None else {"given": given}
     types |= dict.fromkeys(NUMBERS, "fp32")
-    constants = {"first": kernels.FIRST, "tile": kernels.TILE} | ({"weight": None} if weight is None else {})
+    constants = {"first": kernels.FIRST, "tile": kernels.TILE}
+    constants |= {name: None for name, kind in (("weight", weight), ("given", given)) if kind is None}
     found = compiled(kernels._adamw, types, constants, {*pointers}, kernels.OPTIONS, target)
     assert found.spilled == 0
     assert found.registers <= 64

@@ -1,12 +1,15 @@
 """Schedules, clipping and loss scale."""
 
 from itertools import pairwise
+from math import inf, isfinite, nan
 
 import pytest
+import torch
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.optim.lr_schedule import learning_rate
-from llmtrain.optim.step import clip_divisor
+from llmtrain.optim.step import step_divisor
+from torch import Tensor
 
 
 def rates(schedule: str, steps: int = 100, **keys: float) -> list[float]:
@@ -47,7 +50,20 @@ def test_constant_stays() -> None:
     [(0.5, 1.0, 1.0, 1.0), (4.0, 1.0, 1.0, 4.0), (4.0, 1.0, 0.0, 1.0), (4.0 * 8, 8.0, 1.0, 32.0), (4.0, 8.0, 1.0, 8.0)],
 )
 def test_divisor_undoes_scale_and_clips(norm: float, scale: float, clip: float, divisor: float) -> None:
-    assert clip_divisor(norm, scale, clip) == pytest.approx(divisor)
+    found = step_divisor(one(1.0), one(norm), scale, clip)
+    assert (found.dtype, float(found)) == (torch.float32, divisor)
+
+
+@pytest.mark.parametrize("loss", [2.0, inf, nan])
+@pytest.mark.parametrize("norm", [3.0, inf, nan])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_there_is_no_divisor_without_finite_numbers(loss: float, norm: float, clip: float) -> None:
+    found = step_divisor(one(loss), one(norm), 8.0, clip)
+    assert isfinite(found) == (isfinite(loss) and isfinite(norm))
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def test_loss_scale_halves_and_doubles() -> None:

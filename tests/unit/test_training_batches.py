@@ -17,6 +17,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
+from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_data.dataset import Samples
 from llmtrain_data.errors import DataError
@@ -34,7 +35,7 @@ SEED = 1234
 REWIND = ("on_spike.threshold=3.0", "on_spike.window=3", "on_spike.action=rewind")
 
 Train = Callable[..., None]
-Change = Callable[[Run, int, loop.Passes], loop.Passes]
+Change = Callable[[Run, int, Passes], Passes]
 
 
 @pytest.fixture
@@ -83,8 +84,12 @@ def test_a_run_reads_each_batch_once(train: Train, read: list[int]) -> None:
 def test_a_stopped_run_resumes_with_the_batch_after_its_last(
     train: Train, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def stops(run: Run, step: int, passes: Passes) -> Passes:
+        passes.sums[1] += step == 4
+        return passes
+
     with monkeypatch.context() as patch:
-        change(patch, lambda run, step, passes: passes._replace(stopping=step == 4))
+        change(patch, stops)
         with pytest.raises(PreemptedError, match="step 5"):
             train()
     # One was read ahead.
@@ -101,9 +106,10 @@ def test_a_rewind_passes_over_what_was_read(
     """Also in the last step, after which nothing was to be read."""
     taken: list[int] = []
 
-    def spoilt(run: Run, step: int, passes: loop.Passes) -> loop.Passes:
+    def spoilt(run: Run, step: int, passes: Passes) -> Passes:
         taken.append(run.progress.samples)
-        return passes._replace(loss=passes.loss * (10 if step == at and not run.progress.rewinds else 1))
+        passes.sums[0] *= 10 if step == at and not run.progress.rewinds else 1
+        return passes
 
     change(monkeypatch, spoilt)
     train("train.eval_every=0", *REWIND)
@@ -131,7 +137,7 @@ def test_damage_ends_the_run_at_the_step_of_its_batch(
 
 
 def test_an_error_in_a_step_leaves_no_thread(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(run: Run, step: int, passes: loop.Passes) -> loop.Passes:
+    def fails(run: Run, step: int, passes: Passes) -> Passes:
         raise RuntimeError("broken")
 
     change(monkeypatch, fails)

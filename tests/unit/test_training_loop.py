@@ -3,6 +3,8 @@
 import re
 import time
 from collections.abc import Callable
+from functools import partial
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,17 @@ from llmtrain.launch import run_lock as lock
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
+from llmtrain.sharding.engine import Engine
 from llmtrain.training import evaluate
 from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
+from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
+from llmtrain_kernels.adamw.step import AdamWStep
 from tiny import rows, write_corpus
+from torch import Tensor
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -119,12 +125,24 @@ def test_any_seed_will_do(train: Train) -> None:
     assert len(train("seed=9000000000000000000", "model.dropout=0.1", "train.steps=5")) == 5
 
 
+def stop_in(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    original = loop.forward_backward
+
+    def stopped(run: Run, step: int) -> Passes:
+        passes = original(run, step)
+        passes.sums[1] += step == last
+        return passes
+
+    monkeypatch.setattr(loop, "forward_backward", stopped)
+
+
 def break_step(monkeypatch: pytest.MonkeyPatch, broken: Callable[[int], bool]) -> None:
     original = loop.forward_backward
 
-    def spoilt(run: Run, step: int) -> loop.Passes:
+    def spoilt(run: Run, step: int) -> Passes:
         passes = original(run, step)
-        return passes._replace(norm=float("nan")) if broken(step) else passes
+        passes.sums[2] *= nan if broken(step) else 1
+        return passes
 
     monkeypatch.setattr(loop, "forward_backward", spoilt)
 
@@ -134,7 +152,7 @@ def test_a_run_whose_folder_was_taken_ends(train: Train, folder: Path, monkeypat
 
     original = loop.forward_backward
 
-    def take(run: Run, step: int) -> loop.Passes:
+    def take(run: Run, step: int) -> Passes:
         if step == 7:
             (folder / "runs" / "tiny" / lock.LOCK).write_text("{}")
             # Wait until the thread that renews the lock has seen the change.
@@ -164,6 +182,33 @@ def test_non_finite_step_is_skipped_whole(train: Train, folder: Path, monkeypatc
     assert shorter == [row for row in rows(folder / "runs" / "short") if row.get("event") == "eval"][-1]["loss"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_device_clips_and_skips_as_the_host_does(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """The CPU plays the device. The host launches each step before it reads the norm."""
+    keys = (f"precision.compute={precision}", "optimizer.backend=torch", "optimizer.clip=0.3")
+    break_step(monkeypatch, lambda step: step in {0, 5})
+    on_host, order, launch = train("name=host", *keys), list[str](), Engine.step
+
+    def launched(engine: Engine, numbers: AdamWStep) -> None:
+        order.append("launches")
+        launch(engine, numbers)
+
+    def wait(values: Tensor) -> Tensor:
+        order.append("waits")
+        return values
+
+    monkeypatch.setattr(Engine, "step", launched)
+    monkeypatch.setattr(loop, "start_to_host", lambda values: partial(wait, values))
+    monkeypatch.setattr(loop, "decided_on_device", lambda plan, device: True)
+    assert train("name=device", *keys) == on_host
+    assert order == ["launches", "waits"] * len(on_host)
+    assert [rows(folder / "runs" / name)[-1]["skipped_steps"] for name in ("host", "device")] == [2, 2]
+    norms = [row["grad_norm"] for row in rows(folder / "runs" / "device") if row.get("grad_norm")]
+    assert max(norms) > 0.3
+
+
 def test_too_many_non_finite_steps_stop_the_run(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_step(monkeypatch, lambda step: step >= 8)
     with pytest.raises(RunFailedError, match=r"3 steps in a row .*, up to step 11; the checkpoints in .* are sound"):
@@ -180,8 +225,7 @@ def test_stopped_run_goes_on_bit_exactly(
 ) -> None:
     keys = [f"precision.compute={precision}", "model.dropout=0.1", "train.eval_every=3"]
     calm = train("name=calm", *keys)
-    original = loop.forward_backward
-    monkeypatch.setattr(loop, "forward_backward", lambda run, step: original(run, step)._replace(stopping=step == 8))
+    stop_in(monkeypatch, 8)
     with pytest.raises(PreemptedError, match="step 9"):
         train(*keys)
     monkeypatch.undo()
@@ -312,7 +356,7 @@ def test_another_batch_goes_on_where_the_data_stopped(
     taken: list[int] = []
     original = loop.forward_backward
 
-    def noted(run: Run, step: int) -> loop.Passes:
+    def noted(run: Run, step: int) -> Passes:
         taken.append(run.progress.samples)
         return original(run, step)
 

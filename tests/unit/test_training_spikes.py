@@ -14,6 +14,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
+from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from tiny import rows, write_corpus
 
@@ -50,9 +51,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: range, stop_after: int | Non
     """Make the loss spike on some global batches of data, and ask the run to stop after a step."""
     original = loop.forward_backward
 
-    def spoilt(run: Run, step: int) -> loop.Passes:
+    def spoilt(run: Run, step: int) -> Passes:
         passes, factor = original(run, step), 10 if step + run.progress.passed in batches else 1
-        return passes._replace(loss=factor * passes.loss, stopping=passes.stopping or step + 1 == stop_after)
+        passes.sums[0] *= factor
+        passes.sums[1] += step + 1 == stop_after
+        return passes
 
     monkeypatch.setattr(loop, "forward_backward", spoilt)
 

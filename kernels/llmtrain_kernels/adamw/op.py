@@ -95,6 +95,7 @@ def _torch(master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, numbers: Adam
         [step],
         fused=True,
         grad_scale=numbers.divisor_on(master.device),
+        found_inf=None if (divisor := numbers.decided_on(master.device)) is None else divisor.isnan().float(),
         amsgrad=False,
         beta1=numbers.beta1,
         beta2=numbers.beta2,

@@ -8,8 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor,
-    best on the CPU; the step divides gradients by it first (loss scale and clipping in one). None: no division."""
+    """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
+    the step divides gradients by it first (loss scale and clipping in one). None: no division. Where it is on the
+    device of the states, the backends triton and torch leave the states as they are if it is NaN."""
 
     step: int
     lr: float
@@ -26,6 +27,12 @@ class AdamWStep:
         if divisor is None or divisor.device == device:
             return divisor
         return torch.full((), float(divisor), device=device)
+
+    def decided_on(self, device: torch.device) -> Tensor | None:
+        """Return `gradient_divisor` if it is on a device, which then decides whether it steps; None if the host has
+        decided."""
+        divisor = self.gradient_divisor
+        return divisor if divisor is not None and divisor.device == device else None
 
 
 @dataclass(frozen=True)

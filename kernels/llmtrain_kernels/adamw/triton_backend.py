@@ -32,15 +32,16 @@ def step(
     gradient: fp32, bf16 or fp16 `[n]`, read only. weight: of any of these dtypes, `[n]`, which receives the new
     masters. changes: ascending elements where weight decay begins and ends in turn.
     """
-    # An argument of the launch: as a tensor it would have to be on the device. Division by 1 changes no bit.
-    divisor = 1.0 if numbers.gradient_divisor is None else float(numbers.gradient_divisor)
-    _step([*before], [*after], gradient, weight, [divisor, *astuple(factors(numbers))], [*changes])
+    given = numbers.decided_on(gradient.device)
+    # One of the host is an argument of the launch. Division by 1 changes no bit.
+    divisor = 1.0 if given is not None or numbers.gradient_divisor is None else float(numbers.gradient_divisor)
+    _step([*before], [*after], gradient, weight, given, [divisor, *astuple(factors(numbers))], [*changes])
 
 
 @torch.library.custom_op("llmtrain::adamw", mutates_args=("after", "weight"))
 def _step(
-    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, shares: list[float],
-    changes: list[int],
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, given: Tensor | None,
+    shares: list[float], changes: list[int],
 ) -> None:  # fmt: skip
     numel = gradient.numel()
     if not numel:
@@ -48,13 +49,15 @@ def _step(
     places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
     with device_of(gradient):
         grid = (triton.cdiv(numel, TILE),)
-        _adamw[grid](*before, *after, gradient, weight, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS)
+        _adamw[grid](
+            *before, *after, gradient, weight, given, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS
+        )
 
 
 @_step.register_fake
 def _(
-    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, shares: list[float],
-    changes: list[int],
+    before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, given: Tensor | None,
+    shares: list[float], changes: list[int],
 ) -> None:  # fmt: skip
     return None
 
@@ -91,17 +94,35 @@ def _tile(
 
 
 @triton.jit
+def _keep(
+    master: tl.tensor, m: tl.tensor, v: tl.tensor, new_master: tl.tensor, new_m: tl.tensor, new_v: tl.tensor,
+    weight: tl.tensor, mask: tl.tensor, at: tl.tensor,
+) -> None:  # fmt: skip
+    value = tl.load(master + at, mask)
+    tl.store(new_m + at, tl.load(m + at, mask), mask)
+    tl.store(new_v + at, tl.load(v + at, mask), mask)
+    tl.store(new_master + at, value, mask)
+    if weight is not None:
+        tl.store(weight + at, value.to(weight.dtype.element_ty), mask)
+
+
+@triton.jit
 def _adamw(
     master: tl.tensor, m: tl.tensor, v: tl.tensor, new_master: tl.tensor, new_m: tl.tensor, new_v: tl.tensor,
-    gradient: tl.tensor, weight: tl.tensor, divisor: tl.tensor, m_share: tl.tensor, v_share: tl.tensor,
-    v_kept: tl.tensor, eps: tl.tensor, rate: tl.tensor, kept: tl.tensor, numel: tl.tensor, places: tl.tuple,
-    first: tl.constexpr, tile: tl.constexpr,
+    gradient: tl.tensor, weight: tl.tensor, given: tl.tensor, divisor: tl.tensor, m_share: tl.tensor,
+    v_share: tl.tensor, v_kept: tl.tensor, eps: tl.tensor, rate: tl.tensor, kept: tl.tensor, numel: tl.tensor,
+    places: tl.tuple, first: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * tile
     # All accesses take four elements, so that 16-bit weights need no exchange between threads.
     at, share = start + tl.max_contiguous(tl.arange(0, tile), 4), _kept(start, kept, places, first, tile)
+    if given is not None:
+        divisor = tl.load(given)
+    # A step that is skipped has no divisor.
+    if divisor != divisor:
+        _keep(master, m, v, new_master, new_m, new_v, weight, at < numel, at)
     # Without a mask, accesses take whole vectors, with any number of elements.
-    if start + tile <= numel:
+    elif start + tile <= numel:
         _tile(
             master, m, v, new_master, new_m, new_v, gradient, weight, divisor, m_share, v_share, v_kept, eps, rate,
             share, None, at,

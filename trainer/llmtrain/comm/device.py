@@ -131,12 +131,24 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def to_host(values: Tensor) -> Tensor:
     """Return values in the host's memory. The host waits once, until a GPU has computed and copied them."""
+    return start_to_host(values)()
+
+
+def start_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy values to the host's memory, in the order of a GPU's current stream. Return a function that waits
+    for that copy, but for nothing that is queued later, and returns it."""
     if in_host_memory(values):
-        return values
+        return lambda: values
     host = torch.empty_like(values, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return host
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
 
 
 class HostCopies:

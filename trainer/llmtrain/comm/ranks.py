@@ -109,9 +109,15 @@ class Ranks:
         return collectives_of(group, self.device, self.node, buffers, order)
 
     def sum_all(self, values: Sequence[float | Tensor]) -> list[float]:
-        """Return the sums of `values` over all ranks, in fp64, the same on every rank. Collective.
+        """Return the sums of `values` over all ranks; see `sums`. The host waits once for all of them. Collective."""
+        found: list[float] = to_host(self.sums(values)).tolist()
+        return found
 
-        values: numbers of the host, and scalars on this rank's device. The host waits once for all of them.
+    def sums(self, values: Sequence[float | Tensor]) -> Tensor:
+        """Return the sums of `values` over all ranks, fp64 `[n]` on this rank's device, the same on every rank.
+        Collective.
+
+        values: numbers of the host, and scalars on this rank's device.
         """
         numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
         summed = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
@@ -120,8 +126,7 @@ class Ranks:
                 summed[place] = value
         if self.layout.world > 1:
             self._sum_over_ranks(summed)
-        found: list[float] = to_host(summed).tolist()
-        return found
+        return summed
 
     def _sum_over_ranks(self, summed: Tensor) -> None:
         self.activity.record("all_reduce over all ranks")

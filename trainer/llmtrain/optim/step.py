@@ -1,22 +1,23 @@
 """The numbers of an optimizer step."""
 
+import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.optim.config import AdamW
 
 
-def clip_divisor(norm: float, loss_scale: float, clip: float) -> float:
-    """Return the divisor of gradients that undoes the loss scale and clips their norm to `clip` (0: no clipping).
+def step_divisor(loss: Tensor, norm: Tensor, loss_scale: float, clip: float) -> Tensor:
+    """Return the divisor of gradients that undoes the loss scale and clips their norm to `clip` (0: no clipping): a
+    fp32 scalar on the device of the arguments, NaN if one of these is not finite.
 
-    norm: global norm of the scaled gradients.
+    loss: of the global batch. norm: of the scaled gradients. Both are fp64 scalars.
     """
-    if clip == 0:
-        return loss_scale
-    return loss_scale * max(norm / (loss_scale * clip), 1.0)
+    share = (norm / (loss_scale * clip)).clamp(min=1.0) if clip else torch.ones_like(norm)
+    finite = loss.isfinite() & (norm / loss_scale).isfinite()
+    return torch.where(finite, loss_scale * share, torch.nan).float()
 
 
 def step_numbers(config: AdamW, lr: float, step: int, divisor: Tensor) -> AdamWStep:
-    """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: fp32 scalar on the CPU
-    that divides the gradients."""
+    """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: see AdamWStep."""
     return AdamWStep(step, lr, *config.betas, config.eps, config.weight_decay, divisor)

@@ -2,26 +2,29 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from math import isfinite, sqrt
-from typing import Any, NamedTuple, NoReturn
+from math import isfinite
+from typing import Any, NoReturn
 
 import torch
 from llmtrain_data.domain import validation_warnings
 from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.adamw.step import AdamWStep
+from torch import Tensor
 
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis
+from llmtrain.comm.device import in_host_memory, start_to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import StopRequest
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.optim.step import clip_divisor, step_numbers
+from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.logger import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
+from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare
 from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import rewind_states, save, start_states
@@ -116,19 +119,25 @@ def train_step(run: Run, step: int) -> bool:
         torch.manual_seed(((plan.seed * 1_000_003 + step) * 1_000_003 + run.ranks.rank - offset) % 2**63)
     lr = learning_rate(plan.optimizer, step, plan.training.steps)
     begin_step(run, lr)
-    loss, norm, stopping, seconds = forward_backward(run, step)
-    norm_value = norm / run.scale.value
+    passes = forward_backward(run, step)
+    coming, on_device = start_to_host(passes.sums), decided_on_device(plan, run.ranks.device)
+    if on_device:
+        # The host launches the optimizer step before it waits for the norm.
+        optimizer_step(run, lr, passes)
+    ended = Passes(coming())
+    loss, norm_value = float(ended.loss), float(ended.norm) / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     spike = finite and is_spike(plan.spikes, run.progress.losses, loss)
     if finite and not spike:
+        if not on_device:
+            optimizer_step(run, lr, ended)
         run.progress.applied += 1
-        optimizer_step(run, lr, norm)
         remember(plan.spikes, run.progress.losses, loss)
-    else:
+    elif not on_device:
         run.engine.skip_step()
     if spike and plan.spikes.action == "rewind":
         rewind(run, loss)
-        return stopping
+        return ended.stopping
     run.progress.step = step + 1
     run.progress.samples += plan.batch.sequences
     run.progress.tokens += plan.batch.tokens
@@ -144,49 +153,12 @@ def train_step(run: Run, step: int) -> bool:
             seconds=time.perf_counter() - started,
             skipped_steps=run.progress.skipped,
             passed_batches=run.progress.passed,
-            rank_seconds=seconds,
+            rank_seconds=ended.rank_seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
             offload=offload_usage(run, step),
         )
     )
-    return stopping
-
-
-class Passes(NamedTuple):
-    """The results of a step's passes, the same on all ranks. loss: mean over the global batch. norm: of the scaled
-    gradients. stopping: whether any rank was asked to stop. rank_seconds: `own_seconds` of all ranks."""
-
-    loss: float
-    norm: float
-    stopping: bool
-    rank_seconds: list[float]
-
-
-def forward_backward(run: Run, step: int) -> Passes:
-    """Run a step's forward and backward passes. Collective."""
-    plan, ranks = run.plan, run.ranks
-    batch, microbatch = plan.batch.sequences, plan.batch.microbatch
-    rows = run.batches.take(run.progress.samples, more=step + 1 < plan.training.steps)
-    share = microbatch / batch
-    losses = run.executor.train(rows.split(microbatch), share * run.scale.value)
-    # One small all-reduce for everything: each further one would wait again for the slowest rank.
-    square, speaks = run.engine.gradients.squared_norm(), ranks.layout.coordinate(ranks.rank, Axis.TENSOR) == 0
-    own: list[float | torch.Tensor] = [losses.double() * share * speaks, float(run.stop.asked), square]
-    loss_sum, stops, squares, *seconds = ranks.sum_all([*own, *own_seconds(run, step)])
-    return Passes(loss_sum, sqrt(squares), stops > 0, seconds)
-
-
-def own_seconds(run: Run, step: int) -> list[float]:
-    """Return, by rank, the seconds of a step's passes without waiting for others: this rank's own, and 0 for others.
-
-    Empty if the step is not logged, and in a run of one rank.
-    """
-    ranks = run.ranks
-    if not is_logged(run.plan, step + 1) or ranks.layout.world == 1:
-        return []
-    seconds = [0.0] * ranks.layout.world
-    seconds[ranks.rank] = ranks.activity.own_seconds()
-    return seconds
+    return ended.stopping
 
 
 def begin_step(run: Run, lr: float) -> None:
@@ -195,20 +167,20 @@ def begin_step(run: Run, lr: float) -> None:
     After a step that clipped, they wait for the norm: the next step clips as well, most likely, and what was stepped
     ahead would be discarded.
     """
-    divisor = clip_divisor(0.0, run.scale.value, 0.0)
-    run.engine.begin_step(None if run.clips else _numbers(run, lr, run.progress.applied + 1, divisor))
+    run.engine.begin_step(None if run.clips else _numbers(run, lr, torch.tensor(run.scale.value)))
 
 
-def optimizer_step(run: Run, lr: float, norm: float) -> None:
-    """Step every unit. norm: of the scaled gradients."""
-    divisor = clip_divisor(norm, run.scale.value, run.plan.optimizer.clip)
-    run.clips = divisor != run.scale.value
+def optimizer_step(run: Run, lr: float, passes: Passes) -> None:
+    """Step every unit. passes: on the device if that decides whether it steps, else on the host."""
+    divisor = passes.divisor(run.scale.value, run.plan.optimizer.clip)
+    if in_host_memory(divisor):
+        run.clips = float(divisor) != run.scale.value
     run.checkpoints.wait_until_taken()
-    run.engine.step(_numbers(run, lr, run.progress.applied, divisor))
+    run.engine.step(_numbers(run, lr, divisor))
 
 
-def _numbers(run: Run, lr: float, applied: int, divisor: float) -> AdamWStep:
-    return step_numbers(run.plan.optimizer, lr, applied, torch.tensor(divisor))
+def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:
+    return step_numbers(run.plan.optimizer, lr, run.progress.applied + 1, divisor)
 
 
 def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
