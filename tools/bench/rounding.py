@@ -199,9 +199,9 @@ def losses(folder: Path, ranks: Ranks, setting: Setting, seed: int, method: Meth
             run.engine.backward = keep_separate(run.engine.backward, units, Reduction(setting, method))  # type: ignore[method-assign]
         for step in range(STEPS):
             passes = forward_backward(run, step)
-            found.append(passes.loss)
+            found.append(float(passes.loss))
+            optimizer_step(run, learning_rate(plan.optimizer, step, STEPS), passes)
             run.progress.applied += 1
-            optimizer_step(run, learning_rate(plan.optimizer, step, STEPS), passes.norm)
     return found
 
 
