@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Callable
-from functools import partial
 from math import nan
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from llmtrain.launch import run_lock as lock
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.sharding.engine import Engine
 from llmtrain.training import evaluate
 from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
@@ -27,9 +25,7 @@ from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
-from llmtrain_kernels.adamw.step import AdamWStep
 from tiny import rows, write_corpus
-from torch import Tensor
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -180,33 +176,6 @@ def test_non_finite_step_is_skipped_whole(train: Train, folder: Path, monkeypatc
     monkeypatch.undo()
     train("name=short", "train.steps=7", "optimizer.schedule=constant")
     assert shorter == [row for row in rows(folder / "runs" / "short") if row.get("event") == "eval"][-1]["loss"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_device_clips_and_skips_as_the_host_does(
-    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
-    """The CPU plays the device. The host launches each step before it reads the norm."""
-    keys = (f"precision.compute={precision}", "optimizer.backend=torch", "optimizer.clip=0.3")
-    break_step(monkeypatch, lambda step: step in {0, 5})
-    on_host, order, launch = train("name=host", *keys), list[str](), Engine.step
-
-    def launched(engine: Engine, numbers: AdamWStep) -> None:
-        order.append("launches")
-        launch(engine, numbers)
-
-    def wait(values: Tensor) -> Tensor:
-        order.append("waits")
-        return values
-
-    monkeypatch.setattr(Engine, "step", launched)
-    monkeypatch.setattr(loop, "start_to_host", lambda values: partial(wait, values))
-    monkeypatch.setattr(loop, "decided_on_device", lambda plan, device: True)
-    assert train("name=device", *keys) == on_host
-    assert order == ["launches", "waits"] * len(on_host)
-    assert [rows(folder / "runs" / name)[-1]["skipped_steps"] for name in ("host", "device")] == [2, 2]
-    norms = [row["grad_norm"] for row in rows(folder / "runs" / "device") if row.get("grad_norm")]
-    assert max(norms) > 0.3
 
 
 def test_too_many_non_finite_steps_stop_the_run(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
