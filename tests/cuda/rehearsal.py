@@ -90,7 +90,7 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
     rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))
     nothing = SimpleNamespace(
-        wait_until_taken=lambda: None, check=lambda: None, step=lambda record: None, warn=print, asked=False
+        wait_until_taken=lambda: 0.0, check=lambda: None, step=lambda record: None, warn=print, asked=False
     )
     batches = BatchReader(cast(Any, rows), plan, ranks)
     yield Run(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.checkpoint.load import load, load_latest
-from llmtrain.checkpoint.manifest import BLOCK, MANIFEST, SIDECAR, digest, read_manifest
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, digest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
@@ -24,6 +24,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units
+from llmtrain.plan.checkpoint_copies import BLOCK
 
 T = TypeVar("T")
 STATES = ("master", "m", "v")

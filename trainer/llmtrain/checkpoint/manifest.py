@@ -23,9 +23,9 @@ from pydantic.dataclasses import dataclass
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
+from llmtrain.plan.checkpoint_copies import BLOCK
 
 MANIFEST, SIDECAR = "manifest.json", "manifest.json.xxh3"
-BLOCK = 16 * 1024**2
 ITEM = 4
 _LARGEST_MANIFEST = 256 * 1024**2
 # The format's own limit.

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -122,11 +123,13 @@ class Checkpointer:
         failure, self._failure = self._failure, None
         return failure
 
-    def wait_until_taken(self) -> None:
-        """Wait until the current save needs the states no longer: they may change."""
+    def wait_until_taken(self) -> float:
+        """Wait until the current save needs the states no longer: they may change. Return the seconds of that."""
+        started = time.perf_counter()
         if not self._taken.is_set():
             self._ranks.activity.begin("waiting until the checkpoint has read the states")
             self._taken.wait()
+        return time.perf_counter() - started
 
     def warning(self) -> str:
         """Return the warning of a save that succeeded, only once; empty on all ranks but the main one."""
@@ -238,6 +241,8 @@ class Checkpointer:
         for content in contents:
             self._ranks.activity.moving()
             yield content
+        # The system has all bytes. The states may change while it makes them durable.
+        self._taken.set()
 
     def _finish(self, save: _Save, results: list[_Result]) -> None:
         """Write the manifest of all shard files, and rename the checkpoint's folder."""

@@ -7,8 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
-from llmtrain.checkpoint.manifest import BLOCK, FileEntry, StoredRange, TensorEntry, digest
+from llmtrain.checkpoint.manifest import FileEntry, StoredRange, TensorEntry, digest
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
+from llmtrain.plan.checkpoint_copies import BLOCK
 
 
 @dataclass(frozen=True)

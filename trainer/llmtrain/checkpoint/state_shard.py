@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from llmtrain.checkpoint.safetensors_file import bytes_of
+from llmtrain.comm.device import to_host
 from llmtrain.model.tensors import UnitSpec
 
 
@@ -78,4 +79,5 @@ class StoredBytes:
     def __getitem__(self, part: slice) -> memoryview:
         """Return bytes from `part.start`, a multiple of 4."""
         start, stop, _ = part.indices(len(self))
-        return bytes_of(self.shard.read(self.name, self.first + start // 4, self.first + stop // 4))
+        # What stays of offloaded states is on the device.
+        return bytes_of(to_host(self.shard.read(self.name, self.first + start // 4, self.first + stop // 4)))

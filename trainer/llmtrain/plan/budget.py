@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.plan.activations import live_activations, recomputed_peak
-from llmtrain.plan.checkpoint_copies import copy_bytes
+from llmtrain.plan.checkpoint_copies import buffer_bytes, copy_bytes
 from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.own_needs import communicator_bytes, own_needs
@@ -98,6 +98,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
         "host_activations": borders.host,
         "activation_buffers": borders.buffers,
         "checkpoint_copies": copy_bytes(plan, role, device),
+        "checkpoint_buffers": buffer_bytes(plan, role),
     }
     buffers = _buffers(plan, role, programs, device) | {"offload_slots": outside.slots}
     whole = _device_memory(plan, role, device, buffers)

@@ -1,14 +1,18 @@
-"""The host memory in which a rank copies its states before a checkpoint is written in the background. No torch in
-here."""
+"""The host memory of a checkpoint: copies of states that are made before it is written in the background, and buffers
+through which states that rest elsewhere are read. No torch in here."""
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
 from llmtrain.plan.facts import Device
+from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
 STATE_BYTES = 12
 """Masters and two moments of an element, fp32."""
+
+BLOCK = 16 * 1024**2
+"""Bytes of a range that a checkpoint reads and writes at once."""
 
 
 def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
@@ -34,3 +38,14 @@ def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
         held = min(end, unit.numel if first else unit.replicated)
         elements += -(-held // (degrees.ranks // degrees.optimizer))
     return STATE_BYTES * elements
+
+
+def buffer_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes of the host's buffers through which a rank's checkpoint reads states that rest elsewhere; 0
+    if it reads none. A block is put together from parts of buckets, and those in files are read in whole pages."""
+    offload = plan.sharding.offload
+    if not offload.share:
+        return 0
+    block = min(BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
+    part = min(block, 4 * offload.bucket) + 3 * PAGE if offload.tier == "nvme" else 0
+    return block + part

@@ -1,7 +1,7 @@
 """What moves the states and activations that rest elsewhere than on the device: each volume and the host link in both
 directions, and what steps. Each has bytes of a step, a described rate, and so a least time. No torch in here."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -72,9 +72,32 @@ def volume_paths(plan: Plan) -> list[str]:
     return list(dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths)))
 
 
+@dataclass(frozen=True)
+class DescribedRates:
+    """What a cluster file states, in bytes per second; None if it does not. volumes: in each direction, by folder.
+    link: of a GPU and its host, each way. host: of the host's memory. device: of a device's memory."""
+
+    volumes: Mapping[str, float | None]
+    link: float | None
+    host: float | None
+    device: float | None
+
+
+def described_rates(plan: Plan) -> DescribedRates:
+    """Return the rates of a plan's description."""
+    if plan.cluster is None:
+        return DescribedRates({}, None, None, None)
+    node, accelerator = plan.cluster.node, plan.cluster.accelerator
+    return DescribedRates(
+        {one.path: _rate(one.bandwidth) for one in node.nvme},
+        _rate(accelerator.host_link) if accelerator else None,
+        _rate(node.host.bandwidth) if node.host else None,
+        _rate(accelerator.bandwidth) if accelerator else None,
+    )
+
+
 def _volumes(plan: Plan, moved: MovedOf) -> Iterator[Lane]:
-    nvme = plan.cluster.node.nvme if plan.cluster else ()
-    rates = {one.path: _rate(one.bandwidth) for one in nvme}
+    rates = described_rates(plan).volumes
     for path in volume_paths(plan):
         for place, way in enumerate(("read", "written")):
             nbytes, ranks = _most_of_a_node(plan, partial(_moved_on, moved, path, place))
@@ -83,23 +106,21 @@ def _volumes(plan: Plan, moved: MovedOf) -> Iterator[Lane]:
 
 
 def _link(plan: Plan, device: Device, programs: ProgramsOf) -> Iterator[Lane]:
-    accelerator = plan.cluster.accelerator if plan.cluster else None
     copied = [link_traffic(plan, role.rank, programs(role.rank), device).values() for role in roles(plan)]
-    rate = _rate(accelerator.host_link) if accelerator else None
+    rate = described_rates(plan).link
     for place, way in enumerate(("to the host", "to the device")):
         nbytes = max(sum(both[place] for both in of_rank) for of_rank in copied)
         yield Lane(name=LINK, way=way, nbytes=nbytes, ranks=1, rate=rate, key="accelerator.host_link")  # type: ignore[arg-type]
 
 
 def _steps(plan: Plan, device: Device) -> Iterator[Lane]:
-    host = plan.cluster.node.host if plan.cluster else None
+    rates = described_rates(plan)
     nbytes, ranks = _most_of_a_node(plan, lambda rank: stepped_by_cpu(plan, rank, device).nbytes)
-    rate = _rate(host.bandwidth) if host else None
-    yield Lane(name=CPU, way="read and written", nbytes=nbytes, ranks=ranks, rate=rate, key="node.host.bandwidth")
-    accelerator = plan.cluster.accelerator if plan.cluster else None
+    yield Lane(name=CPU, way="read and written", nbytes=nbytes, ranks=ranks, rate=rates.host, key="node.host.bandwidth")
     nbytes = max(stepped_by_device(plan, role.rank, device).nbytes for role in roles(plan))
-    rate = _rate(accelerator.bandwidth) if accelerator else None
-    yield Lane(name=DEVICE, way="read and written", nbytes=nbytes, ranks=1, rate=rate, key="accelerator.bandwidth")
+    yield Lane(
+        name=DEVICE, way="read and written", nbytes=nbytes, ranks=1, rate=rates.device, key="accelerator.bandwidth"
+    )
 
 
 def _rate(text: str | None) -> float | None:

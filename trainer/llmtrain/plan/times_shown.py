@@ -9,6 +9,7 @@ from llmtrain.plan.lanes import CPU, DEVICE, Lane, volume_paths
 from llmtrain.plan.least_time import LeastTime, compute_peak
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.played_step import PlayedStep
+from llmtrain.plan.save_hold import SaveHold
 
 LANE_COLUMNS = ("lane of a step", "way", "ranks", "bytes", "rate", "least time")
 
@@ -54,6 +55,27 @@ def played_rows(played: PlayedStep | None, found: Sequence[Lane]) -> Iterator[tu
             f"{units.seconds(played.whole)} on rank {played.rank} with the computation at the accelerator's peak, "
             f"{units.seconds(played.moves)} without",
         )
+
+
+def hold_rows(save: SaveHold | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for how long a checkpoint holds up the run."""
+    if save is None:
+        return
+    what = f"{units.size(save.taken)} of states of {units.count(save.ranks, 'rank')}"
+    seconds = None if save.seconds is None else units.seconds(save.seconds)
+    if not save.waits:
+        # A copy that takes an unknown time needs no line.
+        if seconds is not None:
+            yield "checkpoint", f"{what} are copied, which holds up the run for at least {seconds}"
+        return
+    waits = f"the next optimizer step waits until {what} are read"
+    if seconds is None:
+        yield "checkpoint", f"{waits}; how long is not known without all rates"
+    elif save.held is None:
+        yield "checkpoint", f"{waits}, which takes at least {seconds}, beside its passes"
+    else:
+        beside = f", beside {units.seconds(save.passes)} of its passes" if save.passes else ""
+        yield "checkpoint", f"{waits}, which takes at least {seconds}{beside}: held up for {units.seconds(save.held)}"
 
 
 def unknown_rates(plan: Plan, found: Sequence[Lane], played: PlayedStep | None) -> list[str]:

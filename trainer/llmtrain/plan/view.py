@@ -22,12 +22,13 @@ from llmtrain.plan.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.played_step import PlayedStep, played_step
+from llmtrain.plan.played_step import PlayedStep, played_step, rank_computation
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
+from llmtrain.plan.save_hold import SaveHold, save_hold
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic, step_traffic
-from llmtrain.plan.times_shown import LANE_COLUMNS, lane_rows, least_rows, played_rows, unknown_rates
+from llmtrain.plan.times_shown import LANE_COLUMNS, hold_rows, lane_rows, least_rows, played_rows, unknown_rates
 from llmtrain.plan.volume_traffic import Moved, moved_of
 
 LABELS: Mapping[str, str] = MappingProxyType(
@@ -41,6 +42,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "gradient_buffers": "gradients before their reduction",
         "in_flight": "buffers in flight",
         "checkpoint_copies": "copies of states for checkpoints",
+        "checkpoint_buffers": "buffers of checkpoints",
         "activation_slots": "activations that come back",
         "activations": "activations",
         "host_states": "offloaded optimizer states",
@@ -67,7 +69,7 @@ class PlanView:
     """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
     each decision. advice: sentences on settings that are likely mistakes. moved: bytes that the rank with most files
     reads from and writes to volumes in a step. lanes: what moves what leaves the device. played: the step of that rank,
-    None if no optimizer states leave."""
+    None if no optimizer states leave. save: how long a checkpoint holds it up."""
 
     plan: Plan
     device: Device
@@ -76,6 +78,7 @@ class PlanView:
     moved: Mapping[str, Moved]
     lanes: Sequence[Lane]
     played: PlayedStep | None
+    save: SaveHold | None
     least: LeastTime
     problem: str | None
     auto: Sequence[str]
@@ -115,6 +118,7 @@ class PlanView:
             "moved": {"rank": most_outside(budget).role.rank, "volumes": self.moved},
             "lanes": [one.as_data() for one in self.lanes],
             "played": None if self.played is None else asdict(self.played),
+            "save": None if self.save is None else {**asdict(self.save), "held": self.save.held},
             "unknown_rates": unknown_rates(plan, self.lanes, self.played),
             "least_seconds": asdict(self.least),
             "step_threads": self.step_threads,
@@ -149,16 +153,17 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     check(plan, facts)
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
-    found, rank = lanes(plan, facts.device, programs, moved), most_outside(budget).role.rank
-    played = played_step(plan, rank, facts.device, found)
+    found, role = lanes(plan, facts.device, programs, moved), most_outside(budget).role
+    played, computation = played_step(plan, role.rank, facts.device, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
-        moved=moved(rank),
+        moved=moved(role.rank),
         lanes=found if played is not None or any(lane.name != CPU for lane in found) else (),
         played=played,
+        save=save_hold(plan, role, facts.device, None if computation is None else computation.seconds),
         least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
@@ -323,5 +328,6 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
     yield from least_rows(view.least, host=not view.lanes)
     yield from played_rows(view.played, view.lanes)
+    yield from hold_rows(view.save)
     for sentence in unknown_rates(view.plan, view.lanes, view.played):
         yield "rates", sentence

@@ -45,7 +45,7 @@ class StepRecord:
     that rewinds skipped. rank_seconds: each rank's seconds, waits for other ranks excluded; empty if the step is not
     logged. loss_scale: None unless the run computes in fp16. offload: what the rank's offloaded states moved since the
     last step: `read_bytes`, `written_bytes` and `waits_s` of each volume, `wait_s`, and on a GPU `to_host_bytes` and
-    `to_device_bytes`; None without them.
+    `to_device_bytes`; None without them. save_held: seconds for which the checkpoint before held up the optimizer.
     """
 
     step: int
@@ -59,6 +59,7 @@ class StepRecord:
     rank_seconds: Sequence[float] = ()
     loss_scale: float | None = None
     offload: Mapping[str, Any] | None = None
+    save_held: float = 0.0
 
 
 class RunLogger:
@@ -145,6 +146,7 @@ class _MainLogger:
         self._evaluations: list[Row] = []
         # Of the last step; empty before the first one of this start.
         self._comm_bytes: Row = {}
+        self._save_held = 0.0
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
@@ -205,6 +207,7 @@ class _MainLogger:
         self._window.append(record.seconds)
         self._comm_bytes = sent["comm_bytes"]
         self._seconds += record.seconds
+        self._save_held = max(self._save_held, record.save_held)
         self._timed += 1
         self._warn_if_long(record.seconds)
         left = self._left()
@@ -334,7 +337,7 @@ class _MainLogger:
             "skipped_steps": self._skipped,
             "planned": run["planned"],
             "measured": measured_figures(
-                memory_bytes(self._about.device, self._about.model_state_bytes), self._comm_bytes
+                memory_bytes(self._about.device, self._about.model_state_bytes), self._comm_bytes, self._save_held
             ),
         }
 

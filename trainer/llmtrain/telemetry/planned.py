@@ -9,9 +9,11 @@ from llmtrain_data import units
 from llmtrain.plan.budget import role_memory
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.played_step import rank_computation
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.plan.roles import roles
+from llmtrain.plan.save_hold import save_hold
 from llmtrain.telemetry.metrics import Row
 
 _NOT_COUNTED = ("replicated", "scalars")
@@ -23,7 +25,8 @@ _NOT_TENSORS = ("context", "communicators", "fragmentation")
 
 def planned_figures(plan: Plan, device: Device) -> Row:
     """Return what is planned for rank 0, which logs the run: memory_bytes, and comm_bytes of a step as `CommMeter` has
-    them. device: what it computes on. On a GPU the memory is that of tensors, on a CPU that of the process."""
+    them. device: what it computes on. On a GPU the memory is that of tensors, on a CPU that of the process. With
+    offloaded optimizer states also save_held_s, for which a checkpoint holds up the optimizer; None if not known."""
     programs = programs_of(plan)(0)
     memory = role_memory(plan, roles(plan)[0], device, programs).device
     counted: dict[str, Counter[str]] = {}
@@ -31,17 +34,21 @@ def planned_figures(plan: Plan, device: Device) -> Row:
         if call.traffic.purpose not in _NOT_COUNTED:
             counted.setdefault(call.traffic.purpose, Counter())[call.traffic.op] += call.times * call.traffic.size
     left_out = _NOT_TENSORS if device == "cuda" else ()
-    return {
+    found: Row = {
         "memory_bytes": sum(count for name, count in memory.items() if name not in left_out),
         "comm_bytes": {group: dict(ops) for group, ops in counted.items()},
     }
+    computation = rank_computation(plan, 0)
+    save = save_hold(plan, roles(plan)[0], device, None if computation is None else computation.seconds)
+    return {**found, "save_held_s": save.held} if save is not None and save.waits else found
 
 
-def measured_figures(memory: object, comm_bytes: object) -> Row:
-    """Return what is measured of the same. memory: as `memory_bytes` returns it. comm_bytes: of the last step."""
+def measured_figures(memory: object, comm_bytes: object, save_held: float = 0.0) -> Row:
+    """Return what is measured of the same. memory: as `memory_bytes` returns it. comm_bytes: of the last step.
+    save_held: the most seconds for which a checkpoint held up a step."""
     peaks = _numbers(memory)
     peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
-    return {"memory_bytes": peak, "comm_bytes": comm_bytes}
+    return {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}
 
 
 def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[str, str, str]]:
@@ -53,6 +60,11 @@ def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[st
     handed = [dict(_operations(side.get("comm_bytes"))) for side in sides]
     for name in dict.fromkeys([*handed[0], *handed[1]]):
         yield name, _size(handed[0].get(name)), _size(handed[1].get(name))
+    # Without offload nothing is planned, as no step waits.
+    if "save_held_s" in sides[0]:
+        held = [_numbers(side).get("save_held_s") for side in sides]
+        planned_for, held_for = ("-" if one is None else units.seconds(one) for one in held)
+        yield "held up by a checkpoint", planned_for, held_for
 
 
 def in_words(planned: object) -> str:

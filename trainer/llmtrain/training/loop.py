@@ -121,16 +121,15 @@ def train_step(run: Run, step: int) -> bool:
     begin_step(run, lr)
     passes = forward_backward(run, step)
     coming, on_device = start_to_host(passes.sums), decided_on_device(plan, run.ranks.device)
-    if on_device:
-        # The host launches the optimizer step before it waits for the norm.
-        optimizer_step(run, lr, passes)
+    # The host launches the optimizer step before it waits for the norm.
+    held = optimizer_step(run, lr, passes) if on_device else 0.0
     ended = Passes(coming())
     loss, norm_value = float(ended.loss), float(ended.norm) / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     spike = finite and is_spike(plan.spikes, run.progress.losses, loss)
     if finite and not spike:
         if not on_device:
-            optimizer_step(run, lr, ended)
+            held = optimizer_step(run, lr, ended)
         run.progress.applied += 1
         remember(plan.spikes, run.progress.losses, loss)
     elif not on_device:
@@ -156,6 +155,7 @@ def train_step(run: Run, step: int) -> bool:
             rank_seconds=ended.rank_seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
             offload=offload_usage(run, step),
+            save_held=held,
         )
     )
     return ended.stopping
@@ -170,13 +170,15 @@ def begin_step(run: Run, lr: float) -> None:
     run.engine.begin_step(None if run.clips else _numbers(run, lr, torch.tensor(run.scale.value)))
 
 
-def optimizer_step(run: Run, lr: float, passes: Passes) -> None:
-    """Step every unit. passes: on the device if that decides whether it steps, else on the host."""
+def optimizer_step(run: Run, lr: float, passes: Passes) -> float:
+    """Step every unit. passes: on the device if that decides whether it steps, else on the host. Return the seconds for
+    which a checkpoint held this up."""
     divisor = passes.divisor(run.scale.value, run.plan.optimizer.clip)
     if in_host_memory(divisor):
         run.clips = float(divisor) != run.scale.value
-    run.checkpoints.wait_until_taken()
+    held = run.checkpoints.wait_until_taken()
     run.engine.step(_numbers(run, lr, divisor))
+    return held
 
 
 def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:
