@@ -18,13 +18,16 @@ from llmtrain.comm import arrivals, backend, collectives, messages_nccl, message
 from llmtrain.comm import ranks as comm_ranks
 from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload import stepper
+from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline import action_order
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.link_traffic import link_traffic
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
+from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.batches import BatchReader
@@ -44,13 +47,16 @@ CUDA = torch.device("cuda", 0)
 class Rehearsed:
     """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
     the device and pageable memory. applied: steps that changed the weights. groups: its communicators, with their
-    calls."""
+    calls. copied: bytes that the last step copied to the host and to the device for what rests elsewhere. planned: the
+    same by the plan."""
 
     races: list[str]
     waits: list[str]
     pageable: list[str]
     applied: int
     groups: list[Group]
+    copied: tuple[int, int]
+    planned: tuple[int, int]
 
 
 def rehearse(case: Case, rank: int) -> Rehearsed:
@@ -65,11 +71,28 @@ def rehearse(case: Case, rank: int) -> Rehearsed:
             entered.enter_context(mode)
         with running(plan_of(case), rank) as run:
             machine.pageable.clear()
+            copied = [(0, 0)]
             for step in range(STEPS):
                 machine.waits.clear()
                 loop.train_step(run, step)
-            waits, applied = list(machine.waits), run.progress.applied
-    return Rehearsed(list(machine.clocks.races), waits, machine.pageable, applied, calls.groups)
+                waits, applied = list(machine.waits), run.progress.applied
+                run.engine.finish_steps()
+                copied.append(_copied(run))
+            last = copied[-1][0] - copied[-2][0], copied[-1][1] - copied[-2][1]
+            planned = _planned(run.plan, rank)
+    return Rehearsed(list(machine.clocks.races), waits, machine.pageable, applied, calls.groups, last, planned)
+
+
+def _copied(run: Run) -> tuple[int, int]:
+    """Return the bytes that a rank has copied to the host and to the device since its start."""
+    usage = run.outside.usage() + (TierUsage() if run.borders is None else run.borders.usage())
+    return usage.to_host, usage.to_device
+
+
+def _planned(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return what a step copies by the plan."""
+    copied = link_traffic(plan, rank, programs_of(plan)(rank), "cuda").values()
+    return sum(down for down, _ in copied), sum(up for _, up in copied)
 
 
 @cache

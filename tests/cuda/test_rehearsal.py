@@ -36,6 +36,14 @@ def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> N
     assert found["pageable"] == []
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if "on the host" in name])
+def test_the_host_link_carries_what_is_planned(case: str, answer: Answer) -> None:
+    """Each way, on each rank, in a step."""
+    found = answer("cases", case)
+    assert found["copied"] == found["planned"]
+    assert all(down > 0 < up for down, up in found["copied"])
+
+
 @pytest.mark.parametrize("twin", RACES)
 def test_a_missing_wait_is_found(twin: str, answer: Answer) -> None:
     """The same step without one kind of synchronisation."""

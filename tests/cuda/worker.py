@@ -30,6 +30,8 @@ def found_in(case: Case) -> dict[str, Any]:
         "waits": max((one.waits for one in ranks), key=len),
         "pageable": sorted({copy for one in ranks for copy in one.pageable}),
         "applied": min(one.applied for one in ranks),
+        "copied": [one.copied for one in ranks],
+        "planned": [one.planned for one in ranks],
         "calls": sum(len(group.calls) for each in groups for group in each),
         "disagreements": disagreements(groups),
         "deadlock": [] if ordered else deadlock(groups),
