@@ -162,6 +162,8 @@ def test_states_may_change_once_they_are_read(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(safetensors_file.os, "fsync", waiting)
     unit = UnitSpec("embedding", (TensorSpec("embedding.weight", "weight", (4, 2), decay=True),))
     shard = Slow(unit, 0, 8, {name: torch.arange(8.0) for name in ("master", "m", "v")})
+    # Making it would wait too.
+    (tmp_path / "checkpoints").mkdir()
     ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"), Links(None))
     saves = Checkpointer(tmp_path / "checkpoints", ranks, keep=1, asynchronous=True)
     assert saves.wait_until_taken() < 0.1
