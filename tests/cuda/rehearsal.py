@@ -43,7 +43,7 @@ STEPS = 2
 CUDA = torch.device("cuda", 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
     the device and pageable memory. applied: steps that changed the weights. groups: its communicators, with their
@@ -80,7 +80,10 @@ def rehearse(case: Case, rank: int) -> Rehearsed:
                 copied.append(_copied(run))
             last = copied[-1][0] - copied[-2][0], copied[-1][1] - copied[-2][1]
             planned = _planned(run.plan, rank)
-    return Rehearsed(list(machine.clocks.races), waits, machine.pageable, applied, calls.groups, last, planned)
+    return Rehearsed(
+        races=list(machine.clocks.races), waits=waits, pageable=machine.pageable, applied=applied, groups=calls.groups,
+        copied=last, planned=planned,
+    )  # fmt: skip
 
 
 def _copied(run: Run) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def cut(sizes: dict[str, int], bucket: int) -> dict[str, UnitGradients]:
     found, first = {}, 0
     for unit, size in sizes.items():
         buckets = [Bucket(unit, start, min(start + bucket, size), 1) for start in range(0, size, bucket)]
-        found[unit] = UnitGradients(first, buckets, [True] * len(buckets), hops_after_sum=False)
+        found[unit] = UnitGradients(first, buckets, [True] * len(buckets), resident=0, hops_after_sum=False)
         first += len(buckets)
     return found
 

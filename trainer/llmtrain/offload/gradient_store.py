@@ -93,8 +93,12 @@ class BucketedGradients:
 
     def stepped(self, unit: str) -> Iterator[tuple[Range, Tensor]]:
         """See GradientStore."""
-        start = self._starts[unit]
+        start, stays = self._starts[unit], self._units[unit].resident
         for number, bucket in self._stepped(unit):
+            here = min(stays, bucket.end - bucket.start)
+            stays -= here
+            # AdamW copies to the device what it steps there.
+            self._tier.link.to_device += 4 * here if len(self._came) else 0
             yield (start + bucket.start, start + bucket.end), self._tier.take(number)
             self._tier.put(number)
 

@@ -39,11 +39,13 @@ class Sweep:
 @dataclass(frozen=True)
 class UnitGradients:
     """The buckets of the gradient shard of one unit. first: number of the first of them. buckets: ranges from the first
-    element of the shard. owned: which of them the rank steps. hops_after_sum: see Placement."""
+    element of the shard. owned: which of them the rank steps. resident: elements of those that the device steps, which
+    come first. hops_after_sum: see Placement."""
 
     first: int
     buckets: Sequence[Bucket]
     owned: Sequence[bool]
+    resident: int
     hops_after_sum: bool
 
     @property
@@ -63,11 +65,16 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
     for spec in rank_units(plan, rank):
         placement = plan.sharding.placements[spec.name]
         if placement.moves_gradients:
-            place = grid.coordinate(rank, *placement.axes)
-            cut = list(_cut(placement, placement.padded(spec.numel), place, plan.sharding.offload.bucket))
-            buckets = [Bucket(spec.name, start, end, 1) for start, end, _ in cut]
-            found[spec.name] = UnitGradients(first, buckets, [own for _, _, own in cut], placement.hops_after_sum)
-            first += len(buckets)
+            place, padded = grid.coordinate(rank, *placement.axes), placement.padded(spec.numel)
+            cut = list(_cut(placement, padded, place, plan.sharding.offload.bucket))
+            found[spec.name] = UnitGradients(
+                first=first,
+                buckets=[Bucket(spec.name, start, end, 1) for start, end, _ in cut],
+                owned=[own for _, _, own in cut],
+                resident=plan.sharding.offload.resident(padded // placement.degrees.optimizer),
+                hops_after_sum=placement.hops_after_sum,
+            )
+            first += len(cut)
     return found
 
 
