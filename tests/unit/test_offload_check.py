@@ -167,9 +167,15 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     # A checkpoint reads offloaded states while it is written, and copies none.
     # A bucket's fp32 gradient and bf16 weight for each of four threads; for the one thread of files.
     slot = max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
-    assert held(host.host) == {"host_states": beside.device["optimizer"], "offload_buffers": 4 * slot}
+    # A block of a checkpoint is at most a tensor; on its way from files, at most a bucket and three pages.
+    block = 4 * max(tensor.numel for unit in host.role.units for tensor in unit.tensors)
+    assert held(host.host) == {
+        "host_states": beside.device["optimizer"], "offload_buffers": 4 * slot, "checkpoint_buffers": block
+    }  # fmt: skip
     assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slot
-    assert held(files.host) == {"offload_buffers": offload_memory(plan, 0, "cuda").buffers}
+    assert held(files.host) == {
+        "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_buffers": 2 * block + 3 * 4096
+    }  # fmt: skip
     assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
     assert files.files >= beside.device["optimizer"]
     # A CPU's own memory is the host's.

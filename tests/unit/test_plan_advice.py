@@ -92,7 +92,7 @@ def test_one_byte_of_the_device(strategy: tuple[str, ...], capsys: pytest.Captur
         ("offload.optimizer=host", "offload.spare=1", "zero.stage=3"),
         ("offload.optimizer=nvme", "offload.paths=[/scratch]"),
         ("offload.parameters=host", "zero.stage=1"),
-        ("zero.stage=1",),
+        ("zero.stage=1", "model.layers=12"),
     ],
     ids=" ".join,
 )
