@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain_kernels.operators import fake, operator
+
 MIN_MULTIPLICATIONS = 1 << 22
 """Smaller products do not repay oneDNN's higher overhead per call."""
 
@@ -70,13 +72,13 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@torch.library.custom_op("llmtrain::product", mutates_args=())
+@operator("product")
 def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product, opaque to torch.compile, whose own oneDNN lowering requires constant weights."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@_opaque.register_fake
+@fake("product")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

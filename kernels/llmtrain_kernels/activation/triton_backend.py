@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 TILE = 2048
@@ -20,7 +21,7 @@ SUMMED = {"tile": 256, "group": 8}
 PROGRAMS = 1024
 
 
-@torch.library.custom_op("llmtrain::activation_forward", mutates_args=())
+@operator("activation_forward")
 def forward(x: Tensor, kind: str) -> Tensor:
     """Return the activation of `x`, `[rows, width]`, contiguous, fp32, bf16 or fp16.
 
@@ -31,7 +32,7 @@ def forward(x: Tensor, kind: str) -> Tensor:
     return y
 
 
-@forward.register_fake
+@fake("activation_forward")
 def _(x: Tensor, kind: str) -> Tensor:
     return _empty_result(x, kind)
 
@@ -40,7 +41,7 @@ def _empty_result(x: Tensor, kind: str) -> Tensor:
     return x.new_empty(len(x), x.shape[1] // (2 if kind == "swiglu" else 1))
 
 
-@torch.library.custom_op("llmtrain::activation_backward", mutates_args=())
+@operator("activation_backward")
 def backward(x: Tensor, grad: Tensor, kind: str) -> Tensor:
     """Return the gradient of `x`. grad: of the result, contiguous and of the same dtype."""
     grad_x = torch.empty_like(x)
@@ -48,12 +49,12 @@ def backward(x: Tensor, grad: Tensor, kind: str) -> Tensor:
     return grad_x
 
 
-@backward.register_fake
+@fake("activation_backward")
 def _(x: Tensor, grad: Tensor, kind: str) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("llmtrain::activation_backward_and_sums", mutates_args=())
+@operator("activation_backward_and_sums")
 def backward_and_sums(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the gradient of `x`, and its sum over the rows, fp32 `[width]`. kind: gelu or gelu_tanh."""
     (rows, width), grad_x = x.shape, torch.empty_like(x)
@@ -68,7 +69,7 @@ def backward_and_sums(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tenso
     return grad_x, partial.sum(0)
 
 
-@backward_and_sums.register_fake
+@fake("activation_backward_and_sums")
 def _(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)
 

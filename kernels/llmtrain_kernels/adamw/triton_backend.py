@@ -7,12 +7,12 @@ weight once: 30 bytes per element with an fp32 gradient and a 16-bit weight.
 from collections.abc import Sequence
 from dataclasses import astuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.adamw.step import AdamWStep, factors
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 TILE = 1024
@@ -38,7 +38,7 @@ def step(
     _step([*before], [*after], gradient, weight, given, [divisor, *astuple(factors(numbers))], [*changes])
 
 
-@torch.library.custom_op("llmtrain::adamw", mutates_args=("after", "weight"))
+@operator("adamw", writes=("after", "weight"))
 def _step(
     before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, given: Tensor | None,
     shares: list[float], changes: list[int],
@@ -54,7 +54,7 @@ def _step(
         )
 
 
-@_step.register_fake
+@fake("adamw")
 def _(
     before: list[Tensor], after: list[Tensor], gradient: Tensor, weight: Tensor | None, given: Tensor | None,
     shares: list[float], changes: list[int],

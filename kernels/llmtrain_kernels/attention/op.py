@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmtrain_kernels.attention.choice import PACKAGES, Kernel
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
@@ -34,7 +36,8 @@ def joint_attention(
     sequence, kv_heads = qkv.shape[1], (qkv.shape[2] - heads) // 2
     cos, sin = (None, None) if rotary is None else (rotary[0][:sequence], rotary[1][:sequence])
     if dropout == 0.0 and _suits_kernel(qkv.device.type, qkv.dtype, qkv.shape[0] * kv_heads):
-        return _joint_attention(qkv, cos, sin, heads)[0]
+        mixed: Tensor = _JointAttention.apply(qkv, cos, sin, heads)
+        return mixed
     if bias is not None:
         q, k, v = parted(qkv, heads, bias)
     elif cos is not None and sin is not None:
@@ -141,8 +144,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-# Custom operators rather than autograd functions: torch.compile can call these.
-@torch.library.custom_op("llmtrain::joint_attention", mutates_args=(), device_types="cpu")
+@operator("joint_attention", device="CPU")
 def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
     mixed = qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])
@@ -153,7 +155,7 @@ def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads:
     return mixed, log_sums
 
 
-@torch.library.custom_op("llmtrain::joint_attention_backward", mutates_args=(), device_types="cpu")
+@operator("joint_attention_backward", device="CPU")
 def _joint_attention_backward(
     grad: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mixed: Tensor, log_sums: Tensor
 ) -> Tensor:
@@ -165,25 +167,26 @@ def _joint_attention_backward(
     return grad_qkv
 
 
-@_joint_attention.register_fake
+@fake("joint_attention")
 def _(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     batch, sequence, _, dim = qkv.shape
     mixed = qkv.new_empty(batch, sequence, heads, dim)
     return mixed, qkv.new_empty(batch, heads, sequence, dtype=torch.float32)
 
 
-@_joint_attention_backward.register_fake
+@fake("joint_attention_backward")
 def _(grad: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mixed: Tensor, log_sums: Tensor) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, cos, sin, _ = inputs
-    ctx.save_for_backward(qkv, cos, sin, *output)
+class _JointAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> Tensor:
+        mixed, log_sums = _joint_attention(qkv, cos, sin, heads)
+        ctx.save_for_backward(qkv, cos, sin, mixed, log_sums)
+        return mixed
 
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return _joint_attention_backward(grad, *ctx.saved_tensors), None, None, None
-
-
-_joint_attention.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _joint_attention_backward(grad, *ctx.saved_tensors), None, None, None

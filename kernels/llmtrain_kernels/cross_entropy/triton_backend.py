@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Logits that a program processes at once.
@@ -23,7 +24,7 @@ TILE = 8192
 OPTIONS = {"num_warps": 16}
 
 
-@torch.library.custom_op("llmtrain::cross_entropy_rows", mutates_args=("logits",))
+@operator("cross_entropy_rows", writes=("logits",))
 def losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Return the cross-entropy of each row, fp32 `[rows]`. If `needs_grad`, overwrite the logits with the gradient.
 
@@ -35,12 +36,12 @@ def losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     return found
 
 
-@losses.register_fake
+@fake("cross_entropy_rows")
 def _(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
-@torch.library.custom_op("llmtrain::cross_entropy_statistics", mutates_args=())
+@operator("cross_entropy_statistics")
 def statistics(logits: Tensor, targets: Tensor) -> Tensor:
     """Return fp32 `[3, rows]`: each row's largest logit, the sum of `exp(logit - largest)`, and its target's logit.
 
@@ -51,12 +52,12 @@ def statistics(logits: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
-@statistics.register_fake
+@fake("cross_entropy_statistics")
 def _(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.new_empty(3, len(logits), dtype=torch.float32)
 
 
-@torch.library.custom_op("llmtrain::cross_entropy_gradient", mutates_args=("logits",))
+@operator("cross_entropy_gradient", writes=("logits",))
 def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, normalizer: Tensor) -> None:
     """Overwrite the logits `[rows, vocab]` with `exp(logits - top) / normalizer - one_hot(targets)`.
 
@@ -66,7 +67,7 @@ def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, normalizer: Ten
     _launch(_gradient, logits, targets.contiguous(), top.contiguous(), normalizer.contiguous())
 
 
-@write_gradient.register_fake
+@fake("cross_entropy_gradient")
 def _(logits: Tensor, targets: Tensor, top: Tensor, normalizer: Tensor) -> None:
     return None
 

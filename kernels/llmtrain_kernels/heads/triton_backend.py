@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Columns of a program, tokens at once, and the most programs. Their number fixes the bits of the sums.
@@ -17,7 +18,7 @@ OPTIONS = {"num_warps": 4}
 PROGRAMS = 1024
 
 
-@torch.library.custom_op("llmtrain::join_and_sum", mutates_args=())
+@operator("join_and_sum")
 def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the three beside each other, `[batch, sequence, heads + 2 * kv_heads, head_dim]`, and the sum over batch
     and sequence, fp32 `[(heads + 2 * kv_heads) * head_dim]`.
@@ -40,7 +41,7 @@ def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor
     return joined, partial.sum(0)
 
 
-@join_and_sum.register_fake
+@fake("join_and_sum")
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
     joined = _joined(grad_q, grad_k)
     return joined, joined.new_empty(joined.shape[2] * joined.shape[3], dtype=torch.float32)

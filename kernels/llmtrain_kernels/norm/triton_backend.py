@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Elements of a program's rows at once, of a thread, and of the widest row.
@@ -25,7 +26,7 @@ def tile_constants(width: int) -> dict[str, int]:
     return {"tile": tile, "group": group, "num_warps": max(1, tile * group // PER_WARP)}
 
 
-@torch.library.custom_op("llmtrain::norm_forward", mutates_args=())
+@operator("norm_forward")
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +45,7 @@ def forward(
     return total, y, statistics
 
 
-@forward.register_fake
+@fake("norm_forward")
 def _(
     x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +57,7 @@ def _results(x: Tensor, added: Tensor | None, bias: Tensor | None) -> tuple[Tens
     return total, torch.empty_like(x), x.new_empty(1 if bias is None else 2, len(x), dtype=torch.float32)
 
 
-@torch.library.custom_op("llmtrain::norm_backward", mutates_args=())
+@operator("norm_backward")
 def backward(
     total: Tensor, weight: Tensor, statistics: Tensor, grad: Tensor, above: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def backward(
     return grad_x, partial.sum(1)
 
 
-@backward.register_fake
+@fake("norm_backward")
 def _(total: Tensor, weight: Tensor, statistics: Tensor, grad: Tensor, above: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(total), statistics.new_empty(len(statistics), total.shape[1])
 

@@ -5,11 +5,11 @@ two numbers per channel that is rotated. The backward pass collects the gradient
 memory of one, which is the gradient of their product, and moves two numbers per channel.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Elements of a tile: some heads, with a power of 2 of channels.
@@ -18,7 +18,7 @@ ELEMENTS = 2048
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@torch.library.custom_op("llmtrain::rotate_", mutates_args=("x",))
+@operator("rotate_", writes=("x",))
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate the first channels of `x` (`[batch, sequence, heads, head_dim]`, stride 1 within heads) in place.
 
@@ -31,12 +31,12 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             _rotate[(batch * sequence,)](x, cos, sin, *x.stride()[:3], sequence, heads, **constants, **OPTIONS)
 
 
-@rotate_.register_fake
+@fake("rotate_")
 def _(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("llmtrain::rotary_backward", mutates_args=())
+@operator("rotary_backward")
 def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient of the product of queries, keys and values, `[batch, sequence, heads + 2 * kv_heads,
     head_dim]`. The gradients of the three have stride 1 within heads."""
@@ -53,7 +53,7 @@ def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: T
     return grad
 
 
-@backward.register_fake
+@fake("rotary_backward")
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _product(grad_q, grad_k)
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Blocks of a program, and the order of additions in a block, as in squares.h.
@@ -18,7 +19,7 @@ AHEAD = 16
 OPTIONS = {"num_warps": GROUP * LANES // 32}
 
 
-@torch.library.custom_op("llmtrain::squared_sum", mutates_args=())
+@operator("squared_sum")
 def block_sums(x: Tensor, first: int, block: int) -> Tensor:
     """Return the sum of squares of each block that `x` (fp32, bf16 or fp16 `[n]`, contiguous) touches, fp64.
 
@@ -33,7 +34,7 @@ def block_sums(x: Tensor, first: int, block: int) -> Tensor:
     return sums
 
 
-@block_sums.register_fake
+@fake("squared_sum")
 def _(x: Tensor, first: int, block: int) -> Tensor:
     return x.new_empty(-(-(first + x.numel()) // block) if x.numel() else 0, dtype=torch.float64)
 
