@@ -5,6 +5,7 @@ import torch
 from llmtrain_kernels.attention import op as attention
 from llmtrain_kernels.attention.op import Rotary, joint_attention
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(attention._kernel() is None, reason="no C++ compiler")
@@ -114,3 +115,44 @@ def test_the_operator_is_sound() -> None:
     """torch.compile relies on shapes without data, and on a gradient that can be traced."""
     qkv = torch.randn(2, 5, 6, 8, requires_grad=True)
     torch.library.opcheck(attention._joint_attention, (qkv, *(table for table in rotary_of(5, 8)), 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "shared"),
+    [
+        (torch.bfloat16, 64, (9, 0), True),
+        (torch.float16, 64, (8, 0), True),
+        (torch.float16, 64, (7, 5), False),
+        (torch.bfloat16, 320, (9, 0), False),
+        (torch.float32, 64, (9, 0), False),
+    ],
+)
+def test_only_flash_attention_shares_keys_on_gpus(
+    dtype: torch.dtype, dim: int, capability: tuple[int, int], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each other kernel gets the keys and values of each query head."""
+    given: list[tuple[int, bool]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **others: object) -> Tensor:
+        assert k.shape == v.shape
+        given.append((k.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 8, heads, dim, dtype=dtype, device="cuda") for heads in (6, 2, 2))
+        attention.causal_attention(q, k, v)
+    assert given == [(2, True)] if shared else [(6, False)]
+
+
+def test_keys_of_each_query_head() -> None:
+    """The same results and gradients as with keys that query heads share."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 8, heads, 16, generator=drawn, requires_grad=True) for heads in (6, 2, 2))
+    shared = attention.causal_attention(q, k, v)
+    separate = attention.causal_attention(q, *(attention._of_each_query(x, 6) for x in (k, v)))
+    torch.testing.assert_close(separate, shared)
+    above = torch.randn(shared.shape, generator=drawn)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (q, k, v), above) for y in (separate, shared)), strict=True):
+        torch.testing.assert_close(ours, theirs)

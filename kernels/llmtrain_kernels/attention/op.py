@@ -16,6 +16,8 @@ from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
+# Of torch's FlashAttention on GPUs: the widest head, and the least compute capability of NVIDIA's.
+FLASH_CHANNELS, FLASH_CAPABILITY = 256, (8, 0)
 
 
 def joint_attention(
@@ -62,10 +64,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernel in PACKAGES:
         return _flash_attention(q, k, v, dropout, kernel)
-    shared = q.shape[2] != k.shape[2]
+    heads = q.shape[2]
+    if k.shape[2] != heads and q.is_cuda and not _takes_groups(q):
+        # torch would compute the scores one after the other, and keep all of them.
+        k, v = (_of_each_query(x, heads) for x in (k, v))
+    shared = k.shape[2] != heads
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
     return mixed.transpose(1, 2)
+
+
+def _takes_groups(q: Tensor) -> bool:
+    """Return whether a fused kernel of torch on GPUs lets query heads share keys: FlashAttention alone does."""
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= FLASH_CHANNELS
+    return narrow and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+
+
+def _of_each_query(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values, `[batch, sequence, kv_heads, head_dim]`, for each of `heads` query heads."""
+    return x.unsqueeze(3).expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3)
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: Kernel) -> Tensor:

@@ -1,10 +1,15 @@
 """Check that a machine has a GPU for each of its ranks, and set what CUDA reads from the environment."""
 
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 
 from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
+
+# Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
+ANSWER = 20
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
@@ -40,6 +45,18 @@ def set_gpu_variables(world: int, deterministic: bool = False) -> None:
     """Set the variables that the user has not set. Call it before CUDA starts."""
     for name, value in gpu_variables(world, deterministic).items():
         os.environ.setdefault(name, value)
+
+
+def least_capability() -> tuple[int, int] | None:
+    """Return the least compute capability of this machine's GPUs by NVIDIA's driver, None without it. Does not start
+    CUDA, which would take memory of a GPU."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.findall(r"^(\d+)\.(\d+)$", said, re.MULTILINE)
+    return min(((int(major), int(minor)) for major, minor in found), default=None)
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:

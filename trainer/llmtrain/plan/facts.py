@@ -16,9 +16,11 @@ class Facts:
 
     world: number of ranks. ranks_per_node: ranks that were started on each machine, None for all of them. device: what
     the ranks compute on. apex: whether NVIDIA's apex is installed. native: whether the C++ kernels for CPUs run here.
-    triton: whether Triton is installed, as torch's GPU builds for Linux have it. cluster: the description that the key
-    `cluster` names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf: shape of the model in
-    `model.hf`, None without one. speeds: measured speeds of the pipeline's ranks, None where they were not measured.
+    triton: whether Triton is installed, as torch's GPU builds for Linux have it. bf16: whether the GPUs compute in bf16
+    and torch's FlashAttention runs on them: NVIDIA's from compute capability 8.0 on, and AMD's. cluster: the
+    description that the key `cluster` names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf:
+    shape of the model in `model.hf`, None without one. speeds: measured speeds of the pipeline's ranks, None where they
+    were not measured.
     """
 
     world: int
@@ -27,6 +29,7 @@ class Facts:
     apex: bool = False
     native: bool = True
     triton: bool = True
+    bf16: bool = True
     cluster: Cluster | None = None
     tokenizer: int | None = None
     hf: GPTConfig | None = None

@@ -13,16 +13,16 @@ CPU_GENERATOR = 5056
 def kernels_of(facts: Facts, model: GPTConfig, compute: Compute, deterministic: bool = False) -> Kernels:
     """Return what the kernels keep that a run on these facts takes. deterministic: see `TrainConfig`."""
     if facts.device == "cuda":
-        return _on_cuda(model, COMPUTE_BYTES[compute], facts.triton, deterministic)
+        return _on_cuda(facts, model, COMPUTE_BYTES[compute], deterministic)
     return _on_cpu(facts, model, compute)
 
 
-def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool, deterministic: bool) -> Kernels:
-    """Return what flash-attn, torch's kernels and ours keep from compute capability 8.0 on, by their sources."""
+def _on_cuda(facts: Facts, model: GPTConfig, compute_bytes: int, deterministic: bool) -> Kernels:
+    """Return what flash-attn, torch's kernels and ours keep, by their sources."""
     attention: Attention = "math"
-    if compute_bytes == 2 and model.head_dim <= FLASH_CHANNELS:
+    if compute_bytes == 2 and facts.bf16 and model.head_dim <= FLASH_CHANNELS:
         attention = "flash"
-    elif not deterministic and model.kv_heads == model.heads and model.head_dim % (16 // compute_bytes) == 0:
+    elif not deterministic and model.head_dim % (16 // compute_bytes) == 0:
         attention = "efficient"
     return Kernels(
         attention=attention,
@@ -36,8 +36,8 @@ def _on_cuda(model: GPTConfig, compute_bytes: int, triton: bool, deterministic: 
         # torch keeps the states of all generators in host memory.
         generator=0,
         # Our kernel works in place; torch's operations make probabilities in fp32.
-        logit=0 if triton else 4,
-        rotates_in_place=triton,
+        logit=0 if facts.triton else 4,
+        rotates_in_place=facts.triton,
     )
 
 

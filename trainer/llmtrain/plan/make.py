@@ -152,7 +152,7 @@ def _batch(recipe: Recipe, grid: Layout) -> Batch:
 def _compute(recipe: Recipe, facts: Facts) -> Compute:
     compute = recipe.precision.compute
     if compute == "auto":
-        return "bf16" if facts.device == "cuda" else "fp32"
+        return "fp32" if facts.device == "cpu" else "bf16" if facts.bf16 else "fp16"
     return compute
 
 

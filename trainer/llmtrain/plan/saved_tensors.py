@@ -165,6 +165,11 @@ def _attention_tensors(plan: Plan, sizes: Sizes) -> list[Saved]:
         Saved("attention's output", (sizes.tokens, sizes.heads, model.head_dim), width),
         Saved("seeds", (kernels.seeds,), 1),
     ]
+    if kernels.attention == "efficient" and model.kv_heads < model.heads:
+        # The product stays where queries are a view of it.
+        rows = sizes.heads + (2 if kernels.rotates_in_place or model.family == "gpt2" else 1) * sizes.kv_heads
+        found[0] = Saved("queries, keys and values", (sizes.tokens, rows, channels), width)
+        found.append(Saved("keys and values of each query head", (sizes.tokens, 2 * sizes.heads, channels), width))
     if channels > model.head_dim:
         found.append(Saved("padded output", (sizes.tokens, sizes.heads, channels), width))
     return found

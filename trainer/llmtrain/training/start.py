@@ -14,7 +14,7 @@ from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus, set_gpu_variables
+from llmtrain.launch.gpus import check_gpus, least_capability, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.check import advice, memory_problem
@@ -28,6 +28,8 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.dry_run import print_plan
 
+# The least compute capability of NVIDIA's GPUs that compute in bf16.
+BF16 = (8, 0)
 # Seconds that ranks leave the first one of their machine to report a bad recipe.
 REPORT = 10.0
 
@@ -107,6 +109,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
         apex=find_spec("amp_C") is not None,
         native=gpus > 0 or _native(),
         triton=find_spec("triton") is not None,
+        bf16=not gpus or (least_capability() or BF16) >= BF16,
     )
 
 
