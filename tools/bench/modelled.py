@@ -107,6 +107,7 @@ def device() -> Iterator[None]:
         "Event": lambda *arguments, **options: mock.MagicMock(),
         "current_stream": lambda *arguments: stream,
         "stream": lambda one: nullcontext(),
+        "get_device_capability": lambda *arguments: (9, 0),
         "_lazy_init": lambda: None,
     }
     with ExitStack() as entered:
