@@ -182,7 +182,7 @@ def test_as_many_stay_as_the_memory_holds(tmp_path: Path) -> None:
     def made(memory: int | None) -> tuple[Plan, Budget]:
         stated = "" if memory is None else f", memory: {memory}B"
         cluster = f"cluster={{accelerator: {{name: A100-80GB{stated}}}, node: {{ranks: 2}}}}"
-        keys = (cluster, "parallel.pipeline=2", "precision.compute=fp32", "model.layers=16")
+        keys = (cluster, "parallel.pipeline=2", "precision.compute=fp32", "model.layers=16", "model.vocab=2000")
         (tmp_path / "r.yaml").write_text(RECIPE)
         view = view_recipe(str(tmp_path / "r.yaml"), (*keys, "offload.activations=host"), 2)
         return view.plan, view.budget

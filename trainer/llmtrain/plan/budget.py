@@ -3,11 +3,12 @@
 `_LASTING` lists the model states that a rank holds, in the order of the report.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_host_memory, stated_memory
-from llmtrain.plan.activations import live_activations, recomputed_peak
+from llmtrain.plan.activations import deferred_bytes, live_activations, recomputed_peak, unit_activations
 from llmtrain.plan.checkpoint_copies import buffer_bytes, copy_bytes
 from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
@@ -19,7 +20,7 @@ from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
 from llmtrain.plan.rank_borders import border_memory
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
-from llmtrain.plan.temporaries import temporary_bytes
+from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
 def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
     """Return the bytes, by purpose, of tensors that come and go in every step, and of what the allocator cannot use
     between them."""
-    passing = {"activations": _activations(plan, role), "temporaries": temporary_bytes(plan, role, device)}
+    passing = max(_moments(plan, role, device), key=lambda moment: sum(moment.values()))
     lost = int(own_needs(device).fragmentation * sum(passing.values()))
     return {"activation_slots": border_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
 
@@ -142,11 +143,17 @@ def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict
     }
 
 
-def _activations(plan: Plan, role: Role) -> int:
-    """Return the bytes of the activations of all microbatches that are alive at once, and of a group's recomputation
-    in a backward pass."""
-    recomputed = max(recomputed_peak(plan, layout) for layout in plan.stages_of(role.rank))
-    return live_activations(plan, role.rank) + recomputed
+def _moments(plan: Plan, role: Role, device: Device) -> Iterator[dict[str, int]]:
+    """Yield what tensors take while a chunk of the loss is computed, and while a group of blocks is computed again,
+    with all microbatches that can be alive then."""
+    live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role)
+    yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role, device))}
+    layouts, place = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
+    for layout in layouts:
+        ends = layout.closes and len(layouts) == 1 and not deferred_bytes(plan, layout, place)
+        # A backward pass of the head is over before that of the blocks, and leaves nothing for later.
+        gone = unit_activations(plan, layout, "head", place) if ends else 0
+        yield {"activations": live + recomputed_peak(plan, layout) - gone, "temporaries": gradient}
 
 
 _Part = tuple[str, Callable[[Plan, Role], int]]

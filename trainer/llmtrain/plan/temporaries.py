@@ -11,14 +11,6 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
 
-def temporary_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes of temporary tensors at once on each rank of a role. device: what it computes on.
-
-    Optimizer kernels work in place.
-    """
-    return max(gradient_bytes(plan, role), loss_bytes(plan, role, device))
-
-
 def gradient_bytes(plan: Plan, role: Role) -> int:
     """Return the most bytes of gradients at once that wait to be added to their sums, or are averaged.
 
@@ -33,18 +25,19 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
 
 
 def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes at once beside what the loss keeps: a chunk's logits with the numbers that it makes of
-    them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0
-    without the last stage."""
+    """Return the most bytes at once beside what the loss keeps: its input, and a chunk's logits with the numbers that
+    it makes of them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do
+    not make. 0 without the last stage. Optimizer kernels work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
     vocab = -(-plan.model.vocab // parts)
-    rows = min(chunk_rows(device, vocab), plan.batch.microbatch * plan.batch.sequence_length)
+    tokens = plan.batch.microbatch * plan.batch.sequence_length
+    rows = min(chunk_rows(device, vocab), tokens)
     # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
     made = rows * vocab * (plan.kernels.logit if parts == 1 or device == "cuda" else 4)
     product = vocab * plan.model.hidden * element if element < 4 else 0
-    return rows * row_stride(device, vocab) * element + max(made, product)
+    return tokens * plan.model.hidden * element + rows * row_stride(device, vocab) * element + max(made, product)
 
 
 def largest_parameter(unit: UnitSpec) -> int:

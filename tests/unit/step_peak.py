@@ -1,0 +1,86 @@
+"""The peak of a GPU's memory in a step, counted on tensors without values, and as planned. Prints both as JSON.
+
+test_step_peak.py runs this file in a separate process, because it makes torch believe in a GPU. Argument: a list of
+cases in JSON, each a preset with keys of the recipe.
+"""
+
+import json
+import sys
+import weakref
+from typing import Any
+from unittest import mock
+
+# Before torch: it loads the library that stands for a GPU.
+from tools.bench import modelled
+
+import torch  # isort: skip
+from llmtrain.comm.ranks import Ranks
+from llmtrain.optim.step import step_numbers
+from llmtrain.plan.budget import memory_budget
+from llmtrain.plan.plan import Plan
+from llmtrain.training.build import build
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS, TOKENS = 2, 1024
+# What the plan counts that is no tensor.
+OTHERS = ("context", "communicators", "fragmentation")
+# torch's allocator rounds up to a multiple of so many bytes.
+ROUNDED = 512
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of memory that tensors on a GPU share. peak: the most at once since the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held = set[int]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        for one in modelled.tensors(found):
+            if one.is_cuda and (key := one.untyped_storage()._cdata) not in self._held:
+                self._hold(one, key)
+        return found
+
+    def _hold(self, tensor: Tensor, key: int) -> None:
+        storage = tensor.untyped_storage()
+        nbytes = -(-storage.nbytes() // ROUNDED) * ROUNDED
+        self._held.add(key)
+        self._now += nbytes
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._free, key, nbytes)
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._held.remove(key)
+        self._now -= nbytes
+
+
+def counted(plan: Plan) -> int:
+    """Return the peak of a run of some steps."""
+    installed = mock.patch.object(modelled.triton_launch, "triton_installed", return_value=True)
+    with modelled.device(), installed, Allocations() as found:
+        ranks, microbatch = Ranks(0, 0, plan.grid, torch.device("cuda", 0)), plan.batch.microbatch
+        parts = build(plan, ranks, lambda calls: None)
+        shape = (plan.batch.sequences, plan.batch.sequence_length + 1)
+        rows = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
+        for _ in range(STEPS):
+            parts.engine.begin_step(None)
+            parts.executor.train(rows.split(microbatch), microbatch / len(rows))
+            parts.engine.gradients.squared_norm()
+            with mock.patch.object(Tensor, "__float__", return_value=1.0):
+                parts.engine.step(step_numbers(plan.optimizer, 1e-4, 1, torch.ones(())))
+    return found.peak
+
+
+def main(preset: str, *keys: str) -> dict[str, int]:
+    """Return both peaks in bytes."""
+    plan = modelled.plan_of(preset, TOKENS, *keys)
+    (row,) = memory_budget(plan, "cuda").rows
+    planned = sum(nbytes for name, nbytes in row.device.items() if name not in OTHERS)
+    return {"planned": planned, "counted": counted(plan)}
+
+
+if __name__ == "__main__":
+    print(json.dumps([main(*case) for case in json.loads(sys.argv[1])]))
