@@ -76,6 +76,16 @@ class Machine:
         self._kept[_memory(tensor)] = tensor.untyped_storage()
         return tensor
 
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        """Stand for `cudaHostRegister`, of all of a storage."""
+        self._pinned.add(address)
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """Stand for `cudaHostUnregister`."""
+        self._pinned.discard(address)
+        return 0
+
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor of the host is in pinned memory."""
         return _memory(tensor) in self._pinned

@@ -147,12 +147,15 @@ def _device(machine: Machine) -> list[Any]:
         "current_stream": lambda device=None: Stream(machine, machine.stream),
         "stream": lambda one: machine.using(one.name),
         "synchronize": partial(synchronize, machine),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=machine.register, cudaHostUnregister=machine.unregister),
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
     }
     return [
         *(mock.patch.object(torch.cuda, name, stand) for name, stand in stands.items()),
         mock.patch.object(torch.Tensor, "pin_memory", pinned),
+        # As if it were large.
+        mock.patch("llmtrain.comm.pinned_memory.LARGE", 1),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
 

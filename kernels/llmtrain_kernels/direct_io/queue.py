@@ -21,10 +21,13 @@ PIECE, DEPTH = 2**20, 64
 Interface = Literal["io_uring", "aio"]
 
 
-def aligned_bytes(nbytes: int, pinned: bool = False) -> Tensor:
-    """Return host memory that a queue can transfer: uint8 `[nbytes]` at a multiple of ALIGNMENT, uninitialized. pinned:
-    so that a GPU copies from and to it directly."""
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+def aligned_bytes(nbytes: int) -> Tensor:
+    """Return host memory that a queue can transfer: uint8 `[nbytes]` at a multiple of ALIGNMENT, uninitialized."""
+    return aligned(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8), nbytes)
+
+
+def aligned(memory: Tensor, nbytes: int) -> Tensor:
+    """Return `[nbytes]` of `memory`, uint8 `[nbytes + ALIGNMENT]`, that begin at a multiple of ALIGNMENT."""
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import host_zeros
+
 # The number of glibc's option, as malloc.h has it.
 _M_MMAP_THRESHOLD = -3
 
@@ -157,9 +159,9 @@ class HostCopies:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
         pinned = not all(map(in_host_memory, tensors))
-        memory = torch.empty(sum(self._sizes), dtype=torch.float32, pin_memory=pinned)
-        # fill_ touches every page, so that the kernel maps the memory now and not during the first copy.
-        self.copies: list[Tensor] = list(memory.fill_(0).split(self._sizes))
+        # Zeros touch every page, so that the kernel maps the memory now and not during the first copy.
+        memory = host_zeros(sum(self._sizes), torch.float32, pinned)
+        self.copies: list[Tensor] = list(memory.split(self._sizes))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether `tensors` are as large as those that the memory was made for."""

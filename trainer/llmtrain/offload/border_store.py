@@ -7,9 +7,10 @@ from math import prod
 from typing import Protocol
 
 import torch
-from llmtrain_kernels.direct_io.queue import DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.activation_offload import BorderMoves
@@ -53,7 +54,9 @@ class HostBorders:
 
     def __init__(self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
         self.link = LinkCount()
-        self._memory = torch.empty(moves.regions, *shape, dtype=dtype, pin_memory=pinned)
+        numel = moves.regions * prod(shape)
+        memory = host_zeros(numel, dtype, pinned) if pinned else torch.empty(numel, dtype=dtype)
+        self._memory = memory.view(moves.regions, *shape)
         self._read = self._written = 0
 
     def room(self, region: int) -> Tensor:
@@ -97,7 +100,7 @@ class FileBorders:
         self._file, self._queue, self._shape, self._dtype = file, DirectQueue(), shape, dtype
         self._used = prod(shape) * dtype.itemsize
         size = in_pages(self._used)
-        self._slots = aligned_bytes((moves.write_slots + moves.read_slots) * size, pinned).split(size)
+        self._slots = aligned_host_bytes((moves.write_slots + moves.read_slots) * size, pinned).split(size)
         self._writes, self._reads = moves.write_slots, moves.read_slots
         # Counts of borders that were ever written, and of which reads ever started.
         self._written = self._fetched = 0

@@ -7,6 +7,7 @@ import torch
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile
@@ -50,7 +51,7 @@ class HostGradients:
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
         self.link = LinkCount()
         sizes = [bucket.numel for bucket in buckets]
-        memory = torch.zeros(sum(sizes), pin_memory=pinned)
+        memory = host_zeros(sum(sizes), torch.float32, pinned)
         self._buckets, self.nbytes = memory.split(sizes), memory.nbytes
 
     def begin(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
 from llmtrain.offload.staging import stagings
 from llmtrain.offload.states import FileStates, HostStates, StateStore
@@ -43,7 +44,7 @@ class OffloadedStates:
         self._staged = stagings(offload, device, largest(buckets), dtype, sums, most)
         self.stepper = Stepper(states, self._staged, offload.overlap)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
-        self._memory = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type != "cpu")
+        self._memory = host_zeros(sum(sizes), dtype, pinned=device.type != "cpu")
         parts = zip(self._memory.split(sizes), buckets, strict=True)
         self._spare = [part if bucket.spare else None for part, bucket in parts]
 

@@ -8,6 +8,7 @@ import torch
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
@@ -81,7 +82,7 @@ class HostStates:
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
         self._regions = Regions(buckets)
         sizes = [bucket.states * (bucket.end - bucket.start) for bucket in self._regions.buckets]
-        self._memory = torch.zeros(sum(sizes), pin_memory=pinned)
+        self._memory = host_zeros(sum(sizes), torch.float32, pinned)
         parts = zip(self._memory.split(sizes), self._regions.buckets, strict=True)
         self._states = [part.view(bucket.states, -1) for part, bucket in parts]
 

@@ -7,6 +7,7 @@ import torch
 from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.rank_borders import in_pages
@@ -19,7 +20,7 @@ class HostWeights:
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype, pinned: bool) -> None:
         """sizes: elements of each unit's shard."""
         self._pinned, self._link = pinned, LinkCount()
-        memory = torch.zeros(sum(sizes.values()), dtype=dtype, pin_memory=pinned)
+        memory = host_zeros(sum(sizes.values()), dtype, pinned)
         self._shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
         self.nbytes, self._pinned = memory.nbytes, pinned
 
@@ -74,7 +75,7 @@ class FileWeights:
         self._file = StripedFile(volumes.paths, regions, volumes.weights)
         self._reads, self._writes = DirectQueue(), DirectQueue()
         largest = 0 if direct else max(regions, default=0)
-        self._coming, self._going = (aligned_bytes(largest, pinned) for _ in range(2))
+        self._coming, self._going = (aligned_host_bytes(largest, pinned) for _ in range(2))
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""

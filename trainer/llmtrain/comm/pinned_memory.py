@@ -1,0 +1,51 @@
+"""Large memory of the host for states: pinned where a GPU copies from and to it."""
+
+import mmap
+import weakref
+
+import torch
+from llmtrain_data import units
+from llmtrain_kernels.direct_io.queue import ALIGNMENT, aligned, aligned_bytes
+from torch import Tensor
+
+from llmtrain.errors import RunFailedError
+
+# Bytes from which memory is pinned here and not by torch, whose allocator rounds every block up to a power of two.
+LARGE = 2**24
+
+
+def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Return zeros in the host's memory, `[numel]`; pinned, so that a GPU copies from and to it directly, if `pinned`.
+
+    Large pinned memory takes the bytes of its elements, in whole pages. It is unpinned with its last reference, for
+    which no copy must still run: torch does not keep it until a stream has passed. Raises RunFailedError if it cannot
+    be pinned.
+    """
+    nbytes = numel * dtype.itemsize
+    if not pinned or nbytes < LARGE:
+        return torch.zeros(numel, dtype=dtype, pin_memory=pinned)
+    # Another allocation must not share its pages.
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # torch's threads map the pages on this rank's socket; the driver would map them one after another.
+    memory = torch.frombuffer(pages, dtype=dtype).zero_()
+    _pin(memory)
+    return memory
+
+
+def aligned_host_bytes(nbytes: int, pinned: bool) -> Tensor:
+    """Return host memory that a `DirectQueue` can transfer: uint8 `[nbytes]`, of any content. See `host_zeros`."""
+    return aligned(host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned), nbytes) if pinned else aligned_bytes(nbytes)
+
+
+def _pin(memory: Tensor) -> None:
+    # ROCm's build of torch has HIP's functions under the same names.
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    # 0 is cudaHostRegisterDefault: all devices of the process may copy.
+    error = runtime.cudaHostRegister(address, memory.nbytes, 0)
+    if int(error):
+        raise RunFailedError(
+            f"{units.size(memory.nbytes)} of the host's memory could not be pinned for copies to the GPU "
+            f"({runtime.cudaGetErrorString(error)}); free memory of the host, raise `ulimit -l`, or offload less"
+        )
+    # The callback runs before the storage frees the memory. The end of the process unpins by itself.
+    weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
