@@ -23,12 +23,14 @@ DEFAULT = "the default stream"
 @dataclass
 class Machine:
     """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
-    memory that is not pinned. modes: what a new thread enters."""
+    memory that is not pinned. modes: what a new thread enters. strays: where threads used the device that had not set
+    it; of several GPUs, they would have used the first."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
     streams: int = 0
     threads: int = 0
 
@@ -39,6 +41,7 @@ class Machine:
         self._threads: dict[int, str] = {}
         self._waiting: list[tuple[str, Callable[[], bool]]] = []
         self._current: dict[str, str] = {}
+        self._set = {MAIN}
 
     @property
     def thread(self) -> str:
@@ -50,9 +53,19 @@ class Machine:
         """The current stream of the thread that runs."""
         return self._current.get(self.thread, DEFAULT)
 
+    def set_device(self, device: object) -> None:
+        """Stand for `torch.cuda.set_device`."""
+        self._set.add(self.thread)
+
+    def use_device(self) -> None:
+        """Note where the thread that runs uses the device and has not set it."""
+        if self.thread not in self._set:
+            self.strays.append(f"{self.thread} in {self.where()}")
+
     @contextmanager
     def using(self, stream: str) -> Iterator[None]:
         """Make a stream the current one."""
+        self.use_device()
         thread, before = self.thread, self.stream
         self._current[thread] = stream
         try:
@@ -67,6 +80,7 @@ class Machine:
         on_device = stream is not None or any(tensor.is_cuda for tensor in (*reads, *writes))
         agent = (stream or self.stream) if on_device else self.thread
         if on_device:
+            self.use_device()
             self.clocks.learn(agent, self.clocks.known(self.thread))
         return self.clocks.act(agent, what, self._extents(reads), self._extents(writes))
 
@@ -205,12 +219,14 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """See torch."""
+        self._machine.use_device()
         machine, name = self._machine, stream.name if stream else self._machine.stream
         machine.clocks.learn(name, machine.clocks.known(machine.thread))
         self.before = machine.clocks.known(name)
 
     def synchronize(self) -> None:
         """See torch."""
+        self._machine.use_device()
         self._machine.wait("an event", self.before)
 
     def elapsed_time(self, other: "Event") -> float:

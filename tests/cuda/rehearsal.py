@@ -46,13 +46,14 @@ CUDA = torch.device("cuda", 0)
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
-    the device and pageable memory. applied: steps that changed the weights. groups: its communicators, with their
-    calls. copied: bytes that the last step copied to the host and to the device for what rests elsewhere. planned: the
-    same by the plan."""
+    the device and pageable memory. strays: threads that used the device and had not set it. applied: steps that changed
+    the weights. groups: its communicators, with their calls. copied: bytes that the last step copied to the host and to
+    the device for what rests elsewhere. planned: the same by the plan."""
 
     races: list[str]
     waits: list[str]
     pageable: list[str]
+    strays: list[str]
     applied: int
     groups: list[Group]
     copied: tuple[int, int]
@@ -81,8 +82,8 @@ def rehearse(case: Case, rank: int) -> Rehearsed:
             last = copied[-1][0] - copied[-2][0], copied[-1][1] - copied[-2][1]
             planned = _planned(run.plan, rank)
     return Rehearsed(
-        races=list(machine.clocks.races), waits=waits, pageable=machine.pageable, applied=applied, groups=calls.groups,
-        copied=last, planned=planned,
+        races=list(machine.clocks.races), waits=waits, pageable=machine.pageable, strays=machine.strays,
+        applied=applied, groups=calls.groups, copied=last, planned=planned,
     )  # fmt: skip
 
 
@@ -149,6 +150,8 @@ def _device(machine: Machine) -> list[Any]:
         "synchronize": partial(synchronize, machine),
         "cudart": lambda: SimpleNamespace(cudaHostRegister=machine.register, cudaHostUnregister=machine.unregister),
         "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": machine.set_device,
         "_lazy_init": lambda: None,
     }
     return [
@@ -156,6 +159,8 @@ def _device(machine: Machine) -> list[Any]:
         mock.patch.object(torch.Tensor, "pin_memory", pinned),
         # As if it were large.
         mock.patch("llmtrain.comm.pinned_memory.LARGE", 1),
+        # Memory is not used again.
+        mock.patch.object(torch.Tensor, "record_stream", return_value=None),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
 

@@ -16,6 +16,7 @@ def test_memory_is_used_in_order(case: str, answer: Answer) -> None:
     """For any speed of streams and threads: what one writes and another uses has an order."""
     found = answer("cases", case)
     assert found["races"] == []
+    assert found["strays"] == []
     assert found["applied"] == STEPS
 
 
@@ -56,6 +57,12 @@ def test_a_pageable_copy_is_found(twin: str, answer: Answer) -> None:
     found = answer("twins", twin)
     assert len(found["pageable"]) > 0
     assert len(found["waits"]) == 2
+
+
+@pytest.mark.parametrize("twin", ["device"])
+def test_a_thread_that_sets_no_device_is_found(twin: str, answer: Answer) -> None:
+    """On the second GPU of a node, it would use the first."""
+    assert answer("twins", twin)["strays"] != []
 
 
 @pytest.mark.parametrize("twin", ["waits"])

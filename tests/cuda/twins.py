@@ -126,6 +126,10 @@ def _pageable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device)
 
 
+def _as_it_is(work: Any) -> Any:
+    return work
+
+
 def _each_number(self: ranks.Ranks, values: Any) -> torch.Tensor:
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
@@ -138,6 +142,7 @@ def _backwards(self: Engine, numbers: Any) -> None:
 STEP = Engine.step
 OTHERS = {
     "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
+    "device": Twin(CASES["one rank"], mock.patch.object(stream, "on_this_device", _as_it_is)),
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
 }

@@ -29,6 +29,7 @@ def found_in(case: Case) -> dict[str, Any]:
         "races": sorted({race for one in ranks for race in one.races}),
         "waits": max((one.waits for one in ranks), key=len),
         "pageable": sorted({copy for one in ranks for copy in one.pageable}),
+        "strays": sorted({stray for one in ranks for stray in one.strays}),
         "applied": min(one.applied for one in ranks),
         "copied": [one.copied for one in ranks],
         "planned": [one.planned for one in ranks],
@@ -49,6 +50,7 @@ def found_in_twin(name: str) -> dict[str, Any]:
         "races": list(first.races),
         "waits": first.waits,
         "pageable": first.pageable,
+        "strays": first.strays,
         "disagreements": disagreements(groups) if others else [],
     }
 

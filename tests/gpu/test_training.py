@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 def use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ranks compute on `device`, also where the machine has a GPU."""
-    monkeypatch.setattr(ranks_module, "device_of", lambda local_rank: torch.device(device))
+    monkeypatch.setattr(ranks_module, "device_of", lambda local_rank: torch.device(device, 0))
 
 
 @pytest.fixture

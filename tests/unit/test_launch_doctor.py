@@ -60,7 +60,6 @@ def test_it_is_told_whether_the_cpu_kernels_build(
 
 def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     found = doctor._gpu_environment()
     assert found.state == "wrong"
     assert found.detail == "CUDA_DEVICE_MAX_CONNECTIONS=1"
@@ -69,14 +68,14 @@ def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._gpu_environment().state == "ok"
 
 
-@pytest.mark.parametrize(("world", "loading"), [(1, None), (2, "EAGER")])
+@pytest.mark.parametrize(("world", "warning"), [(1, None), (2, "0")])
 def test_ranks_of_gpus_set_what_the_user_has_not(
-    world: int, loading: str | None, monkeypatch: pytest.MonkeyPatch
+    world: int, warning: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     set_gpu_variables(world)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    assert os.environ.get("CUDA_MODULE_LOADING") == loading
+    assert os.environ.get("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING") == warning
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -50,9 +50,15 @@ def joint_attention(
 
 
 def take_kernel(kernel: Kernel) -> None:
-    """Let torch's attention on GPUs take cuDNN's kernel, or else torch's own. Holds for the whole process."""
-    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
-    torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
+    """Let torch's attention on GPUs take cuDNN's kernel alone, or else torch's own. Holds for the whole process.
+
+    A shape that cuDNN does not take then raises RuntimeError, and no slower kernel computes it in silence.
+    """
+    cudnn, exact = kernel == "cudnn", torch.are_deterministic_algorithms_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_flash_sdp(not cudnn)
+    torch.backends.cuda.enable_mem_efficient_sdp(not (cudnn or exact))
+    torch.backends.cuda.enable_math_sdp(not cudnn)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: Kernel = "torch") -> Tensor:
@@ -65,7 +71,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernel in PACKAGES:
         return _flash_attention(q, k, v, dropout, kernel)
     heads = q.shape[2]
-    if k.shape[2] != heads and q.is_cuda and not _takes_groups(q):
+    if k.shape[2] != heads and q.is_cuda and not _takes_groups(q.dtype, q.shape[3], q.device):
         # torch would compute the scores one after the other, and keep all of them.
         k, v = (_of_each_query(x, heads) for x in (k, v))
     shared = k.shape[2] != heads
@@ -74,10 +80,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
     return mixed.transpose(1, 2)
 
 
-def _takes_groups(q: Tensor) -> bool:
-    """Return whether a fused kernel of torch on GPUs lets query heads share keys: FlashAttention alone does."""
-    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= FLASH_CHANNELS
-    return narrow and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+@torch.compiler.assume_constant_result
+def _takes_groups(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
+    """Return whether a fused kernel of torch on a GPU lets query heads share keys: FlashAttention alone does."""
+    narrow = dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_CHANNELS
+    return narrow and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def _of_each_query(x: Tensor, heads: int) -> Tensor:

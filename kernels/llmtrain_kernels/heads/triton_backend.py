@@ -51,7 +51,8 @@ def _joined(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3])
 
 
-@triton.jit
+# Of 1, Triton would make a constant, and two branches would differ in the type of what they compute of it.
+@triton.jit(do_not_specialize=["heads", "kv_heads"])
 def _join(
     grad_q: tl.tensor, grad_k: tl.tensor, grad_v: tl.tensor, joined: tl.tensor, partial: tl.tensor, q_batch: tl.tensor,
     q_token: tl.tensor, q_head: tl.tensor, k_batch: tl.tensor, k_token: tl.tensor, k_head: tl.tensor,

@@ -18,7 +18,7 @@ from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
-from llmtrain.comm.device import HostCopies, in_host_memory
+from llmtrain.comm.device import HostCopies, in_host_memory, on_this_device
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 
@@ -80,7 +80,7 @@ class Checkpointer:
                 raise RunFailedError(f"{folder} cannot be cleaned up: {_reason(error)}") from error
         if asynchronous:
             # Use one thread for all saves, as a start takes milliseconds. A daemon does not keep a failed run alive.
-            threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
+            threading.Thread(target=on_this_device(self._work), name="checkpoint", daemon=True).start()
 
     def reserve(self, shards: Sequence[StateRange]) -> None:
         """Allocate the host copies now, so that the first asynchronous save takes no longer than later ones."""

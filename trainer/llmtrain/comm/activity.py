@@ -69,6 +69,7 @@ class Activity:
     def start_timing(self) -> None:
         """Measure the time spent waiting until `own_seconds` is called."""
         self._timing, self._began, self._waited = True, time.perf_counter(), 0.0
+        self._stalls.clear()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def wait(self, wait: Callable[[], T]) -> T:

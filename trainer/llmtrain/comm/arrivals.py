@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Condition, Thread
 
+from llmtrain.comm.device import on_this_device
 from llmtrain.comm.messages import Channel
 
 Wait = Callable[[], object]
@@ -26,7 +27,8 @@ class Arrivals:
         RuntimeError."""
         if channel not in self._queues:
             self._queues[channel] = SimpleQueue()
-            Thread(target=self._run, args=[self._queues[channel]], name="pipeline", daemon=True).start()
+            work = on_this_device(self._run)
+            Thread(target=work, args=[self._queues[channel]], name="pipeline", daemon=True).start()
         future: Future[None] = Future()
         self._queues[channel].put((wait, future))
         return future

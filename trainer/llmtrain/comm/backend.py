@@ -51,7 +51,7 @@ def messages_of(
     has in flight. nbytes: of a message; longer ones are allowed.
     """
     if device.type == "cuda":
-        return NcclMessages(peers, device)
+        return NcclMessages(peers, device, ahead)
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()

@@ -131,6 +131,26 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values if is_cpu(device) else values.pin_memory().to(device, non_blocking=True)
 
 
+def on_this_device(work: Callable[..., object]) -> Callable[..., object]:
+    """Return `work` for another thread, where it has the GPU that is current here. A new thread has the first one: its
+    events and streams would be of that, and CUDA would take memory there."""
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*arguments: object) -> None:
+        torch.cuda.set_device(device)
+        work(*arguments)
+
+    return run
+
+
+def stays_for_stream(values: Tensor) -> None:
+    """Keep the memory of a GPU's tensor, which may be freed, until the current stream has done what it holds so far."""
+    if values.is_cuda:
+        values.record_stream(torch.cuda.current_stream())
+
+
 def to_host(values: Tensor) -> Tensor:
     """Return values in the host's memory. The host waits once, until a GPU has computed and copied them."""
     return start_to_host(values)()

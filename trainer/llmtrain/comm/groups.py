@@ -31,7 +31,7 @@ def group_over(
             [list(members) for members in groups],
             timeout=timeout,
             backend=backend,
-            pg_options=group_options(backend, cluster, card),
+            pg_options=group_options(backend, cluster, card, timeout),
         )
     return group
 
@@ -59,15 +59,17 @@ def gloo_over(card: Nic | None) -> Iterator[None]:
             os.environ[_GLOO_CARD] = before
 
 
-def group_options(backend: str, cluster: Cluster | None, card: Nic | None) -> Any:
+def group_options(backend: str, cluster: Cluster | None, card: Nic | None, timeout: timedelta | None = None) -> Any:
     """Return torch's options for a group that uses `card`, None for the defaults.
 
     NCCL's own streams come before the computation's. It takes a network for each communicator, but reads its socket
-    interfaces once per process; `connect` sets them.
+    interfaces once per process; `connect` sets them. timeout: see `group_over`; NCCL has one of its own else.
     """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
     if (net := nccl_net(cluster, card)) is not None:
         # torch's type stubs lack this field.
         options.config.net_name = net  # type: ignore[attr-defined]

@@ -21,11 +21,13 @@ class NcclMessages(TorchMessages):
     order a rank posts on different channels. Kernels of several communicators run at once as long as the GPU has room
     for all of them, so at most one receive and one send of each channel run at a time.
 
-    peers: see TorchMessages; in an order that all ranks share.
+    peers: see TorchMessages; in an order that all ranks share. ahead: see `posting_of`.
     """
 
-    def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device) -> None:
-        super().__init__(peers, posting_of("nccl", 1))
+    def __init__(
+        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, ahead: int
+    ) -> None:
+        super().__init__(peers, posting_of("nccl", ahead))
         self._device = device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()
@@ -49,5 +51,7 @@ class NcclMessages(TorchMessages):
         other end might be waiting for a different channel.
         """
         for group, peer in self.peers.values():
-            one = torch.zeros(1, device=self._device)
-            (dist.send if dist.get_rank() < peer else dist.recv)(one, peer, group=group)
+            one, first = torch.zeros(1, device=self._device), dist.get_rank() < peer
+            # NCCL connects each direction by itself, and a channel has one of them.
+            for exchange in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+                exchange(one, peer, group=group)

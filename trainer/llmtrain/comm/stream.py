@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.device import on_this_device
 
 Job = Callable[[], object]
 
@@ -51,7 +52,7 @@ class ThreadStream:
         self._activity = activity or Activity()
         self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
         # A daemon: a job that waits for a lost rank does not keep the process alive.
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=on_this_device(self._run), name=name, daemon=True).start()
 
     def submit(self, job: Job) -> Ticket:
         """Queue `job`."""

@@ -20,6 +20,7 @@ from llmtrain_data.output import say
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
+from llmtrain.comm.device import on_this_device
 from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank
 from llmtrain.errors import EXIT_FAILED
 
@@ -100,7 +101,8 @@ class Watchdog:
         process = psutil.Process()
         self._self = Beat(ProcessId(socket.gethostname(), process.pid, process.create_time()))
         self._tell()
-        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._talk, self._guard)]
+        works = map(on_this_device, (self._talk, self._guard))
+        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
 

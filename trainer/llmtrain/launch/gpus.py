@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
 
+_P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 # Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
 ANSWER = 20
 
@@ -31,13 +32,13 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 
     CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
-    a stream for each lane, each communicator and each direction of its copies. CUDA_MODULE_LOADING: a kernel that is
-    loaded at its first launch may have to wait for all kernels that run; one of them may be NCCL's and wait for a rank
-    that waits likewise (CUDA C++ Programming Guide, "Lazy Loading", concurrent execution). CUBLAS_WORKSPACE_CONFIG:
+    a stream for each lane, each communicator and each direction of its copies. TORCH_NCCL_SHOW_EAGER_INIT_...: messages
+    of a pipeline have a communicator each, so torch need not warn that they wait for each other.
+    CUBLAS_WORKSPACE_CONFIG:
     with workspaces of fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation,
     "Results reproducibility").
     """
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({"CUDA_MODULE_LOADING": "EAGER"} if world > 1 else {})
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({_P2P_WARNING: "0"} if world > 1 else {})
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 

@@ -10,6 +10,7 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.comm.device import on_this_device
 from llmtrain.offload.staging import Event, Staging, Work
 from llmtrain.offload.states import StateStore
 
@@ -96,11 +97,12 @@ class Stepper:
         self._failure: BaseException | None = None
         self._closed = False
         fetched = overlap if len(stagings) == 1 else 0
+        run, publish = on_this_device(self._run), on_this_device(self._publish)
         self._threads = [
-            threading.Thread(target=self._run, args=(staging, fetched), name="optimizer steps", daemon=True)
+            threading.Thread(target=run, args=(staging, fetched), name="optimizer steps", daemon=True)
             for staging in stagings
         ]
-        self._threads.append(threading.Thread(target=self._publish, name="weights of steps ahead", daemon=True))
+        self._threads.append(threading.Thread(target=publish, name="weights of steps ahead", daemon=True))
         for thread in self._threads:
             thread.start()
 

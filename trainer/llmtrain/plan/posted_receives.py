@@ -27,14 +27,15 @@ class Posting:
 
 
 def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int) -> Posting:
-    """Return how a backend posts receives. ahead: messages that a channel has in flight."""
+    """Return how a backend posts receives. ahead: messages that a channel has in flight; on GPUs 0 where each is only
+    received when it is needed."""
     if backend == "shared":
         # A message waits in slots.
         return Posting(at_start=0, ahead=0)
     if backend == "nccl":
         # A receive occupies multiprocessors until its message arrives. The first one is therefore posted when it is
         # needed. Each later one is posted as the one before it is taken, and arrives while the stage computes.
-        return Posting(at_start=0, ahead=1)
+        return Posting(at_start=0, ahead=min(ahead, 1))
     return Posting(at_start=ahead, ahead=ahead)
 
 
@@ -66,7 +67,7 @@ def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
 
 def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
     """Return how a rank posts receives; None if it gets no messages."""
-    ahead, driven = messages_ahead(plan), plan.pipeline.schedule.message_driven
+    ahead, driven = messages_ahead(plan, device), plan.pipeline.schedule.message_driven
     others = _others(plan, rank)
     if not others:
         return None

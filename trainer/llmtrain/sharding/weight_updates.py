@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from llmtrain.comm.device import stays_for_stream
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Count, gather_traffic
@@ -75,5 +76,9 @@ class WeightUpdates:
 
 def _gathers(unit: ShardedUnit, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace) -> list[HopStep]:
     if packing is not None:
-        return all_gather_packed(unit.weight, unit.masters, hops, packing, workspace)
+        masters = unit.masters
+        steps = all_gather_packed(unit.weight, masters, hops, packing, workspace)
+        # Masters that come from the host are a tensor of this stream, and the first step reads it on another.
+        steps[0] = steps[0].then(lambda: stays_for_stream(masters))
+        return steps
     return all_gather(unit.weight, hops)

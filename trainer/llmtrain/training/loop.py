@@ -110,7 +110,7 @@ def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
     plan, started = run.plan, time.perf_counter()
     run.ranks.activity.record("computing", step)
-    if is_logged(plan, step + 1):
+    if is_logged(plan, step + 1) and run.ranks.layout.world > 1:
         run.ranks.activity.start_timing()
     if run.plan.model.dropout:
         # Seeded by the step, so that a resumed run draws the same numbers. Tensor-parallel ranks draw the same numbers
