@@ -52,6 +52,8 @@ def operators(preset: str, layers: int, microbatches: int, *keys: str) -> list[t
 def described(preset: str) -> dict[str, Any]:
     """Return the kernels of one more block of a microbatch, of the first one and of a further one, by name; and the
     names of operators that have a tensor in fp32 as large as half of a layer's activations."""
+    # The first step of a process also tries which products torch has.
+    operators(preset, 1, 1)
     found = {key: operators(preset, *key) for key in ((2, 1), (3, 1), (2, 2), (3, 2))}
     counts = {key: Counter(name for name, _ in value) for key, value in found.items()}
     first = counts[3, 1] - counts[2, 1]

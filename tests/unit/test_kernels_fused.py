@@ -105,6 +105,12 @@ def test_products_of_the_weight_add_up_in_fp32_memory(monkeypatch: pytest.Monkey
         cross_entropy.add_product(total.bfloat16(), logits, x, True)
 
 
+def test_products_that_torch_refuses_are_added_after() -> None:
+    """It takes none that adds to fp32 on a CPU, and all on tensors without memory."""
+    assert not cross_entropy._adds_to_fp32(torch.device("cpu"), torch.bfloat16)
+    assert cross_entropy._adds_to_fp32(torch.device("meta"), torch.bfloat16)
+
+
 def test_scaling_in_one_pass_gives_the_bits_of_two() -> None:
     values, scale = torch.randn(1000), torch.tensor(0.3)
     once = torch.mul(values, scale, out=torch.empty_like(values, dtype=torch.bfloat16))

@@ -136,5 +136,15 @@ def scaled(grad_x: Tensor, grad_weight: Tensor, scale: Tensor) -> tuple[Tensor, 
 
 
 def _sums_in_fp32(x: Tensor) -> bool:
-    # On AMD's GPUs, some versions of torch refuse such a product.
-    return x.is_cuda and torch.version.hip is None
+    return x.is_cuda and _adds_to_fp32(x.device, x.dtype)
+
+
+@functools.cache
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's product adds to an fp32 sum on a device. Some versions refuse, all of them on AMD's."""
+    total, x = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
