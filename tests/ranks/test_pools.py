@@ -50,7 +50,7 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
     result = trained(case)
     facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
     plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
-    copies = max(copy_bytes(plan, role, "cpu") for role in roles(plan))
+    copies = max(copy_bytes(plan, role) for role in roles(plan))
     assert max(count for rank in result.notes("copies") for count in rank) == copies
     for rank, found in enumerate(result.notes("high_water")):
         programs = Programs(ProgramSpec.of(plan, rank))

@@ -164,6 +164,10 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     assert host.device["optimizer"] == files.device["optimizer"] == 0
     # Each of two ranks copies half of the states for checkpoints.
     assert held(beside.host) == {"checkpoint_copies": 12 * beside.role.parameters // 2}
+    # In the foreground, it reads them block by block.
+    (foreground,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false"), "cuda").rows
+    largest = max(tensor.numel for unit in beside.role.units for tensor in unit.tensors)
+    assert held(foreground.host) == {"checkpoint_buffers": 4 * largest}
     # A checkpoint reads offloaded states while it is written, and copies none.
     # A bucket's fp32 gradient and bf16 weight for each of four threads; for the one thread of files.
     slot = max(bucket.end for bucket in rank_buckets(plan, 0)) * 6

@@ -1,22 +1,30 @@
 """Host memory that a GPU copies from and to, with a stand-in for CUDA that notes what is pinned."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
 import torch
+from llmtrain.checkpoint import save, state_shard
+from llmtrain.checkpoint.load import load
+from llmtrain.checkpoint.save import Checkpointer
+from llmtrain.checkpoint.state_shard import StateShard
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import device
 from llmtrain.comm.device import HostCopies
 from llmtrain.comm.pinned_memory import LARGE, aligned_host_bytes, host_zeros
+from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
+from llmtrain.model.tensors import TensorSpec, UnitSpec
 from llmtrain.offload.border_store import HostBorders
 from llmtrain.offload.gradient_tiers import HostGradients
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.activation_offload import BorderMoves
+from llmtrain.plan.checkpoint_copies import BLOCK
 from llmtrain.plan.offload import Bucket
 from llmtrain_kernels.direct_io.queue import ALIGNMENT
 
@@ -134,3 +142,31 @@ def test_stores_pin_what_the_plan_counts(
     assert not cuda.unregistered
     del store
     assert len(cuda.unregistered) == len(nbytes)
+
+
+def test_a_save_in_the_foreground_copies_a_block_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of states on a GPU; `to_host` stands for what copies them."""
+    unit = UnitSpec("u", (TensorSpec("u.a", "a", (3, 3_000_000), True),))
+    values, copied = torch.arange(unit.numel, dtype=torch.float32), list[int]()
+    assert values.nbytes > 2 * BLOCK
+
+    def to_host(part: torch.Tensor) -> torch.Tensor:
+        copied.append(part.nbytes)
+        return part.clone()
+
+    def refused(states: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("it copies all states")
+
+    monkeypatch.setattr(state_shard, "to_host", to_host)
+    monkeypatch.setattr(save, "HostCopies", refused)
+    ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"), Links())
+    checkpointer = Checkpointer(tmp_path, ranks, 1, asynchronous=False)
+    shard = StateShard(unit, 0, unit.numel, {"master": values})
+    checkpointer.reserve([shard])
+    assert not copied
+    assert checkpointer.save(1, [shard], {}, {"recipe": {}, "model": {}}) is None
+    assert sum(copied) == values.nbytes
+    assert max(copied) == BLOCK
+    found = StateShard(unit, 0, unit.numel, {"master": torch.zeros(unit.numel)})
+    load(tmp_path / "step-00000001", [found], ranks)
+    assert torch.equal(found.states["master"], values)

@@ -111,6 +111,9 @@ def test_copies_of_states_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["save"]["seconds"] == 12 * found["parameters"] / 2e6
     assert found["save"]["waits"] is False
     assert "of states of 1 rank are copied, which holds up the run for at least" in said
+    # In the foreground the states themselves are written, block by block.
+    written, _ = shown(capsys, cluster(), "offload.optimizer=none", "offload.share=0", "checkpoint.async=false")
+    assert written["save"] is None
 
 
 def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +137,9 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     (role,) = roles(plan)
     block = 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors)
     assert block < 16 * 2**20
-    assert max(taken) <= buffer_bytes(plan, role) - block <= max(taken) + 2 * states_module.ALIGNMENT
+    assert max(taken) <= buffer_bytes(plan, role, "cpu") - block <= max(taken) + 2 * states_module.ALIGNMENT
     without = make_plan(*described_run("tiny.yaml", ("offload.optimizer=none", "offload.share=0"), 1))
-    assert buffer_bytes(without, role) == 0
+    assert buffer_bytes(without, role, "cpu") == 0
 
 
 @dataclass(frozen=True)

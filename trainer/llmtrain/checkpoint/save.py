@@ -18,15 +18,15 @@ from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
-from llmtrain.comm.device import HostCopies, in_host_memory, on_this_device
+from llmtrain.comm.device import HostCopies, on_this_device
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save. host: the states that are not read late, in order, in host memory that does not change until the save
-    has ended. copied: waits until they are there.
+    """One save. host: copies of the states that are not read late, in order, which do not change until the save has
+    ended; none if it reads all states while it writes them. copied: waits until they are there.
     """
 
     step: int
@@ -49,7 +49,8 @@ class Checkpointer:
     """Saves checkpoints into one folder, one at a time. Every rank makes one and calls the same methods in one order.
 
     folder: the run's `checkpoints`, shared by all ranks. keep: number of complete checkpoints to keep. asynchronous:
-    write in the background, from host copies that `save` makes. confirm: raises RunFailedError if another run has taken
+    write in the background, from host copies that `save` makes; otherwise no copies are made, and states of a GPU are
+    read block by block. confirm: raises RunFailedError if another run has taken
     the folder; called on the main rank before the first write and before the final rename. Raises RunFailedError if the
     leftovers of a killed process cannot be removed.
     """
@@ -83,9 +84,9 @@ class Checkpointer:
             threading.Thread(target=on_this_device(self._work), name="checkpoint", daemon=True).start()
 
     def reserve(self, shards: Sequence[StateRange]) -> None:
-        """Allocate the host copies now, so that the first asynchronous save takes no longer than later ones."""
+        """Allocate the host copies of asynchronous saves now, so that the first one takes no longer than later ones."""
         states = _states(shards)
-        if self._copies(states) and not (self._staging and self._staging.fits(states)):
+        if self._asynchronous and not (self._staging and self._staging.fits(states)):
             self._staging = HostCopies(states)
 
     def save(
@@ -143,16 +144,11 @@ class Checkpointer:
         self._queue.put(None)
         return failure
 
-    def _copies(self, states: list[torch.Tensor]) -> bool:
-        """Whether a save writes copies of the states, and not the states themselves."""
-        return self._asynchronous or not all(map(in_host_memory, states))
-
     def _host_copies(self, shards: Sequence[StateRange]) -> tuple[list[torch.Tensor], Callable[[], object]]:
-        states = _states(shards)
         self.reserve(shards)
         if self._staging is None:
-            return states, lambda: None
-        return self._staging.copies, self._staging.copy(states)
+            return [], lambda: None
+        return self._staging.copies, self._staging.copy(_states(shards))
 
     def _work(self) -> None:
         """Run the queued saves in the background, until None is queued."""
@@ -289,12 +285,12 @@ def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:
 
 
 def _contents(save: _Save) -> Iterator[Content]:
-    """Yield the bytes of each of `_ranges`. States that are read late are read when their bytes are taken."""
+    """Yield the bytes of each of `_ranges`. States without a copy are read when their bytes are taken."""
     host = iter(save.host)
     for shard in save.shards:
         ranges = shard.unit.tensor_ranges(shard.start, shard.end)
         for name in shard.names:
-            values, offset = None if shard.read_late else next(host), 0
+            values, offset = None if shard.read_late else next(host, None), 0
             for _, first, last in ranges:
                 end = offset + last - first
                 if values is None:

@@ -66,7 +66,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of the elements `[first, last)` of a state that is read late: a slice when it is taken."""
+    """The bytes of the elements `[first, last)` of a state of which there is no copy: a slice when it is taken."""
 
     shard: StateRange
     name: str
@@ -79,5 +79,5 @@ class StoredBytes:
     def __getitem__(self, part: slice) -> memoryview:
         """Return bytes from `part.start`, a multiple of 4."""
         start, stop, _ = part.indices(len(self))
-        # What stays of offloaded states is on the device.
+        # States may be on a GPU, also what stays of those that are offloaded.
         return bytes_of(to_host(self.shard.read(self.name, self.first + start // 4, self.first + stop // 4)))

@@ -98,8 +98,8 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
         "offload_buffers": outside.buffers,
         "host_activations": borders.host,
         "activation_buffers": borders.buffers,
-        "checkpoint_copies": copy_bytes(plan, role, device),
-        "checkpoint_buffers": buffer_bytes(plan, role),
+        "checkpoint_copies": copy_bytes(plan, role),
+        "checkpoint_buffers": buffer_bytes(plan, role, device),
     }
     buffers = _buffers(plan, role, programs, device) | {"offload_slots": outside.slots}
     whole = _device_memory(plan, role, device, buffers)

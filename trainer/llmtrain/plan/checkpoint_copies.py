@@ -1,5 +1,5 @@
 """The host memory of a checkpoint: copies of states that are made before it is written in the background, and buffers
-through which states that rest elsewhere are read. No torch in here."""
+through which states are read that rest elsewhere, or on a GPU without `checkpoint.async`. No torch in here."""
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
@@ -15,15 +15,15 @@ BLOCK = 16 * 1024**2
 """Bytes of a range that a checkpoint reads and writes at once."""
 
 
-def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes that a rank of a role copies; 0 if checkpoints are written from the states themselves.
-    device: what it computes on.
+def copy_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes that a rank of a role copies before a checkpoint is written in the background; 0 if it is
+    written from the states themselves.
 
     Ranks that hold the same optimizer shard copy an even share each. The first tensor-parallel rank alone copies
     TP-replicated parameters, and the first stage a tied embedding.
     """
     # A checkpoint reads the states of units that are offloaded, in part or whole, while it is written.
-    if plan.sharding.offload.share or (device == "cpu" and not plan.checkpoint.asynchronous):
+    if plan.sharding.offload.share or not plan.checkpoint.asynchronous:
         return 0
     first = plan.grid.coordinate(role.rank, Axis.TENSOR) == 0
     layouts = plan.stages_of(role.rank)
@@ -40,12 +40,13 @@ def copy_bytes(plan: Plan, role: Role, device: Device) -> int:
     return STATE_BYTES * elements
 
 
-def buffer_bytes(plan: Plan, role: Role) -> int:
-    """Return the most bytes of the host's buffers through which a rank's checkpoint reads states that rest elsewhere; 0
-    if it reads none. A block is put together from parts of buckets, and those in files are read in whole pages."""
+def buffer_bytes(plan: Plan, role: Role, device: Device) -> int:
+    """Return the most bytes of the host's buffers through which a rank's checkpoint reads states while it is written;
+    0 if it reads copies, or the states where they are. device: what the rank computes on. A block is put together from
+    parts of buckets, and those in files are read in whole pages."""
     offload = plan.sharding.offload
-    if not offload.share:
+    if not offload.share and (device == "cpu" or plan.checkpoint.asynchronous):
         return 0
     block = min(BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
-    part = min(block, 4 * offload.bucket) + 3 * PAGE if offload.tier == "nvme" else 0
+    part = min(block, 4 * offload.bucket) + 3 * PAGE if offload.share and offload.tier == "nvme" else 0
     return block + part

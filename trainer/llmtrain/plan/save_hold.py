@@ -55,7 +55,7 @@ def save_hold(plan: Plan, role: Role, device: Device, passes: float | None) -> S
     run without `checkpoint.async` waits for; None if it takes nothing before. passes: seconds of a step's computation,
     if they are known."""
     node, rates = _node(plan, role.rank), described_rates(plan)
-    if copied := copy_bytes(plan, role, device):
+    if copied := copy_bytes(plan, role):
         alone = device == "cuda"
         rate, moved = (rates.link, copied) if alone else (rates.host, 2 * copied * len(node))
         taken = copied if alone else copied * len(node)

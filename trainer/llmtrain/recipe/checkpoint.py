@@ -12,7 +12,7 @@ class CheckpointConfig:
     """When to save, and what to start from.
 
     every: steps between checkpoints (0: only at the end). keep: number of complete checkpoints to keep.
-    async: write in the background while training continues.
+    async: write in the background while training continues, from copies in the host's memory; otherwise none are made.
     resume: auto resumes from the newest undamaged checkpoint in the run's folder, if there is one; never starts from
     the beginning and requires an empty folder; any other value is the folder of a run or of a checkpoint to start from.
     """

@@ -10,7 +10,7 @@ from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_kernels.native import native_reason
 
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.comm.device import is_cpu
+from llmtrain.comm.device import is_cpu, synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
@@ -119,6 +119,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             )
             checkpoints.close()
             parts.close()
+            # The host's memory may go only after the last copy from and to it.
+            synchronize(ranks.device)
 
 
 def _offload_links(plan: Plan, ranks: Ranks, outside: Outside, borders: Borders | None) -> list[Source]:
