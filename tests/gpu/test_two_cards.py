@@ -1,0 +1,97 @@
+"""Two ranks, each on a GPU of its own, train as one process on a CPU does. One case also runs on CPUs, so that the test
+itself is known to work."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Curve, curve, write_corpus
+
+STEPS = 6
+RECIPE = """
+name: tiny
+model: {{family: llama, layers: 4, hidden: 32, heads: 4, kv_heads: 2, ffn: 96, vocab: 64}}
+data: {{path: {folder}/set, sequence_length: 16}}
+train: {{steps: {steps}, global_batch: 8, microbatch: 1, eval_every: 3, eval_batches: 1, compile: false}}
+precision: {{compute: fp32}}
+optimizer: {{lr: 1.0e-2, warmup: 2}}
+checkpoint: {{every: 3}}
+logging: {{every: 1, dir: {folder}/runs}}
+"""
+PIPELINE = "parallel.pipeline=2"
+CASES = {
+    "stage 1": ("zero.stage=1",),
+    "stage 3": ("zero.stage=3",),
+    "states on the host": ("zero.stage=2", "offload.optimizer=host", "offload.share=0.5", "offload.bucket=2048"),
+    "tensor": ("parallel.tensor=2",),
+    "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "1f1b": (PIPELINE,),
+    "interleaved": (PIPELINE, "pipeline.schedule=interleaved"),
+    "zero-bubble": (PIPELINE, "pipeline.schedule=zero-bubble"),
+    "zero-bubble-v": (PIPELINE, "pipeline.schedule=zero-bubble-v"),
+    "message-driven": (PIPELINE, "pipeline.schedule=message-driven"),
+}
+CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def trained(folder: Path, name: str, ranks: int, gpus: bool, *keys: str) -> Curve:
+    """Train the recipe on ranks of their own; return the losses."""
+    words = ["run", str(folder / "tiny.yaml"), f"name={name}", "--nproc", str(ranks), *keys]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-m", "llmtrain", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr
+    # Nothing of torch's or NCCL's comes between the run's own lines.
+    assert "Warning" not in ran.stderr, ran.stderr
+    return curve(folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and its data."""
+    made = tmp_path_factory.mktemp("cards")
+    write_corpus(made / "set", 100)
+    (made / "tiny.yaml").write_text(RECIPE.format(folder=made, steps=STEPS))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Curve:
+    """The losses of one process on a CPU."""
+    return trained(folder, "expected", 1, False)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("case", "gpus"), [("stage 3", False), *(pytest.param(case, True, marks=CARDS) for case in CASES)]
+)
+def test_two_ranks_have_the_curve_of_one(case: str, gpus: bool, folder: Path, expected: Curve) -> None:
+    found = trained(folder, f"{case} {gpus}".replace(" ", "-"), 2, gpus, *CASES[case])
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+@CARDS
+@pytest.mark.timeout(600)
+def test_each_rank_takes_memory_of_its_own_card_alone(folder: Path) -> None:
+    """As nvidia-smi lists the processes of each card, while they train."""
+    words = [sys.executable, "-m", "llmtrain", "run", str(folder / "tiny.yaml"), "--nproc", "2"]
+    keys = ["name=long", "train.steps=100000", "zero.stage=2", "offload.optimizer=host", "checkpoint.every=20"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([*words, *keys], stdout=subprocess.DEVNULL, env=environment) as process:
+        try:
+            log = folder / "runs" / "long" / "metrics.jsonl"
+            while not log.exists() or len(log.read_text().splitlines()) < 50:
+                assert process.poll() is None
+                time.sleep(0.2)
+            query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+            apps = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        finally:
+            process.terminate()
+    by_process = [line.split(", ")[1] for line in apps]
+    assert len(by_process) == len(set(by_process)), apps
