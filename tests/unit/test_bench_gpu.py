@@ -1,13 +1,20 @@
 """`make gpu` says what is missing, and a part of its benchmark that fails does not end the others."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from llmtrain.plan.budget import memory_budget
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.prepare import named_facts
+from llmtrain.recipe.load import load_recipe
 
 from tools import gpu
-from tools.bench.gpu import PARTS, TINY, measure, row
+from tools.bench import gpu_rank
+from tools.bench.gpu import PARTS, TINY, measure, row, write_recipe
 
 
 def test_without_a_gpu_one_sentence_says_so(
@@ -25,6 +32,34 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_parts_end_in_time() -> None:
     assert sum(part.seconds for part in PARTS) < gpu.BENCHMARKS
+
+
+def test_states_on_the_host_fit_its_memory(tmp_path: Path) -> None:
+    """Of 128 GiB, a part that leaves states there takes three quarters at most."""
+    outside = [part for part in PARTS if any("offload" in key for key in part.keys)]
+    assert len(outside) == 2
+    for number, part in enumerate(outside):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        recipe = load_recipe(str(write_recipe(part, folder)), list(part.keys))
+        plan = make_plan(recipe, named_facts(recipe, Facts(world=1, device="cuda", ranks_per_node=1)))
+        (row,) = memory_budget(plan, "cuda").rows
+        assert 12 * row.role.parameters < sum(row.host.values()) < 96 * 2**30
+
+
+def test_what_cuda_reads_is_set_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedError(Exception):
+        pass
+
+    def started(layout: object) -> None:
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+        raise StartedError
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(gpu_rank, "connect", started)
+    with pytest.raises(StartedError):
+        gpu_rank.measured("none", [], 1, None)
 
 
 def test_a_part_that_failed_is_a_row() -> None:

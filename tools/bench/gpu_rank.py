@@ -9,6 +9,7 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.device import is_cpu, synchronize
 from llmtrain.comm.ranks import connect
+from llmtrain.launch.gpus import set_gpu_variables
 from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
@@ -26,6 +27,7 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
 
     profile: a file for torch's table of the operators of one more step.
     """
+    set_gpu_variables(1)
     ranks = connect(Layout({Axis.DATA: 1}))
     given = load_recipe(recipe, keys)
     plan = check_and_plan(given, Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda"))
