@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Case:
     """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
     accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: how often the main
-    thread waits for the device in a step."""
+    thread waits for the device in a step. pageable: places of the project that copy through memory that is not
+    pinned."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -16,6 +17,7 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     waits: int = 1
+    pageable: int = 0
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -36,6 +38,7 @@ UNTIED, RECOMPUTED, SEQUENCE = "model.tie_embeddings=false", "activation_checkpo
 BUCKETS = "offload.bucket=4096"
 HOST, ON_DEVICE = ("offload.optimizer=host", "optimizer.clip=1.0e6", BUCKETS), "offload.step=device"
 WEIGHTS, GRADIENTS = ("offload.parameters=host", BUCKETS), "offload.gradients=host"
+FILES, AHEAD = "offload.paths=[.]", "optimizer.clip=1.0e6"
 BORDERS = (RECOMPUTED, "offload.activations=host")
 
 SHARDING = {
@@ -96,7 +99,8 @@ OFFLOAD = {
     "optimizer on the host, stage 3": Case(2, (_stage(3), *HOST)),
     "optimizer on the host, stepped on the device": Case(2, (_stage(1), *HOST, ON_DEVICE)),
     "optimizer on the host, bf16 sums": Case(1, (*HOST, "precision.gradients=compute")),
-    "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8)),
+    # Masters to be packed are put together from buckets.
+    "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8), pageable=1),
     "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6")),
     "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),
     "gradients on the host, one rank": Case(1, (*WEIGHTS, *HOST, GRADIENTS)),
@@ -104,6 +108,9 @@ OFFLOAD = {
     "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),
     "weights on the host, optimizer on the device": Case(2, (_stage(3), *WEIGHTS)),
     "weights on the host, one rank": Case(1, (*WEIGHTS, *HOST)),
+    "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
+    "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
+    "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),
     "activations on the host": Case(1, BORDERS, waits=5),
     "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=5),
     "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=5),

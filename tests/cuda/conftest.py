@@ -34,7 +34,7 @@ def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
     subprocess.run(
         [sys.executable, str(FOLDER / "worker.py"), str(library), str(folder / "answer.json")],
-        input=json.dumps(asked), text=True, check=True, timeout=550, env=environment,
+        input=json.dumps(asked), text=True, check=True, timeout=550, env=environment, cwd=folder,
     )  # fmt: skip
     answers = json.loads((folder / "answer.json").read_text())
 

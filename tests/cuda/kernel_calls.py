@@ -11,6 +11,7 @@ from llmtrain.sharding import gradients, optimizer_shard
 from llmtrain_kernels import triton_launch
 from llmtrain_kernels.attention import op as attention
 from llmtrain_kernels.cross_entropy import op as cross_entropy
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from llmtrain_kernels.quantize import op as quantize
 from llmtrain_kernels.quantize.format import Backend
 from llmtrain_kernels.quantize.reference import REFERENCE
@@ -69,6 +70,7 @@ def stand_ins(machine: Machine) -> list[Any]:
     packing = Backend(quantizes, dequantizes, dequantizes_sum)
     return [
         mock.patch.object(quantize, "_backend", return_value=packing),
+        *_transfers(machine),
         mock.patch.object(optimizer_shard, "adamw", adamw),
         mock.patch.object(gradients, "squared_sum", squared_sum),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
@@ -83,3 +85,24 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: str =
     heads = (x.transpose(1, 2) for x in (q, k, v))
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, dropout, True)[0]
     return mixed.transpose(1, 2)
+
+
+def _transfers(machine: Machine) -> list[Any]:
+    """Return the changes to transfers of files: memory is used from their start to their end."""
+    start, finish = DirectQueue._start, DirectQueue.finish
+    kinds = dict[tuple[DirectQueue, int], str]()
+
+    def used(kind: str, memory: Tensor) -> None:
+        machine.compute(f"a {kind} of a file", *([memory], []) if kind == "write" else ([], [memory]))
+
+    def starting(self: DirectQueue, file: int, offset: int, memory: Tensor, kind: Any) -> int:
+        used(kind, memory)
+        number = start(self, file, offset, memory, kind)
+        kinds[self, number] = kind
+        return number
+
+    def finishing(self: DirectQueue, transfer: int) -> None:
+        used(kinds.pop((self, transfer)), self._pending[transfer])
+        finish(self, transfer)
+
+    return [mock.patch.object(DirectQueue, "_start", starting), mock.patch.object(DirectQueue, "finish", finishing)]

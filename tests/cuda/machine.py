@@ -23,8 +23,9 @@ DEFAULT = "the default stream"
 @dataclass
 class Machine:
     """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
-    memory that is not pinned. modes: what a new thread enters. strays: where threads used the device that had not set
-    it; of several GPUs, they would have used the first."""
+    memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what a new thread
+    enters. strays: where threads used the device that had not set it; of several GPUs, they would have used the
+    first."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)

@@ -40,6 +40,8 @@ from threads import standing_for
 from torch import Tensor
 
 STEPS = 2
+# So many may be copied to be pinned.
+NUMBERS = 64
 CUDA = torch.device("cuda", 0)
 
 
@@ -134,7 +136,11 @@ def _device(machine: Machine) -> list[Any]:
     """Return the changes to torch.cuda, and to methods that need memory or pin it."""
 
     def pinned(tensor: Tensor) -> Tensor:
-        return tensor if machine.is_pinned(tensor) else machine.pin(tensor.clone())
+        if machine.is_pinned(tensor):
+            return tensor
+        if tensor.numel() > NUMBERS:
+            machine.pageable.append(f"{machine.thread}: {machine.where()}")
+        return machine.pin(tensor.clone())
 
     tolist = torch.Tensor.tolist
 

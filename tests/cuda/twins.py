@@ -11,6 +11,7 @@ from llmtrain.comm import ranks, stream
 from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.border_copies import GpuCopies
+from llmtrain.offload.gradient_tiers import FileGradients
 from llmtrain.offload.staging import Copies
 from llmtrain.offload.stepper import StepTicket
 from llmtrain.parallel.pipeline.transport import Transport
@@ -111,6 +112,7 @@ RACES = {
     "sums on the host": Twin(
         CASES["gradients on the host, one rank"], mock.patch.object(CudaThreadStream, "submit", _thread_at_once)
     ),
+    "slots of sums in files": Twin(CASES["gradients in files"], deaf(FileGradients, "put")),
     "borders that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
     "borders that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
     "borders after passes": Twin(

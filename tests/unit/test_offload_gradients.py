@@ -44,7 +44,7 @@ def stored(tier: str, units: dict[str, UnitGradients], folder: Path) -> Iterator
     made: GradientTier = (
         HostGradients(buckets, pinned=False)
         if tier == "host"
-        else FileGradients(buckets, [str(folder)], [1.0], moves(units))
+        else FileGradients(buckets, [str(folder)], [1.0], moves(units), pinned=False)
     )
     # The second range begins within a block of the norm.
     ranges = {name: [(0, 1000), (1000, unit.buckets[-1].end)] for name, unit in units.items()}

@@ -4,9 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmtrain_kernels.direct_io.queue import DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import aligned_host_bytes
 from llmtrain.offload.striped_file import StripedFile
 
 Transfers = list[tuple[int, int]]
@@ -31,10 +32,10 @@ class FetchRing:
     slot n modulo the number of slots. At most `slots` are fetched and not put back.
     """
 
-    def __init__(self, file: StripedFile, queue: DirectQueue, sizes: Sequence[int], slots: int) -> None:
-        """sizes: bytes of each region."""
+    def __init__(self, file: StripedFile, queue: DirectQueue, sizes: Sequence[int], slots: int, pinned: bool) -> None:
+        """sizes: bytes of each region. pinned: whether a GPU copies from and to the slots."""
         self._file, self._queue, self._sizes = file, queue, sizes
-        memory = aligned_bytes(slots * max(sizes, default=0))
+        memory = aligned_host_bytes(slots * max(sizes, default=0), pinned)
         self._slots = [_Slot(one) for one in memory.split(max(sizes, default=1))]
         # Counts of regions ever fetched, and ever put back.
         self._fetched = self._put = 0

@@ -100,7 +100,7 @@ class BucketedGradients:
             # AdamW copies to the device what it steps there.
             self._tier.link.to_device += 4 * here if len(self._came) else 0
             yield (start + bucket.start, start + bucket.end), self._tier.take(number)
-            self._tier.put(number)
+            self._tier.put(number, copied=not (here and len(self._came)))
 
     def squares(self, unit: str, within: Range) -> float:
         """See GradientStore."""

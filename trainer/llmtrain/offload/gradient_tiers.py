@@ -31,8 +31,8 @@ class GradientTier(Protocol):
         """Return a bucket in the host's memory, fp32 `[n]`, which may change until `put`; uninitialized if its move
         does not read it."""
 
-    def put(self, bucket: int) -> None:
-        """Give back the bucket that was taken last."""
+    def put(self, bucket: int, copied: bool = True) -> None:
+        """Give back the bucket that was taken last. copied: False if the current stream of a GPU may still copy it."""
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
@@ -61,8 +61,8 @@ class HostGradients:
         """See GradientTier."""
         return self._buckets[bucket]
 
-    def put(self, bucket: int) -> None:
-        """See GradientTier."""
+    def put(self, bucket: int, copied: bool = True) -> None:
+        """See GradientTier. What changes the bucket next comes after the passes of the next step on that stream."""
 
     def usage(self) -> TierUsage:
         """See GradientTier. Nothing moves."""
@@ -76,9 +76,10 @@ class FileGradients:
     """Buckets in files, which pass through slots of the host's memory."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float], moves: Sequence[Move]
-    ) -> None:
-        """weights: relative bandwidths of the volumes. moves: of one step.
+        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float], moves: Sequence[Move],
+        pinned: bool,
+    ) -> None:  # fmt: skip
+        """weights: relative bandwidths of the volumes. moves: of one step. pinned: whether a GPU copies from the slots.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self.link = LinkCount()
@@ -86,7 +87,7 @@ class FileGradients:
         self._numel = [bucket.numel for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
         count = slots(len(sizes))
-        self._ring = FetchRing(self._file, self._queue, sizes, count)
+        self._ring = FetchRing(self._file, self._queue, sizes, count, pinned)
         self._moves = MoveRing(self._ring, moves, min(READ_AHEAD, count - 1))
 
     def begin(self) -> None:
@@ -97,8 +98,10 @@ class FileGradients:
         """See GradientTier."""
         return self._moves.take(bucket).view(torch.float32)[: self._numel[bucket]]
 
-    def put(self, bucket: int) -> None:
-        """See GradientTier."""
+    def put(self, bucket: int, copied: bool = True) -> None:
+        """See GradientTier. The slot is for another bucket then."""
+        if not copied:
+            torch.cuda.current_stream().synchronize()
         self._moves.put(bucket)
 
     def usage(self) -> TierUsage:

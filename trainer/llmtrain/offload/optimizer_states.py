@@ -26,7 +26,8 @@ def open_states(
     if offload.tier == "host":
         states = HostStates(buckets, pinned=device.type != "cpu")
     else:
-        states = FileStates(buckets, offload.paths, offload.weights, offload.overlap)
+        pinned = offload.on_device and device.type != "cpu"
+        states = FileStates(buckets, offload.paths, offload.weights, offload.overlap, pinned)
     return OffloadedStates(offload, buckets, states, device, dtype, sums)
 
 

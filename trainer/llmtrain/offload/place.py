@@ -77,9 +77,10 @@ def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTie
     buckets = [bucket for unit in units.values() for bucket in unit.buckets]
     if not buckets:
         return None
+    pinned = not is_cpu(ranks.device)
     if offload.gradients == "host":
-        return HostGradients(buckets, pinned=not is_cpu(ranks.device))
-    return FileGradients(buckets, offload.paths, offload.weights, gradient_moves(units, programs))
+        return HostGradients(buckets, pinned)
+    return FileGradients(buckets, offload.paths, offload.weights, gradient_moves(units, programs), pinned)
 
 
 def outside_gradients(

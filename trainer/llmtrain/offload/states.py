@@ -132,16 +132,17 @@ class FileStates:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = (), overlap: int = OVERLAP
-    ) -> None:
+        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = (), overlap: int = OVERLAP,
+        pinned: bool = False,
+    ) -> None:  # fmt: skip
         """weights: relative bandwidths of the volumes; equal by default. overlap: most buckets that are fetched while
-        one is taken.
+        one is taken. pinned: whether a GPU steps them, and copies from and to the slots.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self._buckets, self._lock, self._regions = buckets, threading.RLock(), Regions(buckets)
         sizes = [bucket.nbytes for bucket in self._regions.buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
-        self._ring = FetchRing(self._file, self._queue, sizes, ring_slots(len(buckets), overlap))
+        self._ring = FetchRing(self._file, self._queue, sizes, ring_slots(len(buckets), overlap), pinned)
         self._staging = aligned_bytes(max(bucket.part for bucket in buckets))
 
     def fetch(self, bucket: int) -> None:
