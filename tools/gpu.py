@@ -1,6 +1,7 @@
 """`make gpu`: check this machine, run the tests on its GPU, and measure training on it. Uses no network."""
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ NEEDED = (
 )
 # Seconds for the tests, and for the benchmarks.
 TESTS, BENCHMARKS = 600, 900
+# Seconds in which what took too long has to end.
+GRACE = 30
 
 
 def obstacle() -> str:
@@ -42,10 +45,17 @@ def run(limit: int, *words: str) -> bool:
     print(f"running {' '.join(words)}", flush=True)
     paths = [str(ROOT / name) for name in ("", "trainer", "kernels", "data")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    try:
-        return not subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, timeout=limit).returncode
-    except subprocess.TimeoutExpired:
-        print(f"{' '.join(words)} took over {limit} s, and was ended", file=sys.stderr)
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment) as process:
+        try:
+            return not process.wait(limit)
+        except subprocess.TimeoutExpired:
+            print(f"{' '.join(words)} took over {limit} s, and was ended", file=sys.stderr)
+        # pytest then says which tests have failed so far.
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
         return False
 
 
@@ -56,7 +66,7 @@ def main() -> int:
         return 2
     # It also reports packages that only other commands need, so that its exit code does not count here.
     run(120, "-m", "llmtrain", "doctor")
-    passed = run(TESTS, "-m", "pytest", "-q", "tests/gpu")
+    passed = run(TESTS, "-m", "pytest", "-v", "--tb=short", "tests/gpu")
     measured = run(BENCHMARKS, "-m", "tools.bench.gpu", "--write", "docs/benchmarks.md")
     return 0 if passed and measured else 1
 

@@ -9,9 +9,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llmtrain_data.indexed import IndexedWriter
@@ -19,39 +20,50 @@ from llmtrain_data.indexed import IndexedWriter
 from tools.bench.table import machine, table, write_section
 
 GB = 10**9
+# Begins the line of a part's results.
+RESULT = "result "
 HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measured, GB")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A row of the table. seconds: the part's time limit. profiled: whether a profile of a step is written."""
+    """A row of the table. batch: sequences of a step. microbatch: of a microbatch, None for all. seconds: the part's
+    time limit. profiled: whether a profile of a step is written."""
 
     name: str
     preset: str
     keys: tuple[str, ...] = ()
     sequence: int = 1024
     batch: int = 8
-    seconds: int = 90
+    seconds: int = 120
     steps: int = 10
     profiled: bool = False
+    microbatch: int | None = None
+
+    @property
+    def slug(self) -> str:
+        """The name of its files."""
+        return self.name.replace(",", "").replace(" ", "-")
 
 
 COMPILED, RECOMPUTED = "train.compile=true", "activation_checkpointing=full"
+# A fresh model's gradients would be clipped, and then nothing is stepped before the norm is known.
+NO_CLIP = "optimizer.clip=0"
 HOST = ("offload.optimizer=host",)
 # States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
 NOT_AHEAD = "offload.spare=0"
-# The time limits sum up to less than 15 minutes.
 PARTS = (
-    Part("124M", "gpt2-124m", (), 1024, 16, 60, 10, True),
-    Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 16, 90),
-    Part("350M", "gpt2-355m", (), 1024, 8, 60, 10, True),
-    Part("350M, compiled", "gpt2-355m", (COMPILED,), 1024, 8, 90),
-    Part("1B", "llama3.2-1b", (), 2048, 4, 60, 10, True),
-    Part("1B, compiled", "llama3.2-1b", (COMPILED,), 2048, 4, 90),
-    Part("1B, recomputed", "llama3.2-1b", (RECOMPUTED,), 2048, 4, 60),
-    Part("3B", "llama3.2-3b", (RECOMPUTED,), 2048, 4, 90, 5),
-    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, *HOST), 2048, 4, 120, 5),
-    Part("8B, states on the host", "llama3-8b", (RECOMPUTED, *HOST, NOT_AHEAD), 2048, 4, 170, 3, True),
+    Part("124M", "gpt2-124m", (), 1024, 16, profiled=True),
+    Part("350M", "gpt2-355m", (), 1024, 8, profiled=True),
+    Part("1B", "llama3.2-1b", (), 2048, 4, profiled=True),
+    # As many tokens as the GPU computes while the CPU steps 3B parameters.
+    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5, microbatch=4),
+    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST), 2048, 32, 200, 5, microbatch=4),
+    Part("8B, states on the host", "llama3-8b", (RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD), 2048, 4, 300, 3, True),
+    Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 16),
+    Part("350M, compiled", "gpt2-355m", (COMPILED,), 1024, 8),
+    Part("1B, compiled", "llama3.2-1b", (COMPILED,), 2048, 4),
+    Part("1B, recomputed", "llama3.2-1b", (RECOMPUTED,), 2048, 4),
 )
 TINY = (
     Part("tiny", "llama-1m", (), 64, 2, 300, 1, True),
@@ -70,32 +82,43 @@ def write_recipe(part: Part, folder: Path) -> Path:
     path.write_text(
         f"name: bench\nmodel: {{preset: {part.preset}}}\n"
         f"data: {{path: {folder / 'set'}, sequence_length: {part.sequence}, split: [100, 0, 0]}}\n"
-        f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.batch}, eval_every: 0, compile: false}}\n"
+        f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.microbatch or part.batch}, "
+        "eval_every: 0, compile: false}\n"
         f"checkpoint: {{async: false}}\nlogging: {{every: 1, dir: {folder / 'runs'}}}\n"
     )
     return path
 
 
-def run_part(part: Part, device: str, profiles: Path) -> dict[str, float | None] | str:
-    """Run a part in a process of its own; return what it measured, or the last line that it wrote if it failed."""
+def run_part(part: Part, device: str, profiles: Path) -> dict[str, Any] | str:
+    """Run a part in a process of its own; return what it measured, or the last line that it wrote if it failed. All
+    that it wrote then is in `profiles`."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "tools.bench.gpu_rank", str(write_recipe(part, Path(folder))), *part.keys]
         words += ["--steps", str(part.steps)]
-        words += ["--profile", str(profiles / f"{part.name.replace(', ', '-')}.txt")] if part.profiled else []
-        try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, check=False, timeout=part.seconds, env={**os.environ, **hidden}
-            )
-        except subprocess.TimeoutExpired:
+        words += ["--profile", str(profiles / f"{part.slug}.txt")] if part.profiled else []
+        log = Path(folder, "log")
+        with log.open("w") as written:
+            try:
+                done = subprocess.run(
+                    words, stdout=subprocess.PIPE, stderr=written, text=True, check=False, timeout=part.seconds,
+                    env={**os.environ, **hidden},
+                )  # fmt: skip
+                code, said = done.returncode, done.stdout
+            except subprocess.TimeoutExpired as expired:
+                code, said = None, (expired.stdout or b"").decode()
+        # What was measured is printed before the profile is made.
+        if found := [line for line in said.splitlines() if line.startswith(RESULT)]:
+            measured: dict[str, Any] = json.loads(found[-1].removeprefix(RESULT))
+            return measured
+        profiles.mkdir(parents=True, exist_ok=True)
+        (profiles / f"{part.slug}.log").write_text(said + log.read_text())
+        if code is None:
             return f"took over {part.seconds} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
-    found: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return (log.read_text().strip().splitlines() or [f"exit code {code}"])[-1][:200]
 
 
-def row(part: Part, found: dict[str, float | None] | str) -> list[str]:
+def row(part: Part, found: dict[str, Any] | str) -> list[str]:
     """Return the table's row."""
     if isinstance(found, str):
         return [f"{part.name}: failed ({found.replace('|', '/')})", "", "", "", ""]
@@ -104,31 +127,38 @@ def row(part: Part, found: dict[str, float | None] | str) -> list[str]:
     return [part.name, f"{found['tokens_per_s']:,.0f}", share, f"{planned / GB:.2f}", f"{measured / GB:.2f}"]
 
 
-def measure(parts: Sequence[Part], device: str, profiles: Path) -> tuple[str, bool]:
-    """Run all parts; return the section of the document, and whether every part succeeded."""
-    found = {part.name: run_part(part, device, profiles) for part in parts}
-    text = f"## One GPU\n\n{machine(['torch', 'triton'])}. `make gpu`: medians of the steps after three; bf16.\n\n"
-    text += table(HEADER, [row(part, found[part.name]) for part in parts])
-    without, outside = found.get("3B"), found.get("3B, states on the host")
-    if isinstance(without, dict) and isinstance(outside, dict):
-        ratio = (outside["tokens_per_s"] or 0) / (without["tokens_per_s"] or 1)
+def section(found: Mapping[Part, dict[str, Any] | str]) -> str:
+    """Return the section of the document."""
+    measured = {part.name: result for part, result in found.items() if isinstance(result, dict)}
+    cards = sorted({result["card"] for result in measured.values()})
+    here = ", ".join((*cards, machine(["torch", "triton"])))
+    text = f"## One GPU\n\n{here}. `make gpu`: the mean of the steps after three; bf16.\n\n"
+    text += table(HEADER, [row(part, result) for part, result in found.items()])
+    if {"3B", "3B, states on the host"} <= measured.keys():
+        ratio = measured["3B, states on the host"]["tokens_per_s"] / measured["3B"]["tokens_per_s"]
         text += f"\n\n3B with its states on the host has {ratio:.2f} of the rate without offload. Goal: 0.95."
-    return text, all(isinstance(result, dict) for result in found.values())
+    return text
 
 
 def main() -> None:
-    """Print the table; exit code 1 if a part failed."""
+    """Run the parts, and print and write the table after each of them; exit code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, one of which is refused")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="the parts with these names, such as 124M")
     parser.add_argument("--profiles", type=Path, default=Path("runs/gpu-profiles"))
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
-    text, whole = measure(TINY if arguments.tiny else PARTS, arguments.device, arguments.profiles)
-    print(text)
-    if arguments.write:
-        write_section(arguments.write, "gpu", text)
-    sys.exit(0 if whole else 1)
+    found = dict[Part, dict[str, Any] | str]()
+    for part in TINY if arguments.tiny else PARTS:
+        if arguments.only and part.name not in arguments.only:
+            continue
+        found[part] = run_part(part, arguments.device, arguments.profiles)
+        print(" | ".join(row(part, found[part])), flush=True)
+        if arguments.write:
+            write_section(arguments.write, "gpu", section(found))
+    print(section(found))
+    sys.exit(0 if all(isinstance(result, dict) for result in found.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import argparse
 import json
-import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from llmtrain.cluster.layout import Axis, Layout
@@ -16,14 +17,16 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.attention import with_kernel
 from llmtrain.training.loop import train_step
-from llmtrain.training.run import open_run
+from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import start_states
+
+from tools.bench.gpu import RESULT
 
 WARM_UP = 3
 
 
-def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> dict[str, float | None]:
-    """Train `WARM_UP` and then `steps` steps; return medians of tokens/s and MFU, and planned and measured bytes.
+def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> None:
+    """Train `WARM_UP` and then `steps` steps; print the rate of these, and planned and measured bytes.
 
     profile: a file for torch's table of the operators of one more step.
     """
@@ -33,41 +36,57 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
     plan = check_and_plan(given, Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda"))
     ranks = ranks.on_grid(plan.grid, plan.tiers)
     plan, _ = with_kernel(plan, given.train.attention, ranks)
-    folder = Path(plan.logging.dir) / plan.name
     with open_run(plan, ranks, StopRequest()) as run:
         start_states(run)
         run.log.start(run.progress.step, [], run.progress.tokens)
-        for number in range(WARM_UP + steps):
+        for number in range(WARM_UP):
             train_step(run, number)
         synchronize(ranks.device)
+        if not is_cpu(ranks.device):
+            # torch.compile and the first choice of kernels take memory once.
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+        begin = time.perf_counter()
+        for number in range(WARM_UP, WARM_UP + steps):
+            train_step(run, number)
+        synchronize(ranks.device)
+        rate = plan.batch.tokens * steps / (time.perf_counter() - begin)
+        print(RESULT + json.dumps(result(Path(plan.logging.dir) / plan.name, rate, ranks.device)), flush=True)
         if profile is not None:
-            with torch.profiler.profile() as profiler:
-                train_step(run, WARM_UP + steps)
-                synchronize(ranks.device)
-            order = "self_cpu_time_total" if is_cpu(ranks.device) else "self_device_time_total"
-            profile.parent.mkdir(parents=True, exist_ok=True)
-            profile.write_text(profiler.key_averages().table(sort_by=order, row_limit=40))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "event" not in row][WARM_UP : WARM_UP + steps]
-    mfu = [row["mfu"] for row in rows if row["mfu"] is not None]
-    memory = rows[-1]["memory_bytes"]
+            write_profile(profile, run, WARM_UP + steps)
+
+
+def result(folder: Path, rate: float, device: torch.device) -> dict[str, Any]:
+    """Return what a run in a folder has measured. rate: tokens/s of its steps, what is between them included."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = [row for row in map(json.loads, lines) if "event" not in row][-1]
     return {
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
-        "mfu": statistics.median(mfu) if mfu else None,
+        "card": torch.cuda.get_device_name(device) if not is_cpu(device) else "no GPU",
+        "tokens_per_s": rate,
+        "mfu": None if last["mfu"] is None else last["mfu"] * rate / last["tokens_per_s"],
         "planned": json.loads((folder / "run.json").read_text())["planned"]["memory_bytes"],
-        "measured": memory.get("peak_allocated", memory["peak_rss"]),
+        "measured": last["memory_bytes"].get("peak_allocated", last["memory_bytes"]["peak_rss"]),
     }
 
 
+def write_profile(path: Path, run: Run, step: int) -> None:
+    """Write torch's table of the operators of a step."""
+    with torch.profiler.profile() as profiler:
+        train_step(run, step)
+        synchronize(run.ranks.device)
+    order = "self_cpu_time_total" if is_cpu(run.ranks.device) else "self_device_time_total"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40))
+
+
 def main() -> None:
-    """Measure, and print one line of JSON."""
+    """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
     parser.add_argument("keys", nargs="*")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", type=Path)
     arguments = parser.parse_args()
-    print(json.dumps(measured(arguments.recipe, arguments.keys, arguments.steps, arguments.profile)), flush=True)
+    measured(arguments.recipe, arguments.keys, arguments.steps, arguments.profile)
 
 
 if __name__ == "__main__":

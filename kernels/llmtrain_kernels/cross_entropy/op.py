@@ -145,6 +145,6 @@ def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     total, x = torch.zeros(8, 8, device=device), torch.zeros(8, 8, dtype=dtype, device=device)
     try:
         torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         return False
     return True

@@ -1,5 +1,7 @@
 """Seeded initialisation. It depends only on the seed and the tensor, never on the layout of ranks."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import xxhash
 from torch import Tensor
@@ -23,11 +25,21 @@ def _draw(tensor: TensorSpec, first: int, last: int, seed: int, out: Tensor) -> 
     if tensor.std is None:
         out.fill_(tensor.fill)
         return
-    for block in range(first // BLOCK, (last - 1) // BLOCK + 1):
-        origin = block * BLOCK
-        key = xxhash.xxh3_64_intdigest(f"{seed}/{tensor.name}/{block}".encode())
-        generator = torch.Generator().manual_seed(key >> 1)
-        size = min(BLOCK, tensor.numel - origin)
-        drawn = torch.empty(size).normal_(0.0, tensor.std, generator=generator)
-        begin, stop = max(first, origin), min(last, origin + size)
-        out[begin - first : stop - first] = drawn[begin - origin : stop - origin].to(out.device)
+    blocks, threads = range(first // BLOCK, (last - 1) // BLOCK + 1), torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        # A block of each thread at once, so that few of them are in memory.
+        for start in range(0, len(blocks), threads):
+            part = blocks[start : start + threads]
+            for block, drawn in zip(part, pool.map(lambda block: _normal(tensor, block, seed), part), strict=True):
+                origin = block * BLOCK
+                begin, stop = max(first, origin), min(last, origin + len(drawn))
+                out[begin - first : stop - first] = drawn[begin - origin : stop - origin].to(out.device)
+
+
+def _normal(tensor: TensorSpec, block: int, seed: int) -> Tensor:
+    """Return a block's values. One thread draws them, whatever the number of torch's."""
+    assert tensor.std is not None
+    key = xxhash.xxh3_64_intdigest(f"{seed}/{tensor.name}/{block}".encode())
+    generator = torch.Generator().manual_seed(key >> 1)
+    size = min(BLOCK, tensor.numel - block * BLOCK)
+    return torch.empty(size).normal_(0.0, tensor.std, generator=generator)
