@@ -144,9 +144,10 @@ class Engine:
             self._ahead.decide(None)
 
     def finish_steps(self) -> None:
-        """Wait until all units are stepped."""
+        """Wait until all units are stepped, and all weights are updated."""
         if self._ahead is not None:
             self._ahead.finish()
+        self.weights.updates.finish()
 
     def update(self) -> None:
         """Update all weights from masters that something else than a step wrote. Collective."""
