@@ -15,7 +15,6 @@ from tools.bench import modelled
 
 import torch  # isort: skip
 from llmtrain.comm.ranks import Ranks
-from llmtrain.optim.step import step_numbers
 from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.training.build import build
@@ -61,16 +60,12 @@ def counted(plan: Plan) -> int:
     """Return the peak of a run of some steps."""
     installed = mock.patch.object(modelled.triton_launch, "triton_installed", return_value=True)
     with modelled.device(), installed, Allocations() as found:
-        ranks, microbatch = Ranks(0, 0, plan.grid, torch.device("cuda", 0)), plan.batch.microbatch
+        ranks = Ranks(0, 0, plan.grid, torch.device("cuda", 0))
         parts = build(plan, ranks, lambda calls: None)
         shape = (plan.batch.sequences, plan.batch.sequence_length + 1)
         rows = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
         for _ in range(STEPS):
-            parts.engine.begin_step(None)
-            parts.executor.train(rows.split(microbatch), microbatch / len(rows))
-            parts.engine.gradients.squared_norm()
-            with mock.patch.object(Tensor, "__float__", return_value=1.0):
-                parts.engine.step(step_numbers(plan.optimizer, 1e-4, 1, torch.ones(())))
+            modelled.step(plan, parts, rows)
     return found.peak
 
 

@@ -26,7 +26,7 @@ from llmtrain.plan.make import make_plan  # noqa: E402
 from llmtrain.plan.plan import Plan  # noqa: E402
 from llmtrain.plan.prepare import named_facts  # noqa: E402
 from llmtrain.recipe.load import load_recipe  # noqa: E402
-from llmtrain.training.build import build  # noqa: E402
+from llmtrain.training.build import Assembly, build  # noqa: E402
 from llmtrain_kernels import triton_launch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -141,17 +141,23 @@ def traced(plan: Plan) -> list[Operator]:
     """Return the operators of a step."""
     with device():
         ranks = Ranks(0, 0, plan.grid, torch.device("cuda", 0))
-        parts, microbatch = build(plan, ranks, lambda calls: None), plan.batch.microbatch
+        parts = build(plan, ranks, lambda calls: None)
         shape = (plan.batch.sequences, plan.batch.sequence_length + 1)
         rows = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
         trace = Trace()
         with trace:
-            parts.engine.begin_step(None)
-            parts.executor.train(rows.split(microbatch), microbatch / len(rows))
-            parts.engine.gradients.squared_norm()
-            with mock.patch.object(Tensor, "__float__", return_value=1.0):
-                parts.engine.step(step_numbers(plan.optimizer, 1e-4, 1, torch.ones(())))
+            step(plan, parts, rows)
     return trace.operators
+
+
+def step(plan: Plan, parts: Assembly, rows: Tensor) -> None:
+    """Run a step's passes, and its optimizer. rows: int64 `[sequences, sequence_length + 1]`."""
+    microbatch = plan.batch.microbatch
+    parts.engine.begin_step(None)
+    parts.executor.train(rows.split(microbatch), microbatch / len(rows))
+    parts.engine.gradients.squared_norm()
+    with mock.patch.object(Tensor, "__float__", return_value=1.0):
+        parts.engine.step(step_numbers(plan.optimizer, 1e-4, 1, torch.ones(())))
 
 
 @dataclass(frozen=True)

@@ -43,15 +43,20 @@ def collectives_of(
 
 
 def messages_of(
-    peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, node: int, ahead: int, nbytes: int
+    peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
+    device: torch.device,
+    node: int,
+    ahead: int,
+    chunks: int,
+    nbytes: int,
 ) -> Messages:
     """Return messages over NCCL on GPUs, through shared memory between CPUs of one node, else over gloo. Collective.
 
     peers: see TorchMessages; in an order that all ranks share. node: ranks of a node. ahead: messages that a channel
-    has in flight. nbytes: of a message; longer ones are allowed.
+    has in flight. chunks: stages of a rank. nbytes: of a message; longer ones are allowed.
     """
     if device.type == "cuda":
-        return NcclMessages(peers, device, ahead)
+        return NcclMessages(peers, device, chunks)
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()

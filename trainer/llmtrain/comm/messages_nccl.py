@@ -21,13 +21,13 @@ class NcclMessages(TorchMessages):
     order a rank posts on different channels. Kernels of several communicators run at once as long as the GPU has room
     for all of them, so at most one receive and one send of each channel run at a time.
 
-    peers: see TorchMessages; in an order that all ranks share. ahead: see `posting_of`.
+    peers: see TorchMessages; in an order that all ranks share. chunks: stages of a rank.
     """
 
     def __init__(
-        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, ahead: int
+        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, chunks: int
     ) -> None:
-        super().__init__(peers, posting_of("nccl", ahead))
+        super().__init__(peers, posting_of("nccl", 1, chunks))
         self._device = device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()

@@ -23,15 +23,9 @@ def ring_slots(ahead: int, nbytes: int) -> tuple[int, int]:
     return min(ahead * -(-nbytes // width), MOST_SLOTS), width
 
 
-def messages_ahead(plan: Plan, device: Device) -> int:
-    """Return the messages that a channel has in flight; at least two, so that one can arrive during a computation.
-
-    device: what the ranks compute on. On GPUs of several chunks 0: the next message may depend on what this rank has
-    yet to launch, and its receive keeps the GPU from becoming idle, for which CUDA waits to free memory.
-    """
+def messages_ahead(plan: Plan) -> int:
+    """Return the messages that a channel has in flight; at least two, so that one can arrive during a computation."""
     schedule = plan.pipeline.schedule
-    if device == "cuda" and schedule.chunks > 1:
-        return 0
     if schedule.message_driven:
         return max(2, plan.pipeline.limit)
     return max(2, ceil(schedule.most_live / schedule.chunks))
@@ -52,5 +46,5 @@ def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
     inside = [other for other in neighbours if other != rank and backend_of(device, (rank, other), node) == "shared"]
     if not inside:
         return 0
-    slots, width = ring_slots(messages_ahead(plan, device), border_bytes(plan))
+    slots, width = ring_slots(messages_ahead(plan), border_bytes(plan))
     return slots * width * len(inside)

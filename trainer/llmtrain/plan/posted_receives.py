@@ -26,16 +26,17 @@ class Posting:
     ahead: int
 
 
-def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int) -> Posting:
-    """Return how a backend posts receives. ahead: messages that a channel has in flight; on GPUs 0 where each is only
-    received when it is needed."""
+def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int, chunks: int = 1) -> Posting:
+    """Return how a backend posts receives. ahead: messages that a channel has in flight. chunks: stages of a rank."""
     if backend == "shared":
         # A message waits in slots.
         return Posting(at_start=0, ahead=0)
     if backend == "nccl":
         # A receive occupies multiprocessors until its message arrives. The first one is therefore posted when it is
-        # needed. Each later one is posted as the one before it is taken, and arrives while the stage computes.
-        return Posting(at_start=0, ahead=min(ahead, 1))
+        # needed. Each later one is posted as the one before it is taken, and arrives while the stage computes. With
+        # several chunks it may depend on what this rank has yet to launch, and CUDA waits for an idle GPU to free
+        # memory.
+        return Posting(at_start=0, ahead=1 if chunks == 1 else 0)
     return Posting(at_start=ahead, ahead=ahead)
 
 
@@ -67,7 +68,7 @@ def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
 
 def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
     """Return how a rank posts receives; None if it gets no messages."""
-    ahead, driven = messages_ahead(plan, device), plan.pipeline.schedule.message_driven
+    ahead, driven = messages_ahead(plan), plan.pipeline.schedule.message_driven
     others = _others(plan, rank)
     if not others:
         return None
@@ -76,7 +77,7 @@ def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
     else:
         backends = {backend_of(device, (rank, other), node_ranks(plan.tiers)) for other in others}
         # All channels post as those through sockets do, if there are any.
-        found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead)
+        found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead, plan.pipeline.schedule.chunks)
     return Posting(max(found.at_start, 1), max(found.ahead, 1)) if driven else found
 
 

@@ -5,7 +5,6 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.backend import messages_of
-from llmtrain.comm.device import is_cpu
 from llmtrain.comm.messages import Channel, Messages
 from llmtrain.comm.messages_mpi import MpiMessages
 from llmtrain.comm.ranks import Ranks
@@ -109,8 +108,8 @@ def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
-    ahead = messages_ahead(plan, "cpu" if is_cpu(ranks.device) else "cuda")
+    ahead = messages_ahead(plan)
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return messages_of(joined, ranks.device, ranks.node, ahead, nbytes)
+    return messages_of(joined, ranks.device, ranks.node, ahead, schedule.chunks, nbytes)
