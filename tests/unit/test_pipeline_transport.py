@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from threading import Event
+from typing import Literal
 
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_nccl_posts_the_first_receive_when_it_is_needed_and_then_one_ahead(poste
             message.there.set()
         assert transport.receive(CHANNEL).numel() == number + 1
         assert len(posted) == min(number + 2, 3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_nccl_posts_none_ahead_for_a_rank_with_several_chunks(
+    posted: list[Message], backend: Literal["gloo", "mpi"]
+) -> None:
+    """There the next message may depend on what the rank has yet to launch. Other backends occupy no GPU."""
+    transport = expecting(3, 0, posting_of("nccl", 1, chunks=2))
+    for number in range(3):
+        assert not transport.arrived(CHANNEL)
+        assert len(posted) == number + 1
+        posted[number].there.set()
+        assert transport.receive(CHANNEL).numel() == number + 1
+        assert len(posted) == number + 1
+    assert posting_of(backend, 6, chunks=2) == posting_of(backend, 6) == Posting(at_start=6, ahead=6)
 
 
 class Sent:
@@ -176,14 +192,12 @@ def test_a_sender_that_goes_is_known_to_who_waits(posted: list[Message]) -> None
 def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     schedule: ScheduleName, chunks: int, limit: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[int, int]] = []
+    given: list[tuple[int, ...]] = []
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
-    monkeypatch.setattr(
-        build_pipeline, "messages_of", lambda peers, device, node, ahead, nbytes: given.append((ahead, nbytes))
-    )
+    monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, node, *sizes: given.append(sizes))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(4, "cpu", 4)
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
     build_pipeline._links(plan, ranks, lambda traffic: None)
-    assert given == [(ahead, 1 * 16 * 32 * 4)]
+    assert given == [(ahead, chunks, 1 * 16 * 32 * 4)]
