@@ -4,10 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llmtrain.checkpoint import save
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import device
 from llmtrain.comm.device import DeviceCopies
@@ -120,15 +122,22 @@ def test_a_rewind_passes_over_what_was_read(
 def test_damage_ends_the_run_at_the_step_of_its_batch(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps before it are done and the checkpoint stays."""
-    batch = Samples.batch
+    """The steps before it are done, and the checkpoint that is being written is completed."""
+    batch, damage, commit = Samples.batch, threading.Event(), save.commit
 
     def damaged(samples: Samples, seed: int, first: int, count: int) -> np.ndarray:
         if seed == SEED and first == 48:
+            damage.set()
             raise DataError("set.bin does not match its checksums")
         return batch(samples, seed, first, count)
 
+    def late(*given: Any) -> None:
+        damage.wait()
+        time.sleep(0.2)
+        commit(*given)
+
     monkeypatch.setattr(Samples, "batch", damaged)
+    monkeypatch.setattr(save, "commit", late)
     with pytest.raises(DataError, match=r"^set\.bin does not match its checksums$"):
         train()
     losses = curve(tmp_path / "runs" / "tiny")

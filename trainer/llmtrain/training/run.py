@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtrain_data.dataset import Samples
+from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_kernels.native import native_reason
 
@@ -99,7 +100,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         sampler = LinkSampler(ranks, more=_offload_links(plan, ranks, parts.outside, parts.borders))
         batches = closing(BatchReader(train_data, plan, ranks))
         with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:
-            yield Run(
+            run = Run(
                 plan=plan,
                 ranks=ranks,
                 folder=folder,
@@ -117,6 +118,12 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 outside=parts.outside,
                 borders=parts.borders,
             )
+            try:
+                yield run
+            except DataError:
+                # Damaged data ends the run, but the checkpoint that is being written has nothing of it.
+                checkpoints.wait()
+                raise
             checkpoints.close()
             parts.close()
             # The host's memory may go only after the last copy from and to it.
