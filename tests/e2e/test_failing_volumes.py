@@ -34,7 +34,7 @@ MIB = 2**20
 STEPS = 120
 VOLUME = 64 * MIB
 ZERO = ("zero.stage=2",)
-GONE = r"which failed: Input/output error; the same command resumes from the last checkpoint$"
+GONE = r"which failed: Input/output error; the same command resumes from the newest checkpoint, if there is one$"
 # The folder of the run fails first at whatever is written to it next.
 UNWRITABLE = r"(cannot be written \(|was not saved: |which failed: )"
 

@@ -33,9 +33,10 @@ MARGIN = 8
 # Steps, divided by the number of ranks, that keep a run going until a second start of it has reached the lock.
 LONG = 2000
 ROOM = 16 * 2**20
+AGAIN = r"(the same command resumes from step \d+|there is no checkpoint yet, so the same command starts again)$"
 SAID = {
-    "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; the same command resumes",
-    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; the same command",
+    "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; " + AGAIN,
+    "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; " + AGAIN,
     "full disk": r"cannot be written \(.*(No space left|disk is probably full)|was not saved: .*No space left",
 }
 LAYOUTS = {

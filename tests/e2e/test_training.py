@@ -294,7 +294,7 @@ def test_a_rank_lost_in_a_gather_ends_the_run(recipe: Path) -> None:
     (sentence,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
     assert re.fullmatch(
         rf"llmtrain: rank 2 was killed by SIGKILL on {re.escape(socket.gethostname())} after step \d+, in .+, so the "
-        "run stopped; the same command resumes from the last checkpoint",
+        "run stopped; there is no checkpoint yet, so the same command starts again",
         sentence,
     )
     assert "Traceback" not in errors

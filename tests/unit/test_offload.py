@@ -303,7 +303,7 @@ def test_a_volume_without_room(tmp_path: Path) -> None:
 def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:
     """Whatever a step or a checkpoint waits for: one sentence."""
     offload = Offload(tier="nvme", share=1.0, bucket=4096, paths=(str(tmp_path),))
-    said = "which failed: Bad file descriptor; the same command resumes from the last checkpoint"
+    said = "which failed: Bad file descriptor; the same command resumes from the newest checkpoint, if there is one"
     with offloaded(torch.float32, offload) as (units, outside):
         step(units, 1, outside.stepper)
         assert isinstance(outside.states, FileStates)

@@ -5,6 +5,9 @@ EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
+# What to do after a loss, for ranks that do not look for checkpoints.
+RESUMES = "the same command resumes from the newest checkpoint, if there is one"
+
 
 class CommandError(Exception):
     """What ends a command with one sentence, and the exit code that goes with it."""

@@ -22,7 +22,7 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
 from llmtrain.comm.device import on_this_device
 from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank
-from llmtrain.errors import EXIT_FAILED
+from llmtrain.errors import EXIT_FAILED, RESUMES
 
 # Most seconds between two beats; there are at least ROUNDS of them in a timeout.
 LONGEST_ROUND = 5.0
@@ -279,7 +279,7 @@ class Watchdog:
     def _say(self, sentence: str) -> None:
         path = os.environ.get(CRASH_NOTES)
         if path is None:
-            say(f"llmtrain: {sentence}; the run stopped", err=True)
+            say(f"llmtrain: {sentence}; the run stopped; {RESUMES}", err=True)
         else:
             leave_verdict(path, sentence)
 

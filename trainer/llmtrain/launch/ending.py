@@ -15,6 +15,7 @@ from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    RESUMES,
     CommandError,
     PreemptedError,
     RunFailedError,
@@ -71,7 +72,8 @@ def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
         raise SystemExit(EXIT_FAILED) from error
     if ranks.watchdog is not None:
         ranks.watchdog.find_lost()
-    raise RunFailedError(f"rank {ranks.rank} lost contact with another rank {ranks.activity.last}") from error
+    sentence = f"rank {ranks.rank} lost contact with another rank {ranks.activity.last}, so the run stopped; {RESUMES}"
+    raise RunFailedError(sentence) from error
 
 
 def _already_reported(ranks: "Ranks") -> bool:

@@ -43,6 +43,14 @@ class Restarts:
     newest: Callable[[], int | None]
     fewer: Callable[[int], int]
 
+    @property
+    def next_step(self) -> str:
+        """What the same command does after a failure."""
+        newest = self.newest()
+        if newest is None:
+            return "there is no checkpoint yet, so the same command starts again"
+        return f"the same command resumes from step {newest}"
+
 
 @dataclass(frozen=True)
 class _End:
@@ -53,14 +61,13 @@ class _End:
     why: str = ""
     code: int = EXIT_FAILED
 
-    @property
-    def error(self) -> BaseException:
-        """The exception that ends this process."""
+    def error(self, restarts: Restarts) -> BaseException:
+        """Return the exception that ends this process."""
         if not self.why:
             return SystemExit(self.code)
         if self.code == EXIT_PREEMPTED:
             return PreemptedError(self.why)
-        return RunFailedError(f"{self.why}, so the run stopped; the same command resumes from the last checkpoint")
+        return RunFailedError(f"{self.why}, so the run stopped; {restarts.next_step}")
 
 
 class _NoLogs(LogsSpecs):
@@ -127,7 +134,7 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
         if end.rank is None or signals.asked or tried == restarts.most:
             signals.ignore()
             at_once = signals.interrupts > 1 and end.code != EXIT_PREEMPTED
-            raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error
+            raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error(restarts)
         tried += 1
         if end.rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
             _leave_out(end.rank)

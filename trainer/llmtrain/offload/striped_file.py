@@ -9,10 +9,8 @@ from tempfile import mkstemp
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import RESUMES, RunFailedError
 from llmtrain.plan.stripes import stripes
-
-_RESUME = "; the same command resumes from the last checkpoint"
 
 
 class StripedFile:
@@ -53,20 +51,20 @@ class StripedFile:
         """Wait for transfers. Raises RunFailedError."""
         for volume, transfer in transfers:
             started = time.perf_counter()
-            with _failing(self._paths[volume], "failed", _RESUME):
+            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 queue.finish(transfer)
             self._waited[volume] += time.perf_counter() - started
 
     def read(self, region: int, start: int, into: Tensor) -> None:
         """Read bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them. Any thread may call it."""
         for volume, offset, own in self._parts(region, start, into):
-            with _failing(self._paths[volume], "failed", _RESUME):
+            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 _whole(os.preadv, self._files[volume], own, offset)
 
     def write(self, region: int, start: int, values: Tensor) -> None:
         """Write bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them."""
         for volume, offset, own in self._parts(region, start, values):
-            with _failing(self._paths[volume], "failed", _RESUME):
+            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 _whole(os.pwritev, self._files[volume], own, offset)
 
     def moved(self, queue: DirectQueue) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.comm.ranks import Ranks
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import RESUMES, RunFailedError
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
@@ -93,7 +93,7 @@ def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, befo
         named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
     return (
         f"{named}, found after step {step}; all were alike after step {before}, and so were those of every checkpoint. "
-        "Check the memory of that machine; the same command resumes from the last checkpoint"
+        "Check the memory of that machine; " + RESUMES
     )
 
 
