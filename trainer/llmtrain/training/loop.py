@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any, NoReturn
 
 import torch
+from llmtrain_data import units
 from llmtrain_data.domain import validation_warnings
 from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -213,7 +214,7 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     what = "a loss that spiked (on_spike)" if spike else "a non-finite loss or gradient"
     run.log.warn(f"step {progress.step} had {what} and was skipped")
     if progress.skipped_in_row >= run.plan.training.max_skipped:
-        fail(run, f"there was {what} for {progress.skipped_in_row} steps in a row")
+        fail(run, f"there was {what} for {units.count(progress.skipped_in_row, 'step')} in a row")
 
 
 def rewind(run: Run, loss: float) -> None:
