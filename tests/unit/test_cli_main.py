@@ -53,11 +53,31 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
 
     monkeypatch.setattr("llmtrain.training.start.start", start)
     assert module.main(["run", "x"]) == 1
-    needed = "llmtrain: run ran out of memory; a smaller train.microbatch or model needs less\n"
-    assert capsys.readouterr().err == needed
+    assert capsys.readouterr().err == (
+        "llmtrain: run ran out of memory; a smaller train.microbatch or model needs less, or state the card's memory "
+        "in cluster.accelerator.memory, which auto fills\n"
+    )
     monkeypatch.setattr("llmtrain.training.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         module.main(["run", "x"])
+
+
+@pytest.mark.parametrize(
+    ("verb", "advice"),
+    [
+        ("eval", "a smaller --microbatch needs less"),
+        ("generate", "a shorter --prompt or a smaller --max-tokens needs less"),
+    ],
+)
+def test_other_verbs_that_need_too_much_memory(
+    verb: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(f"llmtrain.cli.{verb}.{verb}", run)
+    assert module.main([verb]) == 1
+    assert capsys.readouterr().err == f"llmtrain: {verb} ran out of memory; {advice}\n"
 
 
 @pytest.mark.parametrize(("ended", "code"), [(None, 7), (KeyboardInterrupt(), 130)])

@@ -1,12 +1,16 @@
 """What NVIDIA's driver says of the GPUs, and what follows for a run."""
 
+import json
 from pathlib import Path
 
 import pytest
-from llmtrain.launch.gpus import least_capability
+from llmtrain.cluster.description import Accelerator, Cluster, Node
+from llmtrain.launch.gpus import gpu_memory_problem, least_capability
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import parse_recipe
+from llmtrain.training import start
+from tiny import write_corpus
 
 RECIPE = {
     "name": "old",
@@ -29,16 +33,61 @@ RECIPE = {
 def test_the_oldest_card_counts(
     said: str, least: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nprintf '{said}'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    give_tool(said, tmp_path, monkeypatch)
     assert least_capability() == least
 
 
 def test_without_the_tool_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert least_capability() is None
+    assert gpu_memory_problem(with_memory("80GB")) is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "said", "problem"),
+    [
+        ("80GB", "40960 MiB\n", "memory=40.0GiB (--force"),
+        # The display's card does not count.
+        ("80GB", "2048 MiB\n81559 MiB\n", None),
+        ("80GiB", "81559 MiB\n", None),
+        ("40GB", "40960 MiB\n", None),
+        ("80GB", "[N/A]\n", None),
+        (None, "40960 MiB\n", None),
+    ],
+)
+def test_a_card_smaller_than_stated(
+    stated: str | None, said: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_tool(said, tmp_path, monkeypatch)
+    found = gpu_memory_problem(with_memory(stated))
+    assert found is None if problem is None else problem in (found or "")
+
+
+def test_a_run_names_a_card_smaller_than_stated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "set", 20)
+    Path("old.yaml").write_text(
+        json.dumps({**RECIPE, "cluster": {"accelerator": {"memory": "80GB"}, "node": {"ranks": 1}}})
+    )
+    give_tool("40960 MiB\n", tmp_path, monkeypatch)
+    monkeypatch.setattr(start, "_gpus", lambda place: 1)
+    for force in (False, True):
+        start.start("old.yaml", [], 1, dry_run=True, force=force)
+        assert ("but this machine's GPU has 40.0 GiB" in capsys.readouterr().out) is not force
+
+
+def with_memory(memory: str | None) -> Cluster:
+    return Cluster(accelerator=Accelerator(memory=memory), node=Node(ranks=8))
+
+
+def give_tool(said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a driver's tool into the PATH that says this."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
 
 
 @pytest.mark.parametrize(("bf16", "compute", "attention"), [(True, "bf16", "flash"), (False, "fp16", "efficient")])

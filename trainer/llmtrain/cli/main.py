@@ -28,6 +28,16 @@ _NUMBERS = {
     "int range": "a whole number",
 }
 
+# What to do where a verb ran out of memory.
+_LESS_MEMORY = {
+    "run": (
+        "; a smaller train.microbatch or model needs less, or state the card's memory in "
+        "cluster.accelerator.memory, which auto fills"
+    ),
+    "eval": "; a smaller --microbatch needs less",
+    "generate": "; a shorter --prompt or a smaller --max-tokens needs less",
+}
+
 VERBS = {
     "run": "Train: start the run that a recipe describes, or resume it from its last checkpoint.",
     "plan": "Show the memory that a run will take on each rank, before it starts.",
@@ -81,8 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or _is_out_of_memory(error)):
             raise
-        advice = "; a smaller train.microbatch or model needs less" if arguments[0] == "run" else ""
-        return _say(f"{arguments[0]} ran out of memory{advice}", EXIT_FAILED)
+        return _say(f"{arguments[0]} ran out of memory{_LESS_MEMORY.get(arguments[0], '')}", EXIT_FAILED)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

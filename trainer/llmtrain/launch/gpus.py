@@ -1,16 +1,22 @@
-"""Check that a machine has a GPU for each of its ranks, and set what CUDA reads from the environment."""
+"""Check that a machine has a GPU for each of its ranks, as large as stated, and set what CUDA reads from the environment."""
 
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 
+from llmtrain_data import units
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.memory import stated_memory
 from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
 
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 # Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
 ANSWER = 20
+# A card whose memory is stated by its name, such as 80GB, has up to 3% less for programs.
+_USABLE = 0.97
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
@@ -51,13 +57,36 @@ def set_gpu_variables(world: int, deterministic: bool = False) -> None:
 def least_capability() -> tuple[int, int] | None:
     """Return the least compute capability of this machine's GPUs by NVIDIA's driver, None without it. Does not start
     CUDA, which would take memory of a GPU."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.findall(r"^(\d+)\.(\d+)$", said, re.MULTILINE)
+    found = re.findall(r"^(\d+)\.(\d+)$", _asked("compute_cap"), re.MULTILINE)
     return min(((int(major), int(minor)) for major, minor in found), default=None)
+
+
+def gpu_memory_problem(cluster: Cluster | None) -> str | None:
+    """Return an error if every GPU of this machine is smaller than the cluster file states, by NVIDIA's driver; else
+    None. Does not start CUDA."""
+    stated = stated_memory(cluster)
+    if stated is None:
+        return None
+    found = re.findall(r"^(\d+) MiB$", _asked("memory.total"), re.MULTILINE)
+    largest = max((int(mebibytes) * 2**20 for mebibytes in found), default=stated)
+    if largest >= _USABLE * stated:
+        return None
+    assert cluster is not None
+    assert cluster.accelerator is not None
+    there = units.size(largest)
+    return (
+        f"cluster.accelerator.memory is {cluster.accelerator.memory}, but this machine's GPU has {there}; set "
+        f"cluster.accelerator.memory={there.replace(' ', '')} (--force takes it as it is)"
+    )
+
+
+def _asked(what: str) -> str:
+    """Return what NVIDIA's driver says of each GPU, a line for each; nothing without it."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:

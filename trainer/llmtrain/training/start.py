@@ -14,7 +14,7 @@ from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus, least_capability, set_gpu_variables
+from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.check import advice, memory_problem
@@ -54,9 +54,10 @@ def start(
     with _reported_once(place):
         plan = check_and_plan(recipe, facts)
     too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
+    too_small = gpu_memory_problem(plan.cluster) if gpus and not force else None
     here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
     mine = (_mpi_problem(plan, place), _attention_problem(plan, facts))
-    problems = [problem for problem in (*mine, too_large, *here) if problem]
+    problems = [problem for problem in (*mine, too_small, too_large, *here) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(plan, summary, [*advice(plan), *problems], as_json)
