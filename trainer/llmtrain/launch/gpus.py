@@ -1,4 +1,4 @@
-"""Check that a machine has a GPU for each of its ranks, as large as stated, and set what CUDA reads from the environment."""
+"""Check that a machine has a GPU as large as stated for each rank, and set what CUDA reads from the environment."""
 
 import os
 import re
