@@ -108,3 +108,10 @@ def test_one_byte_of_the_host(strategy: tuple[str, ...], capsys: pytest.CaptureF
     assert f"1 B more than its share of cluster.node.host.memory ({needed - 1}B for 8 ranks)" in error
     code, found, error = planned(capsys, followed(keys, error), "1TB", f"{needed - 1}B")
     assert (code, found["host_excess"], error) == (0, 0, "")
+
+
+def test_copies_for_checkpoints_are_the_first_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found, _ = planned(capsys, {}, "1TB")
+    needed = 8 * max(sum(row["host"].values()) for row in found["roles"])
+    _, _, error = planned(capsys, {}, "1TB", f"{needed - 1}B")
+    assert followed({}, error) == {"checkpoint.async": "false"}

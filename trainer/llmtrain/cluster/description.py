@@ -65,9 +65,10 @@ class NodeTier:
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """The machine around the accelerators of a node. memory: size, such as 512GiB, which the offloaded states of its
-    ranks may not exceed. bandwidth: bandwidth of the memory, for the least time of the optimizer's step there. cores:
-    cores of all processors; each rank steps offloaded states with an even share of them. sockets: number of processors,
-    among which the ranks are divided evenly; by default as many as `node.nvme` names.
+    ranks, and copies and buffers of their checkpoints, may not exceed. bandwidth: bandwidth of the memory, for the
+    least time of the optimizer's step there. cores: cores of all processors; each rank steps offloaded states with an
+    even share of them. sockets: number of processors, among which the ranks are divided evenly; by default as many as
+    `node.nvme` names.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -40,8 +40,9 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     advised = advice(recipe, facts, plan, found)
     if advised is None:
         return (
-            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel or "
-            "offload makes it fit, so take more ranks or a smaller model (--force takes it as it is)"
+            f"{said}; no single change of zero.stage, activation_checkpointing, train.microbatch, parallel, "
+            "offload or checkpoint.async makes it fit, so take more ranks or a smaller model (--force takes it as it "
+            "is)"
         )
     change, after = advised
     needed = units.size(after.fullest.total if found.excess else after.host)
@@ -115,9 +116,14 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
-    """Yield the single changes that may take less of the host's memory: no spare memory, files instead of the host, a
-    smaller share of what leaves the device, and none."""
+    """Yield the single changes that may take less of the host's memory: no copies for checkpoints, no spare memory,
+    files instead of the host, a smaller share of what leaves the device, and none."""
     given = recipe.offload
+    # States that leave the device are written as they are, without a copy.
+    if plan.checkpoint.asynchronous and not plan.sharding.offload.share:
+        yield Change(
+            ("checkpoint.async=false",), replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))
+        )
     if plan.sharding.offload.spare:
         yield Change(("offload.spare=0",), replace(recipe, offload=replace(given, spare=0.0)))
     for key in ("activations", "optimizer", "parameters"):
