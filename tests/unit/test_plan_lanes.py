@@ -13,6 +13,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.played_step import merged
 from llmtrain.plan.program.offload_moves import Moves
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.view import view_recipe
 
 HIDDEN, VOCAB, TOKENS, LAYERS = 64, 512, 32, 2
 RECIPE = """
@@ -165,13 +166,21 @@ def test_unknown_rates_name_the_command_and_no_time(capsys: pytest.CaptureFixtur
     measured, stated = found["unknown_rates"]
     assert measured == (
         "not known of /fast, /my disk, host link, AdamW on the CPU; `llmtrain bench memory --paths /fast --paths "
-        "'/my disk' --output FILE` measures them, and cluster=FILE states them"
+        "'/my disk' --output FILE`, with --cluster and your cluster file, measures them, and cluster=FILE states them"
     )
     assert stated == "accelerator.peak.bf16 of the cluster file is not stated; take it from the datasheet"
     assert main(["plan", "tiny.yaml", *words(UNKNOWN)]) == 0
     said = capsys.readouterr().out
     assert "not known without all rates" in said
     assert "`llmtrain bench memory --paths /fast" in said
+
+
+def test_the_command_keeps_what_a_shipped_description_has() -> None:
+    keys = "data.path=set", "cluster=card-80gb-2-nvme", "offload.optimizer=nvme", "offload.share=1"
+    view = view_recipe("offload-llama-1b", keys, 1)
+    (said,) = view.as_data()["unknown_rates"]
+    command = "llmtrain bench memory --cluster card-80gb-2-nvme --paths /scratch0 --paths /scratch1 --output FILE"
+    assert f"; `{command}` measures them, and cluster=FILE states them" in said
 
 
 def test_the_moves_are_played_without_a_peak(capsys: pytest.CaptureFixture[str]) -> None:

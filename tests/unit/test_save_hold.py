@@ -99,7 +99,8 @@ def test_unknown_rates_give_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     found, said = shown(capsys, cluster(memory="1TB"))
     assert (found["save"]["seconds"], found["save"]["held"]) == (None, None)
     assert "are read; how long is not known without all rates" in said
-    assert "`llmtrain bench memory --output FILE` measures" in said
+    command = "`llmtrain bench memory --paths /fast --paths /slow --output FILE`, with --cluster and your cluster file,"
+    assert f"{command} measures" in " ".join(said.split())
     found, said = shown(capsys, cluster(peak=""))
     assert found["save"]["seconds"] > 0
     assert (found["save"]["passes"], found["save"]["held"]) == (None, None)

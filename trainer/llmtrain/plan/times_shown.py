@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from llmtrain_data import units
 
+from llmtrain.cluster.load import shipped_clusters
 from llmtrain.plan.lanes import CPU, DEVICE, Lane, volume_paths
 from llmtrain.plan.least_time import LeastTime, compute_peak
 from llmtrain.plan.plan import Plan
@@ -89,10 +90,14 @@ def unknown_rates(plan: Plan, found: Sequence[Lane], played: PlayedStep | None) 
         stated[f"accelerator.peak.{plan.compute}"] = None
     sentences = list[str]()
     if measured:
-        folders = "".join(f"--paths {shlex.quote(path)} " for path in paths if path in measured)
+        folders = "".join(f"--paths {shlex.quote(path)} " for path in paths)
         names = ", ".join(measured)
-        command = f"llmtrain bench memory {folders}--output FILE"
-        sentences.append(f"not known of {names}; `{command}` measures them, and cluster=FILE states them")
+        # The command keeps what the description of the cluster has besides the rates.
+        cluster = plan.cluster.name if plan.cluster and plan.cluster.name in shipped_clusters() else None
+        start = f"--cluster {cluster} " if cluster else ""
+        more = ", with --cluster and your cluster file," if plan.cluster and not cluster else ""
+        command = f"llmtrain bench memory {start}{folders}--output FILE"
+        sentences.append(f"not known of {names}; `{command}`{more} measures them, and cluster=FILE states them")
     if stated:
         sentences.append(f"{' and '.join(stated)} of the cluster file is not stated; take it from the datasheet")
     return sentences
