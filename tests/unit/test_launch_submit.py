@@ -15,6 +15,7 @@ from llmtrain.launch.slurm.record import jobs_of
 from llmtrain.launch.slurm.script import Job
 from llmtrain.launch.status import statuses
 from llmtrain.launch.submit import load_site, plan, submit
+from llmtrain.plan.facts import Facts
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml import file as yaml_file
 from llmtrain_data.indexed import IndexedWriter
@@ -84,6 +85,9 @@ def test_nodes_and_ranks(
 def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said: str) -> None:
     with pytest.raises(BadInputError, match=said):
         planned(recipe, *overrides, site=site)
+    if "global_batch" in said:
+        with pytest.raises(BadInputError, match=said):
+            planned(recipe, *overrides, site=f"{{{site}, container: {{image: x.sif}}}}")
     assert not (recipe.parent / "runs").exists()
 
 
@@ -247,3 +251,22 @@ def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.Mo
     end = {"event": "end", "step": 1, "outcome": "finished", "reason": "all steps done"}
     (job.folder / "metrics.jsonl").write_text(json.dumps(end) + "\n")
     assert statuses([job.folder])[0].detail == "all steps done"
+
+
+def test_a_container_has_the_files(recipe: Path) -> None:
+    """What the recipe names is there, so that only the rest is checked."""
+    site = "{ranks_per_node: 4, container: {image: x.sif}}"
+    inside = ["data.path=/in/set", "data.tokenizer=/in/tokenizer"]
+    assert planned(recipe, *inside, site=site, nodes=1).allocation.ranks == 4
+    assert planned(recipe, *inside, "model.vocab=auto", site=site, nodes=1).allocation.ranks == 4
+    small = "cluster={accelerator: {memory: 1MB}, node: {ranks: 4}}"
+    with pytest.raises(BadInputError, match=r"more than cluster\.accelerator\.memory"):
+        planned(recipe, *inside, small, site=site, nodes=1)
+
+
+def test_cards_without_bf16_are_planned_in_fp16(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned_for = list[Facts]()
+    monkeypatch.setattr("llmtrain.launch.submit.check", lambda made, facts: planned_for.append(facts))
+    planned(recipe, "cluster=p3dn", nodes=1)
+    planned(recipe, "cluster=p4d", nodes=1)
+    assert [facts.bf16 for facts in planned_for] == [False, True]

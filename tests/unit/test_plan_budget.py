@@ -339,7 +339,9 @@ def test_stated_speeds_bound_the_time_of_a_step(
 
 def test_a_plan_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny.yaml", "--ranks", "1"]) == 0
-    assert " parameters on 1 rank, pipeline 1 " in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert " parameters on 1 rank, pipeline 1 x data 1 x tensor 1, on CPUs " in said
+    assert "no cluster file describes an accelerator, so this is the plan for CPUs; add 'cluster={" in said
 
 
 def test_tables_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +349,8 @@ def test_tables_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     keys = ("parallel.pipeline=2", "parallel.tensor=2", cluster(8 * 10**10))
     assert main(["plan", "tiny.yaml", *keys, "--ranks", "8", "--png", str(png)]) == 0
     said = capsys.readouterr().out
-    assert "on 8 ranks, pipeline 2 x data 2 x tensor 2" in said
+    assert "on 8 ranks, pipeline 2 x data 2 x tensor 2, on GPUs" in said
+    assert "the plan for CPUs" not in said
     assert re.search(r"^gradients \(fp32 sums\) +[\d.]+ MiB +0\.\d%$", said, re.MULTILINE)
     assert re.search(r"^accelerator\.memory +74\.5 GiB +100\.0%$", said, re.MULTILINE)
     assert len(re.findall("fullest", said)) == 1

@@ -11,9 +11,10 @@ from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.flops import datasheet_peak, flops_per_token, multiplying_parameters
+from llmtrain.plan.flops import computes_bf16, datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.traffic import Traffic
+from llmtrain.plan.view import view_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.meters import CommMeter, measured_peak, memory_bytes
@@ -100,6 +101,30 @@ def test_peak_of_known_cards(name: str, precision: str, tflops: float) -> None:
 )
 def test_peak_that_is_not_known(name: str, precision: str) -> None:
     assert datasheet_peak(name, precision) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "expected"),
+    [
+        ("V100-32GB", (), False),
+        ("Tesla T4", ("bf16", "fp16"), False),
+        ("A100-40GB", ("fp16",), True),
+        ("a new card", ("fp16",), False),
+        ("a new card", ("fp16", "bf16"), True),
+        (None, ("fp32",), True),
+        (None, (), True),
+    ],
+)
+def test_cards_that_compute_in_bf16(name: str | None, stated: tuple[str, ...], expected: bool) -> None:
+    accelerator = Accelerator(name=name, peak=dict.fromkeys(stated, "1TFLOP/s"))
+    assert computes_bf16(accelerator) is expected
+
+
+def test_a_described_card_without_bf16_is_planned_in_fp16() -> None:
+    described = "cluster={accelerator: {name: V100-32GB}, node: {ranks: 8}}"
+    view = view_recipe("gpt2-124m", ["data.path=set", described], 8)
+    assert (view.plan.compute, view.plan.kernels.attention) == ("fp16", "efficient")
+    assert "precision.compute: auto -> fp16" in view.auto
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.check import check
@@ -34,6 +35,18 @@ def test_vocabulary_comes_from_the_tokenizer_unless_given() -> None:
     assert model_shape(recipe("model.vocab=auto"), CPU).vocab == 50257
     with pytest.raises(BadInputError, match=r"model\.vocab is 100; expected at least the 3000"):
         check(make_plan(recipe("model.vocab=100"), known), known)
+
+
+def test_a_tokenizer_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe("data.tokenizer=gone")
+    assert main(["plan", "recipe.yaml", "data.tokenizer=gone"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data.tokenizer is gone, which is not here, so this plan has the 50257 ids of model.preset; set" in said
+    assert main(["plan", "recipe.yaml", "data.tokenizer=gone", "model.vocab=300"]) == 0
+    assert "which is not here" not in capsys.readouterr().out
+    recipe(model="{family: llama, layers: 2, hidden: 192, heads: 6}")
+    assert main(["plan", "recipe.yaml", "data.tokenizer=gone"]) == 2
+    assert "data.tokenizer is gone, which is not here; set model.vocab to its size" in capsys.readouterr().err
 
 
 def test_families_fill_in_their_sizes() -> None:

@@ -19,8 +19,11 @@ from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
 from llmtrain.launch.slurm.script import Allocation, Array, Chain, Job, SubmittedRecipe, render
+from llmtrain.plan.check import check, check_given
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan, folders_above, named_facts
+from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.prepare import check_recipe, folders_above, named_facts
 from llmtrain.plan.refusal import refusal
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.schema import Recipe
@@ -70,11 +73,12 @@ def plan(
     allocation = _allocation(recipe, site, nodes)
     check_world(allocation.ranks)
     if site.container is None:
-        # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
-        facts = Facts(world=allocation.ranks, device="cuda", ranks_per_node=allocation.ranks_per_node, apex=True)
-        made = check_and_plan(recipe, facts, folders_above(name))
-        if not force and (problem := refusal(recipe, named_facts(recipe, facts), made)):
-            raise BadInputError(problem)
+        check_recipe(recipe, folders_above(name))
+        _check_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force)
+    elif recipe.model.hf is None and (recipe.data.tokenizer is None or recipe.model.vocab not in (None, "auto")):
+        # The container has the files; without them, the model's shape is still known.
+        check_given(recipe)
+        _check_plan(recipe, _facts(recipe, allocation), force)
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
@@ -84,6 +88,27 @@ def plan(
     command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
     return Job(recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array))
+
+
+def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
+    cluster = given_cluster(recipe.cluster)
+    # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
+    return Facts(
+        world=allocation.ranks,
+        device="cuda",
+        ranks_per_node=allocation.ranks_per_node,
+        apex=True,
+        bf16=computes_bf16(cluster.accelerator if cluster else None),
+        cluster=cluster,
+    )
+
+
+def _check_plan(recipe: Recipe, facts: Facts, force: bool) -> None:
+    """Check the plan of a recipe. force: also take what does not fit the stated memory. Raises BadInputError."""
+    made = make_plan(recipe, facts)
+    check(made, facts)
+    if not force and (problem := refusal(recipe, facts, made)):
+        raise BadInputError(problem)
 
 
 def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:

@@ -1,7 +1,7 @@
 """From a recipe to its plan on a described cluster, for verbs that look at a run before it starts. The data and this
 machine do not matter. No torch in here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmtrain_data.tokenizer import tokenizer_size
@@ -10,6 +10,8 @@ from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.check import check_given
 from llmtrain.plan.cluster_source import ranks_of
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.plan import Plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 
@@ -23,13 +25,32 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
     recipe = load_recipe(name_or_path, overrides, complete=False)
     check_given(recipe)
     cluster, _, grid = ranks_of(recipe, ranks)
+    accelerator = None if cluster is None else cluster.accelerator
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
     return recipe, Facts(
         world=grid.world,
         # The plan is for the described accelerator, whatever this machine has.
-        device="cuda" if cluster is not None and cluster.accelerator is not None else "cpu",
+        device="cuda" if accelerator is not None else "cpu",
         ranks_per_node=None if cluster is None else cluster.node.ranks,
         cluster=cluster,
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
         hf=None if folder is None else read_hf_config(Path(folder)),
+        bf16=computes_bf16(accelerator),
     )
+
+
+def assumed(recipe: Recipe, facts: Facts, plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each thing that a plan assumes because the recipe does not say it or this machine lacks
+    it."""
+    model = recipe.model
+    # Without a preset, such a recipe has no plan.
+    if recipe.data.tokenizer is not None and facts.tokenizer is None and model.vocab in (None, "auto") and not model.hf:
+        yield (
+            f"data.tokenizer is {recipe.data.tokenizer}, which is not here, so this plan has the {plan.model.vocab} "
+            "ids of model.preset; set model.vocab to the tokenizer's size"
+        )
+    if facts.device == "cpu":
+        yield (
+            "no cluster file describes an accelerator, so this is the plan for CPUs; add 'cluster={accelerator: "
+            "{memory: 80GB}, node: {ranks: 8}}' for GPUs"
+        )

@@ -2,6 +2,7 @@
 
 import re
 
+from llmtrain.cluster.description import Accelerator
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 
@@ -72,6 +73,16 @@ def datasheet_peak(device_name: str, precision: str) -> float | None:
         if re.search(pattern, device_name):
             return peaks[precision] * 1e12 if precision in peaks else None
     return None
+
+
+def computes_bf16(accelerator: Accelerator | None) -> bool:
+    """Return whether a described card computes in bf16. True if neither its datasheet nor the stated peaks tell."""
+    if accelerator is None:
+        return True
+    name = accelerator.name
+    if name is not None and datasheet_peak(name, "fp16") is not None:
+        return datasheet_peak(name, "bf16") is not None
+    return "fp16" not in accelerator.peak or "bf16" in accelerator.peak
 
 
 def share_of(rate: float, fastest: float, peak: float | None) -> float | None:

@@ -27,6 +27,11 @@ def model_shape(recipe: Recipe, facts: Facts) -> GPTConfig:
     if "vocab" not in given and facts.tokenizer is not None and model.hf is None:
         base["vocab"] = facts.tokenizer
     if "vocab" not in {**base, **given}:
+        if recipe.data.tokenizer is not None:
+            raise BadInputError(
+                f"data.tokenizer is {recipe.data.tokenizer}, which is not here; set model.vocab to its size to plan "
+                "without it"
+            )
         raise BadInputError("model.vocab is missing; set it, or set data.tokenizer, whose size it takes")
     return _gpt_config({**base, **given})
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.check import advice, check
-from llmtrain.plan.described import described_run
+from llmtrain.plan.described import assumed, described_run
 from llmtrain.plan.facts import Device
 from llmtrain.plan.lanes import CPU, Lane, lanes
 from llmtrain.plan.least_time import LeastTime, least_time, step_threads
@@ -167,7 +167,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
-        advice=advice(plan),
+        advice=[*assumed(recipe, facts, plan), *advice(plan)],
     )
 
 
@@ -176,7 +176,8 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     plan, fullest = view.plan, view.budget.fullest
     grid = " x ".join(f"{axis.value} {degree}" for axis, degree in plan.grid.degrees.items())
     ranks = units.count(plan.grid.world, "rank")
-    yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}"
+    devices = "CPUs" if view.device == "cpu" else "GPUs"
+    yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}, on {devices}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(plan, view.budget)))
     outside = list(_outside(view.budget))
