@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 import pytest
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
@@ -66,6 +68,16 @@ def test_a_word_and_a_section_replace_each_other() -> None:
     assert first.activation_checkpointing == EveryK(every=2)
     Path("every.yaml").write_text(BASE + "activation_checkpointing: {every: 3}\n")
     assert load_recipe("every.yaml", ["activation_checkpointing=full"]).activation_checkpointing == "full"
+
+
+def test_overrides_change_a_description_by_name() -> None:
+    keys = ["cluster=p4d", "cluster.accelerator.memory=30GB", "cluster.accelerator.peak.bf16=300TFLOP/s"]
+    found, whole = load_recipe("folder/base.yaml", keys).cluster, load_cluster("p4d")
+    assert isinstance(found, Cluster)
+    assert found.accelerator is not None
+    assert (found.accelerator.memory, found.accelerator.peak["bf16"]) == ("30GB", "300TFLOP/s")
+    assert replace(found, accelerator=whole.accelerator) == whole
+    assert load_recipe("folder/base.yaml", [*keys, "cluster=frontier"]).cluster == "frontier"
 
 
 def test_references_follow_overrides() -> None:

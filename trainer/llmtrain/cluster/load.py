@@ -20,8 +20,14 @@ def load_cluster(source: str | Path | Mapping[str, Any], key: str = "") -> Clust
     """
     if isinstance(source, Mapping):
         return _FILE.parse(source, f"{key}." if key else "")
-    path = find_cluster(str(source))
-    return _FILE.parse({"name": path.stem, **_FILE.read(path)}, f"{path}: ")
+    return _FILE.parse(cluster_data(str(source)), f"{find_cluster(str(source))}: ")
+
+
+def cluster_data(name_or_path: str) -> dict[str, Any]:
+    """Return the plain data of a YAML file, or of a shipped description by name, not yet checked. Raises
+    BadInputError."""
+    path = find_cluster(name_or_path)
+    return {"name": path.stem, **_FILE.read(path)}
 
 
 def given_cluster(source: str | Cluster) -> Cluster | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from llmtrain.recipe.keys import INDEX, keys_in, nearest_key, recipe_keys
+from llmtrain.recipe.keys import keys_in, nearest_key, recipe_keys, required_key, type_of
 from llmtrain.yaml.expected import choices, expected, options
 from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import WORDS
@@ -36,10 +36,11 @@ def explain(error: ValidationError, source: str) -> str:
     if details["type"] == _VALUE:
         return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
     if details["type"].startswith(_MISSING) and isinstance(details["loc"][-1], str):
+        key = required_key(key)
         return f"{key} is missing; set it in the recipe" + (
             "" if "[" in key else f" or on the command line as {key}=..."
         )
-    hint = recipe_keys()[INDEX.sub("[]", key)]
+    hint = type_of(key)
     return f"{key} is {shown(details['input'])}; expected {expected(hint)}{_advice(key, details['input'], hint)}"
 
 
@@ -92,6 +93,6 @@ def _key(location: tuple[int | str, ...]) -> str:
     key = ""
     for part in location:
         longer = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}" if key else part
-        if INDEX.sub("[]", longer) in recipe_keys():
+        if type_of(longer) is not None:
             key = longer
     return key

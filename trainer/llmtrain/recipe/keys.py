@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-from pydantic.fields import FieldInfo
+from typing import Any, get_args, get_origin
 
 from llmtrain.recipe.schema import Recipe
-from llmtrain.yaml.expected import options
+from llmtrain.yaml.expected import options, section_hints
 
 # The index of a section in a list.
 INDEX = re.compile(r"\[[0-9]+\]")
@@ -24,13 +22,9 @@ def recipe_keys() -> Mapping[str, Any]:
 
 
 def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
-    hints = get_type_hints(section, include_extras=True)
     found: list[tuple[str, Any]] = []
-    for entry in fields(section):
-        key, hint = prefix + entry.name, hints[entry.name]
-        if get_origin(hint) is Annotated:
-            aliases = [extra.alias for extra in get_args(hint) if isinstance(extra, FieldInfo) and extra.alias]
-            key = prefix + (aliases[0] if aliases else entry.name)
+    for name, hint in section_hints(section).items():
+        key = prefix + name
         found.append((key, hint))
         for option in options(hint):
             several = get_origin(option) in (list, tuple)
@@ -39,6 +33,22 @@ def _walk(section: type, prefix: str) -> list[tuple[str, Any]]:
                 found += [(f"{key}[]", section)] if several else []
                 found += _walk(section, f"{key}[]." if several else f"{key}.")
     return found
+
+
+def type_of(key: str) -> Any:
+    """Return the type of a key, which may have indices, or be one of a mapping; None if there is no such key."""
+    key = INDEX.sub("[]", key)
+    parent = recipe_keys().get(key.rpartition(".")[0])
+    return get_args(parent)[1] if get_origin(parent) is Mapping else recipe_keys().get(key)
+
+
+def required_key(key: str) -> str:
+    """Return the first key that a missing key needs: itself, or one of its section."""
+    for section in filter(is_dataclass, options(type_of(key))):
+        for entry in fields(section):
+            if entry.default is MISSING and entry.default_factory is MISSING:
+                return required_key(f"{key}.{entry.name}")
+    return key
 
 
 def keys_in(section: str) -> list[str]:

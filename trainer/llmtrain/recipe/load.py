@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from pydantic import TypeAdapter, ValidationError
 
+from llmtrain.cluster.load import cluster_data
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import explain, unknown_key
-from llmtrain.recipe.keys import recipe_keys
+from llmtrain.recipe.keys import type_of
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
 from llmtrain.yaml.references import resolved_size
@@ -61,8 +62,19 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
 def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a recipe's keys with `key=value` overrides; later values win. Raises BadInputError."""
     for override in overrides:
+        if override.startswith("cluster."):
+            # Its keys change a description that the recipe names; they would replace the name.
+            content = _with_described_cluster(content)
         content = _merge(content, _parse_override(override), override)
     return content
+
+
+def _with_described_cluster(content: DictConfig) -> DictConfig:
+    """Return a recipe's keys with the content of the cluster's file in place of its name."""
+    source = OmegaConf.to_container(content, resolve=False).get("cluster")  # type: ignore[union-attr]
+    if not isinstance(source, str) or source == "auto" or "${" in source:
+        return content
+    return _merge(content, OmegaConf.create({"cluster": cluster_data(source)}), source)
 
 
 def parse_recipe(container: dict[str, Any], files: Sequence[Path] = ()) -> Recipe:
@@ -126,7 +138,7 @@ def _parse_override(override: str) -> DictConfig:
     if not _OVERRIDE.fullmatch(override):
         raise BadInputError(f"{shown(override)!r} is not an override; expected key=value, such as train.steps=100")
     key, _, value = override.partition("=")
-    if key not in recipe_keys():
+    if type_of(key) is None:
         raise BadInputError(unknown_key(key))
     try:
         check_size(value)

@@ -1,14 +1,27 @@
 """The values that a key accepts, in words."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def section_hints(section: type) -> dict[str, Any]:
+    """Return the type of each key of a section, by the name that it has in a file."""
+    hints, found = get_type_hints(section, include_extras=True), dict[str, Any]()
+    for entry in fields(section):
+        hint = hints[entry.name]
+        extras = get_args(hint) if get_origin(hint) is Annotated else ()
+        aliases = [extra.alias for extra in extras if isinstance(extra, FieldInfo) and extra.alias]
+        found[aliases[0] if aliases else entry.name] = hint
+    return found
 
 
 def options(hint: Any) -> tuple[Any, ...]:
@@ -33,8 +46,10 @@ def expected(hint: Any) -> str:
         return f"a list of {'' if several else f'{len(get_args(hint))} '}{_plural(get_args(hint)[0])}"
     if get_origin(hint) is list:
         return f"a list of {_plural(get_args(hint)[0])}"
-    if is_dataclass(hint):
-        return f"a section with the keys {', '.join(entry.name for entry in fields(hint))}"
+    if is_dataclass(hint) and isinstance(hint, type):
+        return f"a section with the keys {', '.join(section_hints(hint))}"
+    if get_origin(hint) is Mapping:
+        return f"keys with {expected(get_args(hint)[1])}"
     return _WORDS.get(hint, str(hint))
 
 
@@ -57,7 +72,7 @@ def _bounds(extras: Iterable[Any]) -> str:
 
 def _plural(hint: Any) -> str:
     """Return the items of a list in the plural."""
-    if is_dataclass(hint):
+    if is_dataclass(hint) and isinstance(hint, type):
         return expected(hint).replace("a section", "sections")
     kinds = [(get_args(option) if get_origin(option) is Annotated else (option,)) for option in options(hint)]
     return " and ".join(_PLURALS.get(kind, str(kind)) + _bounds(extras) for kind, *extras in kinds)
