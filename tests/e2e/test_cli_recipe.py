@@ -34,6 +34,8 @@ BROKEN_RECIPES = [
     ("number for a word", GOOD + "name: 7", [], "name is 7; expected text; YAML reads 7 without quotes as a number: write \"7\""),
     ("file that ends early", "model: {", [], "line 1, column 9: expected the node content, but found the end of the file"),
     ("tab", "model:\n\tpreset: gpt2-1m", [], "line 2, column 1: a tab is here; indent with spaces"),
+    ("nothing to resume", GOOD, ["checkpoint.resume=texts"], "checkpoint.resume is texts, which holds no checkpoint; expected a run's folder"),
+    ("a run that has begun", GOOD, ["checkpoint.resume=never", "logging.dir=.", "name=begun"], "begun/checkpoints holds checkpoints and checkpoint.resume is never; give the run another name"),
     ("number for a section with an alias", GOOD, ["checkpoint=5"], "expected a section with the keys every, keep, async, resume"),
     ("number for a mapping", GOOD, ["cluster={node: {ranks: 1}, accelerator: {peak: 5}}"], "cluster.accelerator.peak is 5; expected keys with text"),
     ("number in a mapping", GOOD, ["cluster={node: {ranks: 1}, accelerator: {peak: {bf16: 5}}}"], "cluster.accelerator.peak.bf16 is 5; expected text"),
@@ -147,6 +149,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(f"prepared.{suffix}").touch()
     Path("texts").mkdir()
     Path("done").mkdir()
+    Path("begun/checkpoints/step-00000001").mkdir(parents=True)
     Path("done/recipe.resolved.yaml").write_text(GOOD)
     Path("first.yaml").write_text(GOOD)
     Path("latin.yaml").write_bytes(b"name: caf\xe9\n")

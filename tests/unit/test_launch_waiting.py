@@ -1,10 +1,14 @@
 """Threads spin on cores of their own, and sleep where other programs use these cores."""
 
 import os
+from pathlib import Path
 
 import psutil
 import pytest
+from llmtrain.errors import BadInputError
 from llmtrain.launch.waiting import BRIEF, set_waiting, taken_cores
+from llmtrain.training import start
+from tiny import write_corpus
 
 
 @pytest.mark.parametrize(
@@ -30,25 +34,40 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_threads_sleep_on_busy_cores(capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_sleep_on_busy_cores() -> None:
     environment: dict[str, str] = {}
-    set_waiting(environment, ranks=1)
+    assert "other programs use 0.9 of 2 cores" in (set_waiting(environment, ranks=1) or "")
     assert environment == {"GOMP_SPINCOUNT": BRIEF}
-    assert "other programs use 0.9 of 2 cores" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "1"}])
-def test_what_the_user_has_set_stays(chosen: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_has_set_stays(chosen: dict[str, str]) -> None:
     environment = dict(chosen)
-    set_waiting(environment, ranks=2)
+    assert set_waiting(environment, ranks=2) is None
     assert environment == chosen
-    assert capsys.readouterr().err == ""
 
 
-def test_threads_spin_on_idle_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_spin_on_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: [0.0] * 1024)
     environment: dict[str, str] = {}
-    set_waiting(environment, ranks=1)
+    assert set_waiting(environment, ranks=1) is None
     assert environment == {}
-    assert capsys.readouterr().err == ""
+
+
+def test_it_is_decided_before_torch_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch loads libgomp, which reads the environment once."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "set", 20)
+    Path("tiny.yaml").write_text("{model: {preset: gpt2-1m}, data: {path: set}}")
+    ranks = list[int]()
+
+    def load_torch(place: object) -> int:
+        raise BadInputError("torch is loaded")
+
+    monkeypatch.setattr(start, "set_waiting", lambda environment, count: ranks.append(count))
+    monkeypatch.setattr(start, "_gpus", load_torch)
+    for nproc in (None, 2):
+        with pytest.raises(BadInputError, match="torch is loaded"):
+            start.start("tiny.yaml", [], nproc, dry_run=False)
+    assert ranks == [1, 2]

@@ -42,6 +42,26 @@ def find_checkpoints(path: Path) -> list[Path]:
     return step_folders(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[::-1]
 
 
+def check_start(start: str, own: Path) -> None:
+    """Check that a run may start from what `checkpoint.resume` says. own: the folder of its own checkpoints. Raises
+    BadInputError."""
+    begun = bool(step_folders(own))
+    if begun and start == "never":
+        raise BadInputError(begun_before(own))
+    if not begun and start not in ("auto", "never") and not find_checkpoints(Path(start)):
+        raise BadInputError(nothing_in(start))
+
+
+def begun_before(own: Path) -> str:
+    """Return a sentence about a folder with checkpoints, of a run that is never to resume."""
+    return f"{own} holds checkpoints and checkpoint.resume is never; give the run another name"
+
+
+def nothing_in(start: str) -> str:
+    """Return a sentence about a folder without checkpoints, from which a run is to start."""
+    return f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder"
+
+
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     """Write the manifest beside the shard files, and rename the folder to `final`, which replaces an older checkpoint.
 

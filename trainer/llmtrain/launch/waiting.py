@@ -5,7 +5,6 @@ from collections.abc import MutableMapping, Sequence
 
 import psutil
 from llmtrain_data import units
-from llmtrain_data.output import say
 
 from llmtrain.comm.environment import threads_per_rank
 
@@ -24,20 +23,23 @@ def taken_cores(threads: int, used: Sequence[float]) -> float:
     return taken if len(used) - taken < threads - 0.5 else 0.0
 
 
-def set_waiting(environment: MutableMapping[str, str], ranks: int) -> None:
-    """Let threads of this machine's ranks spin only briefly if other programs use their cores now, and say so. What
-    the user has set stays. Libraries read the environment when they are loaded: PyTorch must not be yet."""
+def set_waiting(environment: MutableMapping[str, str], ranks: int) -> str | None:
+    """Let threads of this machine's ranks spin only briefly if other programs use their cores now. Return a sentence
+    about it for a run on CPUs, None if nothing was changed.
+
+    What the user has set stays. Libraries read the environment when they are loaded: PyTorch must not be yet.
+    """
     stated = environment.get("OMP_NUM_THREADS", "")
     threads = int(stated) if stated.isdecimal() else threads_per_rank(ranks)
     if threads == 1 or any(name in environment for name in _CHOSEN):
-        return
+        return None
     cores = sorted(os.sched_getaffinity(0))
     shares = psutil.cpu_percent(_SAMPLE, percpu=True)
     taken = taken_cores(ranks * threads, [shares[core] / 100 for core in cores if core < len(shares)])
-    if taken:
-        environment["GOMP_SPINCOUNT"] = BRIEF
-        say(
-            f"llmtrain: other programs use {taken:.1f} of {units.count(len(cores), 'core')}; threads do not spin while "
-            "they wait, and steps take longer than on an idle machine",
-            err=True,
-        )
+    if not taken:
+        return None
+    environment["GOMP_SPINCOUNT"] = BRIEF
+    return (
+        f"other programs use {taken:.1f} of {units.count(len(cores), 'core')}; threads do not spin while they wait, "
+        "and steps take longer than on an idle machine"
+    )

@@ -13,8 +13,10 @@ class CheckpointConfig:
 
     every: steps between checkpoints (0: only at the end). keep: number of complete checkpoints to keep.
     async: write in the background while training continues, from copies in the host's memory; otherwise none are made.
+    Offloaded states are written without copies, and the next optimizer step waits until they are read.
     resume: auto resumes from the newest undamaged checkpoint in the run's folder, if there is one; never starts from
-    the beginning and requires an empty folder; any other value is the folder of a run or of a checkpoint to start from.
+    the beginning and requires a folder without checkpoints; any other value is the folder of a run or of a checkpoint
+    to start from.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -9,9 +9,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from llmtrain_data.output import say
 from llmtrain_data.waiting import loading
 from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
+from llmtrain.checkpoint.folder import check_start, step_folders, step_of
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables
@@ -47,8 +49,11 @@ def start(
     with _reported_once(place):
         recipe = load_recipe(name, overrides)
         check_recipe(recipe, folders_above(name))
+        check_start(recipe.checkpoint.resume, Path(recipe.logging.dir, recipe.name, "checkpoints"))
     if place is None and not dry_run:
         _refuse_second(Path(recipe.logging.dir, recipe.name))
+    # PyTorch, which knows whether there are GPUs, must not be loaded yet. With GPUs it does no harm.
+    waiting = None if dry_run or place is not None else set_waiting(os.environ, nproc or 1)
     gpus = _gpus(place)
     facts = _facts(place, nproc, gpus)
     with _reported_once(place):
@@ -67,8 +72,8 @@ def start(
     with _reported_once(place):
         if problems:
             raise BadInputError(problems[0])
-    if place is None and facts.device == "cpu":
-        set_waiting(os.environ, facts.world)
+    if waiting is not None and facts.device == "cpu":
+        say(f"llmtrain: {waiting}", err=True)
     if place is not None or facts.world == 1:
         with loading("the trainer", place is None or place.is_first):
             from llmtrain.training.rank import run_rank
@@ -151,7 +156,6 @@ def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None
 
     force: see `start`.
     """
-    from llmtrain.checkpoint.folder import step_folders, step_of
     from llmtrain.launch.local import Restarts, launch
 
     folder = Path(recipe.logging.dir, recipe.name, "checkpoints")

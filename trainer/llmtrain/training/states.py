@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
-from llmtrain.checkpoint.folder import drop_later
+from llmtrain.checkpoint.folder import begun_before, drop_later, nothing_in
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.errors import BadInputError, RunFailedError
@@ -39,11 +39,11 @@ def start_states(run: Run) -> bool:
     progress = _load(run, own)
     resumes = progress is not None
     if resumes and start == "never":
-        raise BadInputError(f"{own} holds checkpoints and checkpoint.resume is never; give the run another name")
+        raise BadInputError(begun_before(own))
     if progress is None and start not in ("auto", "never"):
         progress = _load(run, Path(start))
         if progress is None:
-            raise BadInputError(f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder")
+            raise BadInputError(nothing_in(start))
     accepted, before = run.plan.data.accept_changed, progress if resumes else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
