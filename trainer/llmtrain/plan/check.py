@@ -17,13 +17,15 @@ from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
+from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.gradient_dtype import gradient_dtype_problem
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resident_check import resident_problem
 from llmtrain.plan.states import most_states
-from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.schema import Recipe, TrainConfig
 
 
 def check_given(recipe: Recipe) -> None:
@@ -158,7 +160,42 @@ def advice(plan: Plan) -> list[str]:
         sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
         warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
-    return [*found, *_without_effect(plan)]
+    return [*found, *_unused(plan), *_without_effect(plan)]
+
+
+def _unused(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each number or name that is set, but that one other key leaves without use."""
+    schedule, compute = plan.optimizer.schedule, plan.compute
+    decays = f"optimizer.schedule is {schedule}"
+    unscaled = f"precision.compute is {compute}" if compute != "fp16" else None
+    keys = (
+        ("optimizer.decay", OptimizerConfig.decay, decays if schedule != "wsd" else None),
+        ("optimizer.min_lr", OptimizerConfig.min_lr, decays if schedule == "constant" else None),
+        ("precision.loss_scale", PrecisionConfig.loss_scale, unscaled),
+        ("precision.loss_scale_window", PrecisionConfig.loss_scale_window, unscaled),
+        (
+            "on_spike.window",
+            SpikeConfig.window,
+            "without on_spike.threshold nothing is a spike" if not plan.spikes.threshold else None,
+        ),
+        (
+            "train.eval_batches",
+            TrainConfig.eval_batches,
+            "train.eval_every is 0" if not plan.training.eval_every else None,
+        ),
+        (
+            "logging.wandb_project",
+            LoggingConfig.wandb_project,
+            "logging.wandb is off" if plan.logging.wandb == "off" else None,
+        ),
+    )
+    for key, default, why in keys:
+        section, _, name = key.partition(".")
+        value = plan.record[section][name]
+        if why is not None and value != default:
+            yield f"{key} is {value}, but {why}, so that it has no effect; leave it out"
+    if plan.cluster is not None and plan.cluster.between is not None and len(plan.cluster.clusters) < 2:
+        yield "cluster.between is given, but there is one cluster, so that it has no effect; leave it out"
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
