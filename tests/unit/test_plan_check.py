@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.plan.check import advice, check, found_elsewhere
 from llmtrain.plan.facts import Facts
@@ -77,8 +78,8 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:
-    facts = Facts(world=4, device="cpu")
-    found = advice(make_plan(recipe("parallel.pipeline=2", "train.microbatch=1", *overrides), facts))
+    given = recipe("parallel.pipeline=2", "train.microbatch=1", *overrides)
+    found = advice(make_plan(given, Facts(world=4, device="cpu", cluster=given_cluster(given.cluster))))
     assert [sentence for sentence in found if said and sentence.startswith(said)] == found
     assert len(found) == (said is not None)
 
