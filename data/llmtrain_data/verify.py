@@ -40,12 +40,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying a set. blocks: number of checksums; block_bytes: bytes that one covers. damaged: the
-    first LISTED ranges, adjacent blocks merged. damaged_bytes: size of all damaged ranges."""
+    """The result of verifying a set. blocks: of the `.bin`, as it is or as it should be, whichever has more;
+    block_bytes: bytes of one. damaged: the first LISTED ranges, adjacent blocks merged. damaged_blocks: of the `.bin`.
+    damaged_bytes: size of all damaged ranges."""
 
     prefix: str
     blocks: int
     block_bytes: int
+    damaged_blocks: int
     damaged_bytes: int
     damaged: list[Damage]
 
@@ -55,19 +57,21 @@ class Verification:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the verification as (name, value) rows."""
-        found = [("blocks", f"{self.blocks:,} of {units.size(self.block_bytes)}")]
+        if not self.damaged:
+            return [("blocks", f"{self.blocks:,} of {units.size(self.block_bytes)}"), ("verified", "no damage found")]
+        index = ", and the index" if any(one.file == str(idx_path(self.prefix)) for one in self.damaged) else ""
+        found = [("damaged blocks", f"{self.damaged_blocks:,} of {self.blocks:,}{index}")]
         found += [("damaged", f"{one.file}, bytes {one.first} to {one.last}") for one in self.damaged[:SHOWN]]
         if len(self.damaged) > SHOWN:
             found.append(("damaged", f"{len(self.damaged) - SHOWN} or more further ranges"))
-        verdict = f"{units.size(self.damaged_bytes)} of damaged blocks" if self.damaged else "no damage found"
-        return [*found, ("verified", verdict)]
+        return [*found, ("what to do", "copy the set again from where it is undamaged, or prepare the data again")]
 
 
 class _Found:
     """Collects damaged ranges, merges adjacent ones, and keeps at most LISTED."""
 
     def __init__(self) -> None:
-        self.places, self.bytes = list[Damage](), 0
+        self.places, self.bytes, self.blocks = list[Damage](), 0, 0
 
     def add(self, path: Path, first: int, last: int) -> None:
         self.bytes += last - first
@@ -97,9 +101,10 @@ def verify(prefix: Path) -> Verification:
             end = min(start + READ_AT_ONCE, size)
             for first in range(start, end, BLOCK):
                 if first >= checksums.bin_bytes or verifier.damaged(first // BLOCK):
+                    found.blocks += 1
                     found.add(content.path, first, min(first + BLOCK, end))
             report(end - start)
-    return Verification(str(prefix), block_count(checksums.bin_bytes), BLOCK, found.bytes, found.places)
+    return Verification(str(prefix), block_count(size), BLOCK, found.blocks, found.bytes, found.places)
 
 
 def write_checksums(prefix: Path, overwrite: bool) -> int:

@@ -18,11 +18,11 @@ offload: {optimizer: nvme}
 """
 # (what is bad, keys, what the sentence must contain)
 BAD = [
-    ("a path that is not there", "offload.paths=[{here}/nowhere]", "nowhere, which is no folder on this machine; give a folder of an NVMe volume"),
+    ("a path that is not there", "offload.paths=[{here}/nowhere]", "nowhere, which is no folder on this machine; set offload.paths to folders of NVMe volumes"),
     ("a file", "offload.paths=[recipe.yaml]", "recipe.yaml, which is no folder on this machine"),
     ("no path", "offload.paths=[]", "offload.optimizer is nvme, but neither offload.paths nor the cluster file's node.nvme names a folder"),
     ("a path that is empty", "offload.paths=['']", "offload.paths has an empty path; give a folder of each NVMe volume"),
-    ("tmpfs", "offload.paths=[/dev/shm]", "offload.paths has /dev/shm, which is on a tmpfs, in memory; give a folder of an NVMe volume"),
+    ("tmpfs", "offload.paths=[/dev/shm]", "offload.paths has /dev/shm, which is on a tmpfs, in memory; set offload.paths to folders of NVMe volumes"),
     ("two folders of one volume", "offload.paths=[{here}/a,{here}/b]", "b, which are on one volume; leave one of them out"),
     ("one folder twice", "offload.paths=[{here}/a,{here}/a]", "a, which are on one volume; leave one of them out"),
     ("a link to the same folder", "offload.paths=[{here}/a,{here}/link]", "link, which are on one volume; leave one of them out"),
@@ -91,4 +91,6 @@ def test_a_volume_without_room(volume: Path, workplace: Path, capsys: pytest.Cap
 @pytest.mark.root
 def test_a_volume_that_is_read_only(volume: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
-    expect_one_sentence(f"offload.paths=[{volume}]", "which may not be written to; give a folder", capsys)
+    expect_one_sentence(
+        f"offload.paths=[{volume}]", "which may not be written to; set offload.paths to folders", capsys
+    )

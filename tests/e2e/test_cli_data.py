@@ -76,6 +76,10 @@ def test_verify_and_checksum(work: Path, tmp_path: Path, capsys: pytest.CaptureF
     shown = json.loads(capsys.readouterr().out)
     first = (len(content) - 1) // shown["block_bytes"] * shown["block_bytes"]
     assert shown["damaged"] == [{"file": f"{tmp_path}/a.bin", "first": first, "last": len(content)}]
+    assert call("inspect", tmp_path / "a", "--verify") == 1
+    said = capsys.readouterr().out
+    assert re.match(rf"damaged blocks +1 of {shown['blocks']}\n", said)
+    assert re.search(r"what to do +copy the set again", said)
     assert call("inspect", tmp_path / "a") == 2
     assert f"a.bin does not match its checksums in bytes {first} to {len(content)}" in capsys.readouterr().err
     assert call("checksum", tmp_path / "a") == 2

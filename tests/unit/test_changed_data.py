@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
-from llmtrain.errors import BadInputError
+from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.inference.trained import evaluate_on, open_model
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.plan import Batch
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training import run_data
+from llmtrain.training.progress import progress_of
 from llmtrain.training.run_data import DATA, check_data, open_data
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
@@ -123,8 +126,13 @@ def test_fingerprints_that_are_none_are_told(train: Train, folder: Path, said: o
     changed = replace(manifest, progress={**manifest.progress, DATA: said})
     for name, content in zip(("manifest.json", "manifest.json.xxh3"), encode(changed), strict=True):
         (newest / name).write_bytes(content)
-    with pytest.raises(BadInputError, match="fingerprints of the data cannot be read"):
+    with pytest.raises(BadInputError, match=r"fingerprints of the data cannot be read: .*; remove that checkpoint"):
         train("train.steps=9")
+
+
+def test_progress_that_is_none_is_told() -> None:
+    with pytest.raises(RunFailedError, match=r"progress cannot be read: .*; remove that checkpoint to resume from the"):
+        progress_of({"step": "many"}, cast(Batch, None))
 
 
 def test_sets_without_checksums_are_named_once(train: Train, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,8 @@ def test_verify_tells_of_damage_of_any_kind(prefix: Path, suffix: str, kind: str
     assert {one.file for one in found.damaged} == {str(path)}
     assert json.loads(found.json())["damaged_bytes"] > 0
     assert found.facts()[1][1].startswith(f"{path}, bytes ")
+    assert (found.facts()[0][1] == f"0 of {found.blocks}, and the index") is (suffix == ".idx")
+    assert found.damaged_blocks <= found.blocks
     with pytest.raises(DataError, match=r"set\.(bin|idx)"):
         read_all(opened(prefix))
 

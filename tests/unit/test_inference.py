@@ -50,6 +50,18 @@ def test_the_machines_that_a_model_was_trained_on_do_not_matter(tmp_path: Path) 
     assert main(["eval", str(tmp_path), "--split", "train"]) == 0
 
 
+def test_a_run_without_a_sound_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoints/step-0000000{step}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    assert main(["eval", str(tmp_path)]) == 1
+    *skipped, said = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    none = f"none of the checkpoints in {tmp_path} is sound, see above"
+    assert said == f"llmtrain: {none}; give another run or checkpoint"
+    assert sum("skipped the checkpoint" in line for line in skipped) == 2
+
+
 def tokenizer(folder: Path, size: int) -> str:
     """A tokenizer whose words are its ids."""
     folder.mkdir()

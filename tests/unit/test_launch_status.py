@@ -151,13 +151,15 @@ def test_logs_are_followed_past_a_silent_slurm(runs: Path, monkeypatch: pytest.M
 def test_logs_that_are_not_there(runs: Path) -> None:
     with pytest.raises(BadInputError, match="was not submitted to Slurm"):
         list(read_log(runs / "gone", None, follow=False))
-    with pytest.raises(BadInputError, match=r"job 2 of .* has written nothing; Slurm says PENDING, Resources"):
+    with pytest.raises(
+        BadInputError, match=r"job 2 of .* has written nothing; Slurm says PENDING, Resources; add --follow to wait"
+    ):
         list(read_log(runs / "next", None, follow=False))
     with pytest.raises(BadInputError, match="expected one of 1, 2"):
         list(read_log(runs / "next", "9", follow=False))
-    with pytest.raises(BadInputError, match="is not the folder of a run"):
+    with pytest.raises(BadInputError, match=r"in runs; give its path \(logging\.dir/name\)"):
         run_folder(runs / "no run")
-    with pytest.raises(BadInputError, match="is not the folder of a run and holds none"):
+    with pytest.raises(BadInputError, match=r"holds none; give a run's folder, or logging\.dir"):
         statuses([runs / "next" / "slurm"])
 
 

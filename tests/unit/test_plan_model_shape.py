@@ -59,6 +59,11 @@ def test_families_fill_in_their_sizes() -> None:
     assert (neox.rotary_fraction, neox.rotary_dim) == (0.25, 8)
 
 
+def test_swiglu_is_of_one_family() -> None:
+    with pytest.raises(BadInputError, match=r"family llama, and no other, has swiglu; leave model\.activation out"):
+        model_shape(recipe("model.activation=gelu", model="{preset: llama3.2-1b}"), CPU)
+
+
 def test_a_changed_preset_stays_in_proportion() -> None:
     config = model_shape(recipe("model.hidden=384", "model.heads=6"), CPU)
     assert config == replace(PRESETS["gpt2-124m"], hidden=384, heads=6, kv_heads=6, ffn=1536)

@@ -74,7 +74,10 @@ def verify(source: Source, as_json: Json = False) -> None:
             say("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
     damaged = [folder for folder, problems in results.items() if problems]
     if damaged:
-        raise RunFailedError(f"{len(damaged)} of {len(results)} checkpoints in {source} are damaged")
+        raise RunFailedError(
+            f"{len(damaged)} of {len(results)} checkpoints in {source} are damaged; remove them: a run resumes from "
+            "the newest sound one"
+        )
 
 
 @app.command()

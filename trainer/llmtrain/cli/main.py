@@ -53,7 +53,7 @@ GROUPS = {
     "recipes": "List and show recipes, their schema and the model presets.",
     "data": "Prepare corpora, train tokenizers, inspect prepared data.",
     "cluster": "Show a cluster, and where a run's groups of ranks are on it.",
-    "bench": "Measure the links of a cluster.",
+    "bench": "Measure the links, memory and volumes of a cluster.",
     "pipeline": "Show the pipeline schedule of a recipe.",
     "ckpt": "List, inspect, verify and convert checkpoints.",
 }

@@ -22,7 +22,7 @@ class Accelerator:
     out. memory: its size, which `auto` of `zero.partition` fills, and which no run may exceed. peak: datasheet speed by
     compute dtype (fp32, bf16, fp16), for the least time of a step and for the MFU of cards whose name is unknown.
     bandwidth: bandwidth of its memory, for the least time of the optimizer's step. host_link: bandwidth to the host's
-    memory in one direction, for the least time of what offloaded optimizer states send.
+    memory in one direction, for the least time of what offload sends and of copies for checkpoints.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -84,7 +84,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """A solid-state drive of every node. path: a folder on it, for `offload.optimizer: nvme`. bandwidth: bandwidth in
+    """A solid-state drive of every node. path: a folder on it, for every nvme of `offload`. bandwidth: bandwidth in
     one direction, by which bytes are shared out over several drives. socket: number of the processor that it is
     attached to, from 0; ranks of that processor use it first.
     """

@@ -33,7 +33,7 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
         said = f"{parts} is {model}"
         if parallel.data != "auto":
             said = f"parallel.data is {data}" + (f", times {parts}" if model > 1 else "")
-        needed = f"start it with a multiple of {model} ranks, as by `llmtrain run --nproc {model}`"
+        needed = f"start it with a multiple of {model} ranks"
         if parallel.data != "auto":
             # auto helps only if tensor x pipeline divides the ranks.
             needed = f"start it with {model * data}" if world % model else "set parallel.data=auto"

@@ -52,14 +52,14 @@ def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | Non
     """Load a checkpoint, or a run's newest sound one.
 
     warn: called with a sentence for each damaged checkpoint, which is skipped. waiting: shows the progress of the load
-    and of later work with the model. Raises BadInputError if there is no sound checkpoint.
+    and of later work with the model. Raises RunFailedError if no checkpoint is sound.
     """
     for folder in find_checkpoints(source):
         try:
             return _open(folder, waiting)
         except (DamagedError, RunFailedError) as error:
             warn(f"skipped the checkpoint {folder}: {error}")
-    raise BadInputError(f"{source} holds no sound checkpoint; expected the folder of a run or of a checkpoint")
+    raise RunFailedError(f"none of the checkpoints in {source} is sound, see above; give another run or checkpoint")
 
 
 def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:

@@ -46,7 +46,8 @@ def bench_memory(options: MemoryBench) -> None:
     from llmtrain.launch.measure.volume_rates import FILE
 
     room = "a file for the measurement", "give another folder, or free some space"
-    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, FILE, room):
+    other = "give a folder of an NVMe volume"
+    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, FILE, room, other):
         raise BadInputError(problem)
     found = _measured(paths, options.seconds)
     after = described(cluster or _this_machine(), found)

@@ -66,7 +66,7 @@ def read_log(run: Path, number: str | None, follow: bool) -> Iterator[str]:
     if not log_of(run, number).exists() and not follow:
         job = (queue.jobs([number]) or {}).get(number)
         state = f"; Slurm says {job.state}, {job.detail}" if job else ""
-        raise BadInputError(f"job {number} of {run} has written nothing{state}")
+        raise BadInputError(f"job {number} of {run} has written nothing{state}; add --follow to wait for it")
     yield from _chunks(log_of(run, number), number if follow else None)
 
 
@@ -93,7 +93,7 @@ def _runs_in(path: Path) -> list[Path]:
         raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs (logging.dir)")
     found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
     if not found:
-        raise BadInputError(f"{path} is not the folder of a run and holds none")
+        raise BadInputError(f"{path} is not the folder of a run and holds none; give a run's folder, or logging.dir")
     return found
 
 
@@ -181,4 +181,6 @@ def run_folder(name: Path) -> Path:
     for folder in (name, Path("runs") / name):
         if folder.is_dir() and _is_run(folder):
             return folder
-    raise BadInputError(f"{name} is not the folder of a run, nor is there one of that name in runs")
+    raise BadInputError(
+        f"{name} is not the folder of a run, nor is there one of that name in runs; give its path (logging.dir/name)"
+    )

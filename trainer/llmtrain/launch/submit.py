@@ -81,7 +81,9 @@ def plan(
         _check_plan(recipe, _facts(recipe, allocation), force)
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
-        raise BadInputError(f"the run's folder is {folder}; Slurm needs a log's path without %, so choose another")
+        raise BadInputError(
+            f"the run's folder is {folder}; Slurm needs a log's path without %, so set another logging.dir or name"
+        )
     python = site.python or ("python" if site.container else sys.executable)
     # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
     alone = ["--nproc", "1"] if allocation.ranks == 1 else []

@@ -18,17 +18,17 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The recipe's `model` section. A key left null takes its value from the preset, the Hugging Face folder or the
-    family; `vocab: auto` takes the tokenizer's size.
+    family.
 
     preset: a published model (`llmtrain recipes show presets` lists them). hf: folder of a Hugging Face model, whose
     sizes and weights the run starts from. family: gpt2 (learned positions, LayerNorm), llama (RoPE, RMSNorm, SwiGLU) or
     neox (RoPE, parallel blocks). layers: transformer blocks. hidden: width of the residual stream. heads: query heads.
     kv_heads: key/value heads that the query heads share (grouped-query attention; family llama). ffn: width of the MLP.
-    positions: longest sequence. vocab: rows of the embedding, at least as many as the tokenizer has. tie_embeddings:
-    whether the head uses the embedding's weights. norm_eps: added to the variance in norms. rope_theta: base of RoPE's
-    wavelengths. rotary_fraction: share of a head's channels that RoPE rotates. activation: activation of the MLP, for
-    gpt2 and neox; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with. dropout: probability, in
-    training.
+    positions: longest sequence. vocab: rows of the embedding, at least as many as the tokenizer has; null or auto: with
+    hf, that model's; else the size of data.tokenizer if it is set, else the preset's. tie_embeddings: whether the head
+    uses the embedding's weights. norm_eps: added to the variance in norms. rope_theta: base of RoPE's wavelengths.
+    rotary_fraction: share of a head's channels that RoPE rotates. activation: activation of the MLP, for gpt2 and neox;
+    gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with. dropout: probability, in training.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -109,7 +109,10 @@ class GPTConfig:
                 f"{self.head_dim} channels of a head"
             )
         if (self.family == "llama") != (self.activation == "swiglu"):
-            raise ValueError(f"model.activation is {self.activation}; family llama, and no other, has swiglu")
+            raise ValueError(
+                f"model.activation is {self.activation}; family llama, and no other, has swiglu; leave "
+                "model.activation out"
+            )
 
     @property
     def head_dim(self) -> int:

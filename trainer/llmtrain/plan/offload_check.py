@@ -25,15 +25,17 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     ranks = min(ranks_per_node, plan.grid.world)
     needed = ranks * max(_files(plan, role.rank) for role in roles(plan)) // len(paths)
     leaves = f"what leaves {units.count(ranks, 'rank')}", "give a larger volume or more of them, or offload less"
-    return volume_problem("offload.paths", paths, needed, leaves)
+    # The folders may be those of the cluster file.
+    return volume_problem("offload.paths", paths, needed, leaves, "set offload.paths to folders of NVMe volumes")
 
 
-def volume_problem(key: str, paths: Sequence[str], needed: int, room: tuple[str, str]) -> str | None:
+def volume_problem(key: str, paths: Sequence[str], needed: int, room: tuple[str, str], other: str) -> str | None:
     """Return an error if one of some folders is not on a volume of its own with room for `needed` bytes, else None.
 
-    key: what names the folders. room: what needs the bytes, and what to do where they are missing.
+    key: what names the folders. room: what needs the bytes, and what to do where they are missing. other: what to do
+    about a folder that cannot be used.
     """
-    problems = [problem for path in paths for problem in _problems(key, Path(path), needed, room)]
+    problems = [problem for path in paths for problem in _problems(key, Path(path), needed, room, other)]
     return next(iter([*problems, *_shared(key, paths)]), None)
 
 
@@ -41,19 +43,19 @@ def _files(plan: Plan, rank: int) -> int:
     return offload_memory(plan, rank, "cpu").files + border_memory(plan, rank, "cpu").files
 
 
-def _problems(key: str, path: Path, needed: int, room: tuple[str, str]) -> Iterator[str]:
+def _problems(key: str, path: Path, needed: int, room: tuple[str, str], other: str) -> Iterator[str]:
     said = f"{key} has {path}"
     if not path.is_dir():
-        yield f"{said}, which is no folder on this machine; give a folder of an NVMe volume"
+        yield f"{said}, which is no folder on this machine; {other}"
     elif not os.access(path, os.W_OK | os.X_OK):
-        yield f"{said}, which may not be written to; give a folder of an NVMe volume"
+        yield f"{said}, which may not be written to; {other}"
     elif (kind := _file_system(path)) in IN_MEMORY:
-        yield f"{said}, which is on a {kind}, in memory; give a folder of an NVMe volume"
+        yield f"{said}, which is on a {kind}, in memory; {other}"
     elif (free := shutil.disk_usage(path).free) < needed:
         what, advice = room
         yield f"{said}, where {units.size(free)} are free, and {what} takes {units.size(needed)}; {advice}"
     elif not _takes_direct_writes(path):
-        yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); give a folder of an NVMe volume"
+        yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); {other}"
 
 
 def _shared(key: str, paths: Sequence[str]) -> Iterator[str]:

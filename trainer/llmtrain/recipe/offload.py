@@ -32,7 +32,8 @@ class OffloadConfig:
     is not stated. paths: folders for nvme, one for each volume, over which bytes are striped; by default those of the
     cluster file's node.nvme. bucket: elements of a bucket of states; auto is 524288. overlap: buckets of optimizer
     states that are on their way while one is stepped, AxoNN's k: their gradients are reduced and their states are
-    fetched ahead of it; auto is 3.
+    fetched ahead of it. With optimizer host, overlap + 1 threads step a bucket each, and none is fetched ahead. auto
+    is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

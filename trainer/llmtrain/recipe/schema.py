@@ -30,11 +30,12 @@ class TrainConfig:
     have one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per
     evaluation, fewer if the validation split is smaller. compile: let torch.compile build the blocks' kernels in place
     of those of llmtrain. deterministic: take only kernels whose results have the same bits in every run on the same
-    GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run. compare_every:
-    steps between checks that replicas are equal, by checksum; each checkpoint is then checked as well (0: never).
-    timeout: seconds after which a lost or hanging rank ends the run. max_restarts: how often in a row, without a new
-    checkpoint, `llmtrain run` restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one
-    twice and parallel.data is auto.
+    GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run (overflows of
+    fp16 that lower the loss scale do not count), and rewinds in a row that do. compare_every: steps between checks that
+    replicas are equal, by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a
+    lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run`
+    restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one twice and parallel.data is
+    auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

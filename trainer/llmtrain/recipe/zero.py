@@ -19,7 +19,8 @@ Block = Annotated[int, Field(ge=1, le=2**24)]
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
-    """Over how many data-parallel ranks each model state is sharded; null follows the stage.
+    """Over how many data-parallel ranks each model state is sharded; null follows `zero.stage` if it is set, else it is
+    the degree of the state before it, and 1 for weights.
 
     Each degree is a number of ranks, the name of a link tier such as node, all, or auto: the smallest degree at which
     the model states fit the memory in the cluster's description. Each degree divides the next: weights, gradients,
@@ -39,14 +40,14 @@ class ZeroConfig:
     """How model states are sharded over the data-parallel ranks.
 
     stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5). partition: a degree
-    for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead
-    of the primary one (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes,
-    then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes
-    or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which
-    two units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most room for
-    all units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of it is a
-    secondary copy if fewer bytes then cross slow links. preset: mics, zero++ or topo set the keys above, and those of
-    `quantize`, that are left out.
+    for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead of
+    the primary one; 0: none (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across
+    nodes, then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in
+    bytes or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in
+    which two units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most
+    room for all units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of
+    it is a secondary copy if fewer bytes then cross slow links. preset: mics, zero++ or topo set the keys above, and
+    those of `quantize`, that are left out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -37,7 +37,10 @@ def progress_of(saved: dict[str, JsonValue], batch: Batch) -> Progress:
     try:
         found = TypeAdapter(Progress).validate_python(saved)
     except ValidationError as error:
-        raise RunFailedError(f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}") from error
+        raise RunFailedError(
+            f"the checkpoint's progress cannot be read: {error.errors()[0]['msg']}; remove that checkpoint to resume "
+            "from the one before"
+        ) from error
     if "samples" not in saved:
         # The checkpoint predates these counters.
         found.samples = (found.step + found.passed) * batch.sequences

@@ -65,7 +65,10 @@ def _other_data(
     try:
         before = _FINGERPRINTS.validate_python(saved[DATA])
     except ValidationError as error:
-        return f"the checkpoint's fingerprints of the data cannot be read: {error.errors()[0]['msg']}"
+        return (
+            f"the checkpoint's fingerprints of the data cannot be read: {error.errors()[0]['msg']}; remove that "
+            "checkpoint to resume from the one before"
+        )
     found = difference(before, now)
     if found and accepted:
         warn(f"{found}; data.accept_changed accepts that")

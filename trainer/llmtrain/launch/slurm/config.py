@@ -19,8 +19,8 @@ _TIME = re.compile(
 )
 Minutes = Annotated[int, Field(ge=0, le=10**9)]
 Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
-# Up to a month.
-Margin = Annotated[int, Field(ge=1, le=31 * 86400, description="in seconds")]
+# sbatch takes no more.
+Margin = Annotated[int, Field(ge=1, le=65_535, description="in seconds")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Site:
     """A site's profile. Slurm decides what the profile leaves out.
 
     account, partition, qos, constraint, reservation, gpus_per_node, time: as sbatch takes them. ranks_per_node: one for
-    each accelerator; null: from the recipe's `cluster`. cpus_per_rank: null for an even share of the job's cores on
-    each node. exclusive: take entire nodes. margin: seconds before the end of the job's time at which Slurm signals the
-    run to save and stop. modules: to load. python: the one with llmtrain; null: the one that submits, in a container
-    `python`. container: for the ranks. environment: variables of the job; set secrets in the shell that submits, as the
-    job inherits its variables. sbatch, srun: further options of these commands.
+    each accelerator; null: from the recipe's `cluster`, else gpus_per_node. cpus_per_rank: null for an even share of
+    the job's cores on each node. exclusive: take entire nodes. margin: seconds before the end of the job's time at
+    which Slurm signals the run to save and stop. modules: to load. python: the one with llmtrain; null: the one that
+    submits, in a container `python`. container: for the ranks. environment: variables of the job; set secrets in the
+    shell that submits, as the job inherits its variables. sbatch, srun: further options of these commands.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
