@@ -108,6 +108,8 @@ OFFLOAD = {
     "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),
     "weights on the host, optimizer on the device": Case(2, (_stage(3), *WEIGHTS)),
     "weights on the host, one rank": Case(1, (*WEIGHTS, *HOST)),
+    # All buckets are stepped ahead: no step lets the thread that publishes know of the stores before.
+    "weights on the host, stepped ahead": Case(1, (*WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")),
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
     "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),

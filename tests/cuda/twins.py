@@ -81,10 +81,15 @@ def _after_nothing(self: Copies, event: object) -> Any:
         yield
 
 
+def _publish_at_once(self: Copies, to: torch.Tensor, values: torch.Tensor, after: object) -> Any:
+    return PUBLISH(self, to, values, None)
+
+
 def _at_once(ticket: object, job: Any) -> Any:
     return job
 
 
+PUBLISH = Copies.publish
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
     "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
@@ -104,6 +109,9 @@ RACES = {
     ),
     "weights that come after stores": Twin(
         CASES["weights on the host"], mock.patch.object(Copies, "after", _after_nothing)
+    ),
+    "published weights that come after stores": Twin(
+        CASES["weights on the host, stepped ahead"], mock.patch.object(Copies, "publish", _publish_at_once)
     ),
     "gradients on the host": Twin(CASES["optimizer on the host"], deaf(Copies, "wait")),
     "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(Copies, "wait")),

@@ -135,8 +135,8 @@ class Unreported(Copies):
     def record(self) -> Event:
         return None
 
-    def publish(self, to: torch.Tensor, values: torch.Tensor) -> Event:
-        super().publish(to, values)
+    def publish(self, to: torch.Tensor, values: torch.Tensor, after: Event) -> Event:
+        super().publish(to, values, after)
         return None
 
 

@@ -117,13 +117,15 @@ class Copies:
                 self._stream.wait_event(event)
             yield
 
-    def publish(self, to: Tensor, values: Tensor) -> Event:
-        """Copy weights; return when they are there, None if that is now."""
+    def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
+        """Copy weights behind an event; return when they are there, None if that is now."""
         self.link.to_device += values.nbytes
         if self._publishing is None:
             to.copy_(values)
             return None
         with torch.cuda.stream(self._publishing):
+            if after is not None:
+                self._publishing.wait_event(after)
             to.copy_(values, non_blocking=True)
         return self._publishing.record_event()
 
@@ -172,7 +174,7 @@ class Pinned:
     def publish(self, work: Work) -> Event:
         """See Staging."""
         assert work.spare is not None
-        return self._copies.publish(work.result, work.spare)
+        return self._copies.publish(work.result, work.spare, work.computed)
 
 
 class OnDevice:
@@ -215,7 +217,7 @@ class OnDevice:
     def publish(self, work: Work) -> Event:
         """See Staging."""
         assert work.spare is not None
-        return self._copies.publish(work.result, work.spare)
+        return self._copies.publish(work.result, work.spare, work.computed)
 
 
 def stagings(
