@@ -1,5 +1,6 @@
 """Offloaded optimizer states: the same bits wherever they rest."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
-from llmtrain.offload.stepper import Stepper
+from llmtrain.offload.stepper import Do, Stepper
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, ring_slots, rounded
@@ -72,6 +73,15 @@ def numbers_of(number: int, divisor: float = DIVISOR) -> AdamWStep:
     return AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(divisor))
 
 
+def draw(units: list[ShardedUnit], number: int, events: list[Event] | None = None) -> None:
+    """Draw the gradients of a step, from the last unit to the first, and let each unit be stepped ahead."""
+    for place, unit in reversed(list(enumerate(units))):
+        unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
+        if events is not None:
+            events.append(Event("gradient", place))
+        unit.step_ahead()
+
+
 def step(
     units: list[ShardedUnit],
     number: int,
@@ -84,10 +94,7 @@ def step(
     events = [] if events is None else events
     if stepper is not None:
         stepper.begin(None if ahead is None else numbers_of(number, ahead))
-    for place, unit in reversed(list(enumerate(units))):
-        unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
-        events.append(Event("gradient", place))
-        unit.step_ahead()
+    draw(units, number, events)
     if stepper is not None and number < 5:
         stepper.wait_until(lambda: not stepper._queue.ahead and all(stepper._queue.stepped_ahead.values()))
     if stepper is not None:
@@ -160,6 +167,35 @@ def test_steps_have_the_same_bits(
         )
         assert units[0].optimizer.read_late
         assert sorted(tmp_path.rglob("*")) == paths
+
+
+@pytest.mark.parametrize("name", ["host, ahead", "nvme, ahead"])
+def test_a_step_ahead_has_the_numbers_of_its_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it counts, and runs when the next step has begun."""
+    beside, offload = units_of(torch.bfloat16), replace(OFFLOADS[name], paths=(str(tmp_path),))
+    with offloaded(torch.bfloat16, offload) as (units, outside):
+        stepper, fetch = outside.stepper, outside.states.fetch
+        entered, begun = threading.Event(), threading.Event()
+
+        def fetch_late(bucket: int) -> None:
+            begun.wait(60)
+            fetch(bucket)
+
+        monkeypatch.setattr(outside.states, "fetch", fetch_late)
+        stepper.observe = lambda do, bucket: entered.set()
+        stepper.begin(numbers_of(1))
+        draw(units, 1)
+        entered.wait(60)
+        stepper.decide(numbers_of(1))
+        tickets = [unit.step(numbers_of(1)) for unit in units]
+        stepper.begin(numbers_of(2, 1.0))
+        begun.set()
+        for ticket in tickets:
+            assert ticket is not None
+            ticket.wait()
+        assert stepper.done[Do.COMMIT] > 0
+        step(beside, 1)
+        assert all(map(torch.equal, states(units), states(beside)))
 
 
 def moves_of(units: list[ShardedUnit], offload: Offload) -> list[Moves]:

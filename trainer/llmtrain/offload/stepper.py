@@ -45,8 +45,11 @@ class StepTicket:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
+    """numbers: of its step. A step ahead may run when the next step has begun."""
+
     do: Do
     work: Work
+    numbers: AdamWStep
     ticket: StepTicket | None = None
 
 
@@ -56,7 +59,7 @@ class _Queue:
     steps, and commits of steps ahead. stepped_ahead: whether a step ahead is done, by bucket. left: jobs of both that
     are not done."""
 
-    ahead: list[deque[Work]] = field(default_factory=list)
+    ahead: list[deque[_Job]] = field(default_factory=list)
     final: deque[_Job] = field(default_factory=deque)
     commits: deque[_Job] = field(default_factory=deque)
     stepped_ahead: dict[int, bool] = field(default_factory=dict)
@@ -68,11 +71,11 @@ class _Queue:
             return self.final.popleft()
         if not self.ahead:
             return None
-        work = self.ahead[-1].popleft()
+        job = self.ahead[-1].popleft()
         if not self.ahead[-1]:
             self.ahead.pop()
-        self.stepped_ahead[work.bucket] = False
-        return _Job(Do.AHEAD, work)
+        self.stepped_ahead[job.work.bucket] = False
+        return job
 
 
 class Stepper:
@@ -114,8 +117,9 @@ class Stepper:
     def step_ahead(self, works: Sequence[Work]) -> None:
         """Step buckets into their spare memory, some time. All threads may call this."""
         with self._changed:
-            if works and self._ahead_numbers is not None:
-                self._queue.ahead.append(deque(works))
+            numbers = self._ahead_numbers
+            if works and numbers is not None:
+                self._queue.ahead.append(deque(_Job(Do.AHEAD, work, numbers) for work in works))
                 self._changed.notify_all()
 
     def decide(self, numbers: AdamWStep | None) -> None:
@@ -134,10 +138,11 @@ class Stepper:
         """Step the buckets of a unit, or let their steps ahead count."""
         ticket = StepTicket(self, len(works))
         with self._changed:
+            assert self._numbers is not None
             for work in works:
                 do = Do.COMMIT if work.bucket in self._queue.stepped_ahead else Do.STEP
                 jobs = self._queue.commits if do is Do.COMMIT else self._queue.final
-                jobs.append(_Job(do, work, ticket))
+                jobs.append(_Job(do, work, self._numbers, ticket))
             self._queue.left += len(works)
             self._changed.notify_all()
         return ticket
@@ -200,13 +205,11 @@ class Stepper:
 
     def _do(self, job: _Job, staging: Staging) -> Event:
         ahead = job.do is Do.AHEAD
-        numbers = self._ahead_numbers if ahead else self._numbers
-        assert numbers is not None
         work = job.work
         if not work.part.start:
             self._taken[work.bucket] = self.states.take(work.bucket, ahead)
         old, new = self._taken[work.bucket]
-        event = staging.step(work, old[:, work.part], new[:, work.part], numbers, ahead)
+        event = staging.step(work, old[:, work.part], new[:, work.part], job.numbers, ahead)
         if work.last:
             del self._taken[work.bucket]
             self.states.put(work.bucket, ahead)
