@@ -87,7 +87,9 @@ class InPlace:
         """See Staging."""
         weight = work.spare if ahead else work.weight
         before, into = _by_name(work, old, work.masters), _by_name(work, new, work.spare if ahead else work.masters)
-        _step(work, before, work.gradient, numbers, weight, into, self._threads)
+        # The norm is of the gradients as they are, and a step ahead that is discarded is done again.
+        gradient = work.gradient.clone() if ahead and work.rule.changes_gradient else work.gradient
+        _step(work, before, gradient, numbers, weight, into, self._threads)
         return None
 
     def publish(self, work: Work) -> Event:

@@ -44,6 +44,11 @@ class StepRule:
         decay = self._decay_within(*within)
         adamw(self._backend, master, m, v, came, numbers, weight, after, threads, decay=decay)
 
+    @property
+    def changes_gradient(self) -> bool:
+        """Whether a step may overwrite its gradient."""
+        return self._backend in ("torch", "apex")
+
     def _decay_within(self, start: int, end: int) -> list[Decay]:
         cut = ((max(first, start) - start, min(last, end) - start, decays) for first, last, decays in self._decay)
         return [part for part in cut if part[0] < part[1]]
