@@ -198,6 +198,27 @@ def test_a_step_ahead_has_the_numbers_of_its_step(name: str, tmp_path: Path, mon
         assert all(map(torch.equal, states(units), states(beside)))
 
 
+def test_each_bucket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what watches whether the rank makes progress."""
+    told = list[None]()
+    with offloaded(torch.bfloat16, OFFLOADS["host, a part ahead"]) as (units, outside):
+        monkeypatch.setattr(outside.stepper, "moving", lambda: told.append(None))
+        step(units, 1, outside.stepper, DIVISOR)
+        assert len(told) == sum(outside.stepper.done.values()) > len(units)
+
+
+def test_a_step_ahead_leaves_its_gradient_as_it_is() -> None:
+    """torch's fused kernel divides it in place. The norm is taken of it, and a discarded step is done again."""
+    offload, beside = replace(OFFLOADS["host, ahead"], backend="torch"), units_of(torch.float32)
+    draw(beside, 1)
+    with offloaded(torch.float32, offload) as (units, outside):
+        outside.stepper.begin(numbers_of(1))
+        draw(units, 1)
+        outside.stepper.decide(None)
+        assert outside.stepper.done[Do.AHEAD] > 0
+        assert all(torch.equal(unit.gradient, other.gradient) for unit, other in zip(units, beside, strict=True))
+
+
 def moves_of(units: list[ShardedUnit], offload: Offload) -> list[Moves]:
     places = {unit.spec.name: place for place, unit in enumerate(units)}
     return [Moves(places[one.unit], one.spare, one.numel) for one in buckets_of(units, offload)]

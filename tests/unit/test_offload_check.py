@@ -117,6 +117,18 @@ def test_planned_memory_is_what_weights_and_gradients_take(compute: str, keys: t
         outside.close()
 
 
+def test_the_watchdog_sees_optimizer_steps(tmp_path: Path) -> None:
+    """Those of all buckets may last longer than its patience."""
+    plan, activity = planned(tmp_path, "offload.optimizer=host"), Activity()
+    ranks = cast(Ranks, SimpleNamespace(rank=0, device=torch.device("cpu"), activity=activity))
+    outside = open_outside(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
+    assert outside.states is not None
+    activity.moved = 0.0
+    outside.states.stepper.moving()
+    assert activity.moved > 0
+    outside.close()
+
+
 @pytest.mark.parametrize(("compute", "gradients"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "compute")])
 @pytest.mark.parametrize("share", [0.25, 1.0])
 @pytest.mark.parametrize("bucket", ["auto", 2048])

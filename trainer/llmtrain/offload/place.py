@@ -67,6 +67,9 @@ def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
         give_freed_memory_back()
     dtype, sums = DTYPES[plan.compute], DTYPES[plan.gradients]
     states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, dtype, sums)
+    if states is not None:
+        # A step may last longer than the watchdog's patience.
+        states.stepper.moving = ranks.activity.moving
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
     return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])

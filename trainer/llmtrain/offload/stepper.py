@@ -85,13 +85,15 @@ class Stepper:
     takes what is left in the order of the units. What is stepped ahead leaves the old states as they are; it counts if
     its numbers are those of the step, so if clipping does not act. Nothing is ever computed backwards.
 
-    observe: called with each job when its bucket is taken up. done: number of jobs of each kind.
+    observe: called with each job when its bucket is taken up. moving: called when one is done. done: number of jobs of
+    each kind.
     """
 
     def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:
         """overlap: buckets that the only thread fetches while it steps one; several threads fetch none."""
         self.states, self._stagings = states, stagings
         self.observe: Callable[[Do, int], None] = lambda do, bucket: None
+        self.moving: Callable[[], object] = lambda: None
         self.done = Counter[Do]()
         self._queue, self._changed = _Queue(), threading.Condition()
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
@@ -248,6 +250,7 @@ class Stepper:
 
     def _done(self, job: _Job, event: Event) -> None:
         self.done[job.do] += 1
+        self.moving()
         if job.do is Do.AHEAD:
             self._queue.stepped_ahead[job.work.bucket] = True
         elif job.do is Do.COMMIT:
