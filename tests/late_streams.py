@@ -5,6 +5,7 @@ A stream here is a list of copies; they run when something waits for them, and n
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,9 +59,13 @@ class LateCopies(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def _unpinned(made: Any, *sizes: Any, pin_memory: bool = False, **given: Any) -> Any:
+    return made(*sizes, **given)
+
+
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
-    """Let torch.cuda make such streams, and empty memory on the CPU."""
-    mode, empty = LateCopies(), torch.empty
+    """Let torch.cuda make such streams, and pinned memory be any memory."""
+    mode = LateCopies()
 
     class Event:
         stream, place = mode.main, 0
@@ -80,5 +85,6 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     fakes = {"Stream": LateStream, "Event": Event, "current_stream": lambda: mode.main, "stream": using}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
+    for made in (torch.empty, torch.zeros):
+        monkeypatch.setattr(torch, made.__name__, partial(_unpinned, made))
     return mode

@@ -20,11 +20,14 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 from llmtrain.offload.border_store import HostBorders
+from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import HostGradients
+from llmtrain.offload.staging import Copies, Pinned
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.activation_offload import BorderMoves
 from llmtrain.plan.checkpoint_copies import BLOCK
+from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
 from llmtrain_kernels.direct_io.queue import ALIGNMENT
 
@@ -115,6 +118,16 @@ def _copies(folder: Path) -> object:
     return HostCopies([torch.zeros(1), torch.zeros(NUMEL - 1)])
 
 
+def _slots(folder: Path) -> object:
+    return Pinned(Copies(torch.device("cpu")), NUMEL, torch.float32, torch.float32)
+
+
+def _coming(folder: Path) -> object:
+    buckets = [Bucket("a", 0, NUMEL, 1)]
+    units = {"a": UnitGradients(0, buckets, [True], resident=0, hops_after_sum=False)}
+    return BucketedGradients(HostGradients(buckets, pinned=False), units, {}, {}, pinned=True)
+
+
 def _file_weights(folder: Path) -> object:
     return FileWeights({"a": NUMEL}, torch.float32, True, Volumes((str(folder),), (1.0,)), direct=False)
 
@@ -125,6 +138,8 @@ MAKERS: dict[str, tuple[Callable[[Path], object], list[int]]] = {
     "gradients": (lambda folder: HostGradients([Bucket("a", 0, NUMEL, 1)], pinned=True), [4 * NUMEL]),
     "weights": (lambda folder: HostWeights({"a": 9, "b": 2 * NUMEL}, torch.bfloat16, pinned=True), [18 + 4 * NUMEL]),
     "borders": (lambda folder: HostBorders(BorderMoves(regions=3), (NUMEL,), torch.float32, pinned=True), [12 * NUMEL]),
+    "slots of gradients and weights": (_slots, [4 * NUMEL, 4 * NUMEL]),
+    "slot of gradients to be added": (_coming, [4 * NUMEL]),
     "copies for checkpoints": (_copies, [4 * NUMEL]),
     "weights in files": (_file_weights, [PAGES, PAGES]),
 }

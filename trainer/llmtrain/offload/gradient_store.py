@@ -8,6 +8,7 @@ import torch
 from llmtrain_kernels.squared_sum.op import squared_blocks
 from torch import Tensor
 
+from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.gradient_tiers import GradientTier
 from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
@@ -44,7 +45,7 @@ class BucketedGradients:
         pinned: whether gradients come from a GPU."""
         self._tier, self._units, self._ranges, self._starts = tier, units, ranges, starts
         largest = max(bucket.end - bucket.start for unit in units.values() for bucket in unit.buckets)
-        self._came = torch.empty(largest if pinned else 0, pin_memory=pinned)
+        self._came = host_zeros(largest if pinned else 0, torch.float32, pinned)
         self._squares: dict[str, _Squares] = {}
 
     def begin(self) -> None:

@@ -10,6 +10,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import in_host_memory
+from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.usage import LinkCount
 from llmtrain.plan.offload import Offload
 from llmtrain.sharding.optimizer_shard import STATES, Range, StepRule
@@ -150,8 +151,7 @@ class Pinned:
     def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, sums: torch.dtype, threads: int = 1) -> None:
         """bucket: most elements of a bucket. dtype, sums: of weights and of gradients. threads: of the kernel."""
         self._copies, self._threads, self.link = copies, threads, copies.link
-        self._gradient = torch.empty(bucket, dtype=sums, pin_memory=True)
-        self._weight = torch.empty(bucket, dtype=dtype, pin_memory=True)
+        self._gradient, self._weight = (host_zeros(bucket, one, pinned=True) for one in (sums, dtype))
 
     def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
         """See Staging."""
