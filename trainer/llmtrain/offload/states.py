@@ -29,9 +29,6 @@ class StateStore(Protocol):
     def put(self, bucket: int, ahead: bool) -> None:
         """Give back a bucket with its new states."""
 
-    def forget(self) -> None:
-        """Forget what was fetched and not taken."""
-
     def commit(self, bucket: int) -> None:
         """Make the region that a step ahead has written the current one."""
 
@@ -96,9 +93,6 @@ class HostStates:
     def put(self, bucket: int, ahead: bool) -> None:
         """See StateStore."""
 
-    def forget(self) -> None:
-        """See StateStore."""
-
     def commit(self, bucket: int) -> None:
         """See StateStore."""
         self._regions.flip(bucket)
@@ -128,7 +122,8 @@ class HostStates:
 class FileStates:
     """States in files, which pass through slots of the host's memory (ZeRO-Infinity, section 6.3).
 
-    Any thread may read; the others' calls come from the thread that steps. A read waits for the writes before it.
+    Any thread may read. One thread fetches, takes and puts; another one commits what is put. Writes come while no
+    bucket is stepped. A read waits for the writes before it.
     """
 
     def __init__(
@@ -162,11 +157,6 @@ class FileStates:
         """See StateStore."""
         with self._lock:
             self._ring.put(self._regions.written(bucket, ahead))
-
-    def forget(self) -> None:
-        """See StateStore."""
-        with self._lock:
-            self._ring.forget()
 
     def commit(self, bucket: int) -> None:
         """See StateStore."""

@@ -22,7 +22,7 @@ class HostWeights:
         self._pinned, self._link = pinned, LinkCount()
         memory = host_zeros(sum(sizes.values()), dtype, pinned)
         self._shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
-        self.nbytes, self._pinned = memory.nbytes, pinned
+        self.nbytes = memory.nbytes
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
