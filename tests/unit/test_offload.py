@@ -162,6 +162,8 @@ def test_steps_have_the_same_bits(
         moves = moves_of(units, offload)
         assert order_problems(moves, events) == []
         assert ("commit" in {event.kind for event in events}) == bool(offload.spare)
+        # A CPU copies nothing to a device.
+        assert (outside.usage().to_host, outside.usage().to_device) == (0, 0)
         assert all(
             unit.nbytes < other.nbytes for unit, other in zip(units, beside, strict=True) if unit.spec.numel > 30000
         )

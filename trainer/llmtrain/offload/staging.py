@@ -122,15 +122,21 @@ class Copies:
 
     def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
         """Copy weights behind an event; return when they are there, None if that is now."""
-        self.link.to_device += values.nbytes
         if self._publishing is None:
             to.copy_(values)
             return None
+        self.link.to_device += values.nbytes
         with torch.cuda.stream(self._publishing):
             if after is not None:
                 self._publishing.wait_event(after)
             to.copy_(values, non_blocking=True)
         return self._publishing.record_event()
+
+    def count(self, to_host: int, to_device: int) -> None:
+        """Count bytes that were copied between the host and a GPU."""
+        if self._stream is not None:
+            self.link.to_host += to_host
+            self.link.to_device += to_device
 
     def wait(self) -> None:
         """Let the host wait for all copies but those of `publish`."""
@@ -211,8 +217,7 @@ class OnDevice:
             if ahead:
                 assert work.spare is not None
                 work.spare.copy_(stepped, non_blocking=True)
-        self.link.to_device += old.nbytes
-        self.link.to_host += new.nbytes + (stepped.nbytes if ahead else 0)
+        self._copies.count(to_host=new.nbytes + (stepped.nbytes if ahead else 0), to_device=old.nbytes)
         self._copies.wait()
         return None
 
