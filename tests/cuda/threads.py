@@ -1,5 +1,6 @@
 """Threads, conditions, queues and futures of a machine: they hand on what the thread knows that releases another."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,8 @@ from machine import Machine
 def standing_for(machine: Machine) -> SimpleNamespace:
     """Return the classes, bound to a machine, under the names that they have in Python's library."""
     return SimpleNamespace(
-        **{each.__name__: partial(each, machine) for each in (Thread, Condition, Future, SimpleQueue)}
+        get_ident=threading.get_ident,
+        **{each.__name__: partial(each, machine) for each in (Thread, Condition, Future, SimpleQueue)},
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
-from llmtrain.offload.stepper import Do, Stepper
+from llmtrain.offload.stepper import Do, Stepper, StepTicket
 from llmtrain.offload.striped_file import StripedFile
-from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, ring_slots, rounded
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.offload_moves import Event, Moves, order_problems
@@ -246,39 +245,31 @@ def test_a_step_reads_and_writes_everything_once(bucket: int, tmp_path: Path) ->
         assert "to_host_bytes" not in moved
 
 
-def test_waits_are_told_apart_by_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(tmp_path / name) for name in "ab"]
-    for path in paths:
-        Path(path).mkdir()
-    file, queue = StripedFile(paths, [8 * ALIGNMENT]), DirectQueue()
-    memory = aligned_bytes(8 * ALIGNMENT)
-    # Transfers take half a second on the second volume.
-    clock, finish = [0.0], queue.finish
-    monkeypatch.setattr("llmtrain.offload.striped_file.time.perf_counter", lambda: clock[0])
-    transfers = file.start_write(queue, 0, memory)
-    slow = {transfer for volume, transfer in transfers if volume == 1}
+def test_waits_of_the_computation_for_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the main thread: another thread waits beside it."""
+    clock = [0.0]
+    monkeypatch.setattr("llmtrain.offload.stepper.time.perf_counter", lambda: clock[0])
+    with offloaded(torch.bfloat16, OFFLOADS["host"]) as (units, outside):
+        stepper, waiting = outside.stepper, threading.Event()
 
-    def finished(transfer: int) -> None:
-        clock[0] += 0.5 if transfer in slow else 0.0
-        finish(transfer)
+        def fetch_slowly(bucket: int) -> None:
+            waiting.wait(60)
+            clock[0] += 0.5
 
-    monkeypatch.setattr(queue, "finish", finished)
-    file.finish(queue, transfers)
-    assert file.waits == {paths[0]: 0.0, paths[1]: 0.5}
-    queue.close()
-    file.close()
+        def step_and_wait() -> None:
+            waiting.clear()
+            ticket = units[-1].step(numbers_of(1))
+            stepper.wait_until(lambda: waiting.set() or not cast(StepTicket, ticket).left)
 
-
-def test_usage_adds_up_and_is_told_since_a_step() -> None:
-    one = TierUsage({"/a": 5}, {"/a": 3}, 0.5, {"/a": 0.5}).with_link(LinkCount(10, 20), LinkCount(1, 2))
-    both = one + TierUsage({"/a": 1, "/b": 2}, {"/b": 4}, 0.25, {"/b": 0.25})
-    assert (both.read, both.written, both.waited) == ({"/a": 6, "/b": 2}, {"/a": 3, "/b": 4}, 0.75)
-    assert both.waits == {"/a": 0.5, "/b": 0.25}
-    assert both.since(one) == {
-        "read_bytes": {"/a": 1, "/b": 2}, "written_bytes": {"/a": 0, "/b": 4}, "wait_s": 0.25,
-        "waits_s": {"/a": 0.0, "/b": 0.25}, "to_host_bytes": 0, "to_device_bytes": 0,
-    }  # fmt: skip
-    assert (both.to_host, both.to_device) == (11, 22)
+        monkeypatch.setattr(outside.states, "fetch", fetch_slowly)
+        stepper.decide(numbers_of(1))
+        step_and_wait()
+        assert outside.usage().compute_waited == 0.5
+        other = threading.Thread(target=step_and_wait)
+        other.start()
+        other.join()
+        assert clock[0] == 1.0
+        assert outside.usage().compute_waited == 0.5
 
 
 def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:

@@ -1,6 +1,7 @@
 """The optimizer states of a rank that rest outside of its device, and the threads that step them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -75,7 +76,8 @@ class OffloadedStates:
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
-        return self.states.usage().with_link(*(one.link for one in self._staged))
+        moved = replace(self.states.usage(), compute_waited=self.stepper.waited)
+        return moved.with_link(*(one.link for one in self._staged))
 
     @property
     def nbytes(self) -> int:

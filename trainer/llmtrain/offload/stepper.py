@@ -1,6 +1,7 @@
 """Threads that step offloaded buckets: ahead, as their gradients arrive, and for good once the norm is known."""
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,7 @@ class Stepper:
     its numbers are those of the step, so if clipping does not act. Nothing is ever computed backwards.
 
     observe: called with each job when its bucket is taken up. moving: called when one is done. done: number of jobs of
-    each kind.
+    each kind. waited: seconds that the thread which makes the stepper has waited for its threads.
     """
 
     def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:
@@ -94,7 +95,8 @@ class Stepper:
         self.states, self._stagings = states, stagings
         self.observe: Callable[[Do, int], None] = lambda do, bucket: None
         self.moving: Callable[[], object] = lambda: None
-        self.done = Counter[Do]()
+        self.done, self.waited = Counter[Do](), 0.0
+        self._main = threading.get_ident()
         self._queue, self._changed = _Queue(), threading.Condition()
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
         self._ahead_numbers: AdamWStep | None = None
@@ -172,7 +174,11 @@ class Stepper:
         return sum(staging.nbytes for staging in self._stagings)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
+        begin = time.perf_counter()
         self._changed.wait_for(lambda: reached() or self._failure is not None)
+        if threading.get_ident() == self._main:
+            # The computation does not wait for another thread's wait.
+            self.waited += time.perf_counter() - begin
         if self._failure is not None:
             raise self._failure
 

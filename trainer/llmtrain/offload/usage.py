@@ -18,7 +18,8 @@ class LinkCount:
 class TierUsage:
     """What a rank has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited. waits:
     seconds that the threads which compute and load waited for each volume. to_host, to_device: bytes copied from a GPU
-    and to it; 0 on CPUs."""
+    and to it; 0 on CPUs. compute_waited: seconds that the main thread, which computes or launches what a GPU computes,
+    waited for optimizer steps of other threads."""
 
     read: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, int] = field(default_factory=dict)
@@ -26,6 +27,7 @@ class TierUsage:
     waits: Mapping[str, float] = field(default_factory=dict)
     to_host: int = 0
     to_device: int = 0
+    compute_waited: float = 0.0
 
     def with_link(self, *links: LinkCount) -> "TierUsage":
         """Return the same with what links have counted."""
@@ -39,7 +41,8 @@ class TierUsage:
         written.update(other.written)
         waits = {path: self.waits.get(path, 0.0) + other.waits.get(path, 0.0) for path in {**self.waits, **other.waits}}
         to_host, to_device = self.to_host + other.to_host, self.to_device + other.to_device
-        return TierUsage(read, written, self.waited + other.waited, waits, to_host, to_device)
+        compute_waited = self.compute_waited + other.compute_waited
+        return TierUsage(read, written, self.waited + other.waited, waits, to_host, to_device, compute_waited)
 
     def since(self, before: "TierUsage") -> dict[str, Any]:
         """Return what was moved after `before`, as a row of the metrics."""
@@ -52,4 +55,6 @@ class TierUsage:
         if self.to_host or self.to_device:
             row["to_host_bytes"] = self.to_host - before.to_host
             row["to_device_bytes"] = self.to_device - before.to_device
+        if self.compute_waited:
+            row["compute_wait_s"] = self.compute_waited - before.compute_waited
         return row

@@ -205,7 +205,7 @@ def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
 
 def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
     """Return what the logged steps moved on the mean between the device, the host and each volume, and how long it was
-    waited for."""
+    waited for; and how long the computation waited for optimizer steps elsewhere."""
     found: list[tuple[str, ...]] = []
     for what, key in (("model states", None), ("activations", "activations")):
         moved = [row for step in steps if (row := _offloaded(step, key))]
@@ -216,6 +216,8 @@ def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
         link = _mean(moved, "to_device_bytes"), _mean(moved, "to_host_bytes")
         if any(map(isfinite, link)):
             found.append((what, "host link: to the device, to the host", *_sizes(*link), ""))
+        if isfinite(waited := _mean(moved, "compute_wait_s")):
+            found.append((what, "optimizer steps", "", "", units.duration(waited)))
     return [("", "", "read", "written", "waited for"), *found]
 
 
