@@ -83,11 +83,3 @@ def computes_bf16(accelerator: Accelerator | None) -> bool:
     if name is not None and datasheet_peak(name, "fp16") is not None:
         return datasheet_peak(name, "bf16") is not None
     return "fp16" not in accelerator.peak or "bf16" in accelerator.peak
-
-
-def share_of(rate: float, fastest: float, peak: float | None) -> float | None:
-    """Return `rate / peak`; None if the peak is unknown or wrong.
-
-    fastest: the best rate so far. If it exceeds the peak, the peak is wrong.
-    """
-    return rate / peak if peak and fastest <= peak else None

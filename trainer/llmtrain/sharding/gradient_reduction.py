@@ -12,7 +12,8 @@ from torch import Tensor
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part, reduce_scatter
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part
+from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
 

@@ -11,9 +11,10 @@ from llmtrain.comm.stream import Job, Stream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic
-from llmtrain.sharding.collectives import HopStep, Packing, reduce_scatter
+from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, spread_sum
 from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
 

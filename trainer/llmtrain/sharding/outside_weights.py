@@ -9,7 +9,8 @@ from torch import Tensor
 from llmtrain.comm.stream import Stream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part
+from llmtrain.sharding.packed_collectives import all_gather_packed
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weight_gathers import shard_traffic
 

@@ -1,16 +1,16 @@
-"""Sources of a unit's gathered weights: all ranks' shards (plain, packed, or in shared memory) or a secondary copy."""
+"""Sources of a unit's gathered weights: all ranks' shards, plain, packed, or in shared memory."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from llmtrain.comm.collectives import SharedParts
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Traffic, gather_traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed, own_part
+from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.hops import Hop, Hops
+from llmtrain.sharding.packed_collectives import gather_parts
 from llmtrain.sharding.unit import ShardedUnit
 
 
@@ -33,7 +33,7 @@ class ShardGather:
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
-        return _gathered(buffer, self._unit.weight, self._hops, self._packing, workspace)
+        return gather_parts(buffer, self._unit.weight, self._hops, self._packing, workspace)
 
     def traffic(self) -> list[Traffic]:
         """See WeightSource."""
@@ -85,53 +85,6 @@ class SharedShards:
         return gather_traffic("weights", (self._hop,), unit.ranges.padded, unit.weight.itemsize, None)
 
 
-class SecondaryCopy:
-    """A secondary copy of a unit's weights, sharded over fewer and nearer ranks (ZeRO++, section 3.2), packed or not.
-
-    The first gather of a pass fills it.
-    """
-
-    def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
-        self._unit, self._packing = unit, packing
-        self._hops = unit.hops.gather(1, unit.degrees.secondary)
-        numel, like = unit.ranges.padded // unit.degrees.secondary, unit.weight
-        if packing is None:
-            self._copy = like.new_zeros(numel)
-        else:
-            self._copy = like.new_zeros(packing.row_bytes(numel), dtype=torch.uint8)
-
-    def fill(self, buffer: Tensor) -> None:
-        """Copy this rank's shard out of gathered weights."""
-        part = own_part(buffer, self._hops)
-        if self._packing is None:
-            self._copy.copy_(part)
-        else:
-            self._packing.pack(part, self._copy)
-
-    def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
-        """See WeightSource."""
-        if not self._hops:
-            # Every rank holds the whole copy. Copy it on the stream of a hop, in parallel with the computation.
-            return [HopStep(self._unit.hops.weights[0].stream, lambda: self._restore(buffer))]
-        return _gathered(buffer, self._copy, self._hops, self._packing, workspace, packed=self._packing is not None)
-
-    def traffic(self) -> list[Traffic]:
-        """See WeightSource."""
-        unit = self._unit
-        return gather_traffic("secondary", self._hops, unit.ranges.padded, unit.weight.itemsize, self._packing)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part."""
-        return self._copy.nbytes
-
-    def _restore(self, buffer: Tensor) -> None:
-        if self._packing is None:
-            buffer.copy_(self._copy)
-        else:
-            self._packing.unpack(self._copy, buffer)
-
-
 def share_shards(units: Iterable[ShardedUnit]) -> dict[str, SharedShards]:
     """Move weight shards that one hop inside a machine gathers to shared memory; return them by unit. Collective."""
     found: dict[str, SharedShards] = {}
@@ -149,14 +102,3 @@ def share_shards(units: Iterable[ShardedUnit]) -> dict[str, SharedShards]:
             found[unit.spec.name] = SharedShards(unit, gather[0], shared, start)
             start += unit.weight.nbytes
     return found
-
-
-def _gathered(
-    buffer: Tensor, part: Tensor, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace,
-    packed: bool = False,
-) -> list[HopStep]:  # fmt: skip
-    if packing is not None:
-        return all_gather_packed(buffer, part, hops, packing, workspace, packed=packed)
-    own = own_part(buffer, hops)
-    first, *rest = all_gather(buffer, hops)
-    return [first.first(lambda: own.copy_(part)), *rest]

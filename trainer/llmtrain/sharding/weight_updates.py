@@ -6,10 +6,11 @@ from llmtrain.comm.device import stays_for_stream
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Count, gather_traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, all_gather_packed
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.outside_weights import OutsideWeights
+from llmtrain.sharding.packed_collectives import all_gather_packed
 from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.unit import ShardedUnit
 

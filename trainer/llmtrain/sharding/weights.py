@@ -14,8 +14,9 @@ from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.outside_weights import OutsideGather, OutsideWeights
 from llmtrain.sharding.replicated import ReplicatedParameters
+from llmtrain.sharding.secondary_copy import SecondaryCopy
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.sharding.weight_gathers import SecondaryCopy, ShardGather, WeightSource, share_shards
+from llmtrain.sharding.weight_gathers import ShardGather, WeightSource, share_shards
 from llmtrain.sharding.weight_updates import WeightUpdates
 
 

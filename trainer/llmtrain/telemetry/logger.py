@@ -19,13 +19,13 @@ from typing import Any, Self
 from llmtrain_data import units
 
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.plan.flops import share_of
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.meters import CommMeter, memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.mfu import share_of
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
 from llmtrain.telemetry.stragglers import Stragglers

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from llmtrain_data import units
@@ -12,7 +12,6 @@ from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.checkpoint.folder import step_folders
 from llmtrain.cluster.layout import Axis
 from llmtrain.comm.device import in_host_memory, start_to_host
 from llmtrain.comm.ranks import Ranks
@@ -27,8 +26,9 @@ from llmtrain.telemetry.logger import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare
+from llmtrain.training.rewind import fail, rewind
 from llmtrain.training.run import Run, open_run
-from llmtrain.training.states import rewind_states, save, start_states
+from llmtrain.training.states import save, start_states
 
 
 def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | None = None) -> None:
@@ -137,6 +137,8 @@ def train_step(run: Run, step: int) -> bool:
         run.engine.skip_step()
     if spike and plan.spikes.action == "rewind":
         rewind(run, loss)
+        if run.progress.step == 0:
+            evaluate(run)
         return ended.stopping
     run.progress.step = step + 1
     run.progress.samples += plan.batch.sequences
@@ -215,30 +217,6 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
     run.log.warn(f"step {progress.step} had {what} and was skipped")
     if progress.skipped_in_row >= run.plan.training.max_skipped:
         fail(run, f"there was {what} for {units.count(progress.skipped_in_row, 'step')} in a row")
-
-
-def rewind(run: Run, loss: float) -> None:
-    """Rewind to the newest checkpoint, and skip the data of the spike. Collective."""
-    at = run.progress.step + 1
-    if run.progress.rewinds >= run.plan.training.max_skipped:
-        fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
-    rewind_states(run)
-    run.log.warn(
-        f"the loss of step {at} spiked to {loss:.4f}; the run resumes from step {run.progress.step}, past "
-        f"{at - run.progress.step} global batches"
-    )
-    if run.progress.step == 0:
-        evaluate(run)
-
-
-def fail(run: Run, why: str) -> NoReturn:
-    """Fail a run that no longer learns. Collective."""
-    run.checkpoints.wait()
-    kept = step_folders(run.folder / "checkpoints")
-    sound = f"the checkpoints in {run.folder} are sound" if kept else "there is no checkpoint yet"
-    raise RunFailedError(
-        f"{why} (train.max_skipped), up to step {run.progress.step}; {sound}. Lower optimizer.lr or check the data"
-    )
 
 
 def evaluate(run: Run) -> None:

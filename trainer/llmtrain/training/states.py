@@ -1,4 +1,4 @@
-"""A run's model states: saved, loaded, and taken from a Hugging Face model."""
+"""A run's model states: saved, loaded, and imported from a Hugging Face model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
-from llmtrain.checkpoint.folder import begun_before, drop_later, nothing_in
+from llmtrain.checkpoint.folder import begun_before, nothing_in
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.cluster.layout import Axis, even_share
-from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.errors import BadInputError
 from llmtrain.model.tensors import UnitSpec, parameter_count
 from llmtrain.sharding.optimizer_shard import OptimizerStateRange
 from llmtrain.training.progress import progress_of
 from llmtrain.training.run import Run
 from llmtrain.training.run_data import DATA, check_data
-from llmtrain.training.run_folder import recipe_changes, write_record, writing
+from llmtrain.training.run_folder import recipe_changes, write_record
 
 
 def save(run: Run) -> None:
@@ -47,7 +47,7 @@ def start_states(run: Run) -> bool:
     accepted, before = run.plan.data.accept_changed, progress if resumes else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
-        _restore_progress(run, progress)
+        restore_progress(run, progress)
     elif run.plan.import_from is not None:
         _import_hf(run, Path(run.plan.import_from))
     run.engine.update()
@@ -61,40 +61,12 @@ def start_states(run: Run) -> bool:
     return resumes
 
 
-def rewind_states(run: Run) -> None:
-    """Load the newest checkpoint again, and pass over the data of the steps since then and of the current step.
-    Collective."""
-    run.ranks.activity.begin("going back to the last checkpoint")
-    if failure := run.checkpoints.wait():
-        run.log.warn(failure)
-    before, every, own = run.progress, run.plan.checkpoint.every, run.folder / "checkpoints"
-
-    def regular(step: int) -> bool:
-        """Whether an uninterrupted run has a checkpoint of `step`: one that a stop left must not change the curve."""
-        return step % every == 0 if every else step == 0
-
-    shards = _shards_to_read(run)
-    saved = load_latest(own, shards, run.ranks, run.log.warn, run.plan.model, regular)
-    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.plan.model)
-    if saved is None:
-        raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
-    _restore_progress(run, saved)
-    run.progress.samples = before.samples + run.plan.batch.sequences
-    run.progress.passed = before.passed + before.step + 1 - run.progress.step
-    run.progress.rewinds = before.rewinds + 1
-    run.engine.update()
-    run.log.rewind(run.progress.step)
-    if run.ranks.is_main:
-        # The run has not reached the steps of later checkpoints.
-        with writing(own):
-            drop_later(own, run.progress.step)
-
-
 def _load(run: Run, path: Path) -> dict[str, JsonValue] | None:
-    return load_latest(path, _shards_to_read(run), run.ranks, run.log.warn, run.plan.model)
+    return load_latest(path, shards_to_read(run), run.ranks, run.log.warn, run.plan.model)
 
 
-def _restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
+def restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
+    """Set the progress and the loss scale to those of a checkpoint."""
     run.progress = progress_of(saved, run.plan.batch)
     if run.plan.compute == "fp16" and run.progress.loss_scale is not None:
         run.scale.value, run.scale.good_steps = run.progress.loss_scale, run.progress.good_steps
@@ -139,7 +111,7 @@ def _shards_to_write(run: Run) -> list[OptimizerStateRange]:
     return shards
 
 
-def _shards_to_read(run: Run) -> list[OptimizerStateRange]:
+def shards_to_read(run: Run) -> list[OptimizerStateRange]:
     """Return all ranges that this rank holds."""
     return [
         OptimizerStateRange(unit.spec, unit.optimizer, *_without_padding(unit.spec, unit.ranges.optimizer))
