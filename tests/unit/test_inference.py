@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,21 +34,29 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_the_machines_that_a_model_was_trained_on_do_not_matter(tmp_path: Path) -> None:
+def test_of_a_checkpoints_recipe_only_the_data_matter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
     shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
     writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
     writer.add(np.zeros(500, dtype=np.uint16), np.array([500]))
     writer.commit()
-    recipe = {
+    recipe: dict[str, Any] = {
         "name": "run",
         "model": {"preset": "gpt2-1m"},
         "data": {"path": str(tmp_path / "set"), "sequence_length": 16},
+        "train": {"key of another version": 1},
         "cluster": {"node": {"ranks": 1}, "accelerator": {"peak": {"a format of another version": "1TFLOP/s"}}},
     }
-    about = {"recipe": recipe, "model": asdict(CONFIG)}
+    about: dict[str, Any] = {"recipe": recipe, "model": asdict(CONFIG)}
     assert Checkpointer(tmp_path / "checkpoints", ranks, 1, asynchronous=False).save(0, shards, {}, about) is None
     assert main(["eval", str(tmp_path), "--split", "train"]) == 0
+    capsys.readouterr()
+    about["recipe"] = {"data": {**recipe["data"], "other": 1}}
+    assert Checkpointer(tmp_path / "checkpoints", ranks, 1, asynchronous=False).save(1, shards, {}, about) is None
+    said = refused(capsys, "eval", str(tmp_path), "--split", "train")
+    assert "a recipe that this version cannot read, data.other: Unexpected" in said
+    words = ("--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", "1", "--max-tokens", "1")
+    assert main(["generate", str(tmp_path), *words]) == 0
 
 
 def test_a_run_without_a_sound_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

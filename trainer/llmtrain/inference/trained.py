@@ -1,5 +1,6 @@
 """Load a trained model from a checkpoint, evaluate it, and sample from it."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp
@@ -12,6 +13,7 @@ from llmtrain_data.dataset import SPLITS, open_split
 from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import hf_tokenizer
 from llmtrain_data.waiting import Waiting
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
@@ -26,8 +28,6 @@ from llmtrain.inference.generate import Sampling, generate
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.check import found_elsewhere
-from llmtrain.recipe.load import parse_recipe
-from llmtrain.recipe.schema import Recipe
 from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
@@ -37,12 +37,13 @@ from llmtrain.training.evaluate import mean_loss
 class TrainedModel:
     """A checkpoint's model on this machine's device, in fp32.
 
-    folder: the checkpoint's. recipe, tokenizer: None if the checkpoint has none; an imported one has no recipe.
+    folder: the checkpoint's. data: the section of the recipe in the checkpoint; None for an imported one, which has no
+    recipe. tokenizer: None if there is none.
     """
 
     folder: Path
     model: GPT
-    recipe: Recipe | None
+    data: JsonValue
     step: int
     tokenizer: Path | None
     ranks: Ranks
@@ -74,11 +75,9 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
     for unit, weight in weights:
         UnitParameters(unit, model.unit(unit.name), weight, gathered=True)
-    # The machines that the model was trained on do not matter, and their description may be of another version.
-    recipe = parse_recipe({**manifest.recipe, "cluster": "auto"}) if manifest.recipe else None
-    return TrainedModel(
-        folder.resolve(), model.eval(), recipe, manifest.step, tokenizer_of(folder, manifest.recipe), ranks
-    )
+    # Other sections of the recipe do not matter, and may be of another version.
+    data, tokenizer = manifest.recipe.get("data"), tokenizer_of(folder, manifest.recipe)
+    return TrainedModel(folder.resolve(), model.eval(), data, manifest.step, tokenizer, ranks)
 
 
 def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int) -> dict[str, Any]:
@@ -121,8 +120,17 @@ def _folders_of(trained: TrainedModel) -> list[Path]:
 
 
 def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
-    if trained.recipe is not None:
-        return trained.recipe.data if prefix is None else replace(trained.recipe.data, path=prefix)
+    if trained.data is not None:
+        try:
+            data = TypeAdapter(DataConfig).validate_json(json.dumps(trained.data))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, ("data", *first["loc"])))
+            raise BadInputError(
+                f"{trained.folder} has a recipe that this version cannot read, {key}: {first['msg']}; evaluate the "
+                "checkpoint with the version that wrote it"
+            ) from error
+        return data if prefix is None else replace(data, path=prefix)
     if prefix is None:
         raise BadInputError("this checkpoint was imported and names no data; name a prepared set with --data")
     return DataConfig(path=prefix, sequence_length=trained.model.config.positions)
