@@ -19,15 +19,13 @@ from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.least_time import step_threads
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.plan.record import decisions
-from llmtrain.recipe.schema import Recipe
 from llmtrain.training.attention import with_kernel
+from llmtrain.training.left_open import LeftOpen
 from llmtrain.training.loop import train
 from llmtrain.training.stage_speeds import measure, splits_by_speed
 
 
-def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -> None:
+def run_rank(left_open: LeftOpen, plan: Plan, facts: Facts, place: Launched | None) -> None:
     """Train as one rank of the run. place: this rank's place, None for the only rank."""
     said = []
     if place is not None:
@@ -40,12 +38,12 @@ def run_rank(recipe: Recipe, plan: Plan, facts: Facts, place: Launched | None) -
         take_deterministic_kernels()
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
-        if splits_by_speed(recipe, plan, facts):
-            plan, sentence = _planned_by_speed(recipe, plan, facts, ranks)
+        if left_open.split and splits_by_speed(plan, facts):
+            plan, sentence = _planned_by_speed(left_open, plan, facts, ranks)
             said.append(sentence)
-        plan, measured = with_kernel(plan, recipe.train.attention, ranks)
+        plan, measured = with_kernel(plan, left_open.attention, ranks)
         said += measured
-        train(plan, ranks, [*said, *decisions(recipe, plan.record), *advice(plan)], waiting)
+        train(plan, ranks, [*said, *left_open.decisions(plan), *advice(plan)], waiting)
     disconnect(ranks)
 
 
@@ -74,10 +72,10 @@ def _connected(plan: Plan, place: Launched | None) -> Ranks:
     return ranks if ranks.watchdog is not None else watched(ranks, timeout)
 
 
-def _planned_by_speed(recipe: Recipe, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
+def _planned_by_speed(left_open: LeftOpen, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
     """Return the plan for the measured speeds of the stages, and a sentence about them. Collective."""
     speeds = measure(plan, ranks)
     if speeds is None:
         return plan, "stages are equally fast, as measured"
     shown = ", ".join(f"{speed:.2f}" for speed in speeds)
-    return check_and_plan(recipe, replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"
+    return left_open.replan(replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"

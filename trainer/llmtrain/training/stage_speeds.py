@@ -7,15 +7,14 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.parallel.pipeline.speed import Work, measured_speeds
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.recipe.schema import Recipe
 
 
-def splits_by_speed(recipe: Recipe, plan: Plan, facts: Facts) -> bool:
-    """Whether the split of layers needs measured speeds: `pipeline.split` is auto, no description gives the speeds, and
-    the ranks do not all share one processor."""
+def splits_by_speed(plan: Plan, facts: Facts) -> bool:
+    """Whether an automatic split of layers needs measured speeds: no description gives the speeds, and the ranks do not
+    all share one processor."""
     one_processor = facts.device == "cpu" and facts.ranks_per_node == facts.world
     known = stage_speeds(plan.cluster, plan.grid) is not None
-    return plan.grid.degree(Axis.PIPELINE) > 1 and recipe.pipeline.split == "auto" and not known and not one_processor
+    return plan.grid.degree(Axis.PIPELINE) > 1 and not known and not one_processor
 
 
 def measure(plan: Plan, ranks: Ranks) -> tuple[float, ...] | None:

@@ -24,11 +24,13 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan, check_recipe, folders_above, named_facts
+from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.dry_run import print_plan
+from llmtrain.training.left_open import LeftOpen
 
 # The least compute capability of NVIDIA's GPUs that compute in bf16.
 BF16 = (8, 0)
@@ -78,10 +80,20 @@ def start(
         with loading("the trainer", place is None or place.is_first):
             from llmtrain.training.rank import run_rank
 
-        run_rank(recipe, plan, facts, place)
+        run_rank(left_open(recipe), plan, facts, place)
     else:
         words = ["run", name, *overrides, *(["--force"] if force else [])]
         _launch(words, recipe, facts, force)
+
+
+def left_open(recipe: Recipe) -> LeftOpen:
+    """Return what a recipe leaves open until its ranks have measured."""
+    return LeftOpen(
+        attention=recipe.train.attention,
+        split=recipe.pipeline.split == "auto",
+        replan=lambda facts: check_and_plan(recipe, facts),
+        decisions=lambda plan: decisions(recipe, plan.record),
+    )
 
 
 def _refuse_second(folder: Path) -> None:
