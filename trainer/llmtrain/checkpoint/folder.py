@@ -49,7 +49,7 @@ def check_start(start: str, own: Path) -> None:
     if begun and start == "never":
         raise BadInputError(begun_before(own))
     if not begun and start not in ("auto", "never") and not find_checkpoints(Path(start)):
-        raise BadInputError(nothing_in(start))
+        raise BadInputError(nothing_in(Path(start)))
 
 
 def begun_before(own: Path) -> str:
@@ -57,7 +57,7 @@ def begun_before(own: Path) -> str:
     return f"{own} holds checkpoints and checkpoint.resume is never; give the run another name"
 
 
-def nothing_in(start: str) -> str:
+def nothing_in(start: Path) -> str:
     """Return a sentence about a folder without checkpoints, from which a run is to start."""
     return f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder"
 

@@ -19,6 +19,7 @@ from llmtrain.plan.auto_batch import MOST, microbatches, with_batch_that_fits
 from llmtrain.plan.auto_resident import Filling
 from llmtrain.plan.auto_share import least_share, most_spare
 from llmtrain.plan.auto_stay import with_most_staying
+from llmtrain.plan.checkpointing import checkpointing
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
@@ -118,7 +119,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         spikes=recipe.on_spike,
         training=training,
         data=recipe.data,
-        checkpoint=recipe.checkpoint,
+        checkpoint=checkpointing(recipe.checkpoint),
         logging=recipe.logging,
         record={},
     )

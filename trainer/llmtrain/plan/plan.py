@@ -18,11 +18,11 @@ from llmtrain.cluster.tiers import Tier
 from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
 from llmtrain.plan.activation_offload import ActivationOffload
+from llmtrain.plan.checkpointing import Checkpointing
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.placement import Placement
-from llmtrain.recipe.checkpoint import CheckpointConfig
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.pipeline import ScheduleName
 
@@ -165,7 +165,7 @@ class Plan:
     spikes: SpikeConfig
     training: Training
     data: DataConfig
-    checkpoint: CheckpointConfig
+    checkpoint: Checkpointing
     logging: LoggingConfig
     record: Mapping[str, Any]
 

@@ -11,6 +11,7 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.errors import BadInputError
 from llmtrain.model.tensors import UnitSpec, parameter_count
+from llmtrain.plan.checkpointing import StartFresh, StartFrom
 from llmtrain.sharding.optimizer_shard import OptimizerStateRange
 from llmtrain.training.progress import progress_of
 from llmtrain.training.run import Run
@@ -35,15 +36,18 @@ def start_states(run: Run) -> bool:
     checkpoints of its own. Collective."""
     run.ranks.activity.begin("loading the checkpoint")
     run.checkpoints.reserve(_shards_to_write(run))
-    start, own = run.plan.checkpoint.resume, run.folder / "checkpoints"
+    start, own = run.plan.checkpoint.start, run.folder / "checkpoints"
     progress = _load(run, own)
     resumes = progress is not None
-    if resumes and start == "never":
-        raise BadInputError(begun_before(own))
-    if progress is None and start not in ("auto", "never"):
-        progress = _load(run, Path(start))
-        if progress is None:
-            raise BadInputError(nothing_in(start))
+    match start:
+        case StartFresh() if resumes:
+            raise BadInputError(begun_before(own))
+        case StartFrom(folder) if not resumes:
+            progress = _load(run, folder)
+            if progress is None:
+                raise BadInputError(nothing_in(folder))
+        case _:
+            pass
     accepted, before = run.plan.data.accept_changed, progress if resumes else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
