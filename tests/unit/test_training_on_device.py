@@ -61,7 +61,7 @@ def test_the_device_clips_and_skips_as_the_host_does(
 
     monkeypatch.setattr(Engine, "step", launched)
     monkeypatch.setattr(loop, "start_to_host", lambda values: partial(wait, values))
-    monkeypatch.setattr(loop, "decided_on_device", lambda plan, device: True)
+    monkeypatch.setattr(loop, "decided_on_device", lambda plan: True)
     assert train(tmp_path, "name=device", key) == on_host
     assert order == ["launches", "waits"] * 12
     found = rows(tmp_path / "runs" / "device")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from llmtrain_kernels.direct_io.queue import aligned_bytes
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
@@ -226,3 +227,10 @@ class DeviceCopies:
         self._buffers[self._at].copy_(self._pinned, non_blocking=True)
         self._copied.record()
         return self._buffers[self._at]
+
+
+def new_arena(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeroed memory: `[elements]`. On a CPU it begins at a page, so that files are read into it directly."""
+    if not is_cpu(device):
+        return torch.zeros(elements, dtype=dtype, device=device)
+    return aligned_bytes(elements * dtype.itemsize).view(dtype).zero_()

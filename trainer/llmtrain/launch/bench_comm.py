@@ -122,13 +122,13 @@ def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: in
 
 
 def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:
-    from llmtrain.comm.device import is_cpu
+    from llmtrain.comm.device import gpu_count
     from llmtrain.launch.measure.show import name_of
     from llmtrain.launch.measure.timing import measure
 
     found: list[Measured] = []
     sockets = [machine.socket for machine in machines]
-    for link in links(cluster, ranks.layout.world, one_machine, each_card=is_cpu(ranks.device)):
+    for link in links(cluster, ranks.layout.world, one_machine, each_card=not gpu_count()):
         for each in (link, *socket_links(link, sockets, _card_socket(link, cluster, machines))):
             found.append(measure(each, cluster, ranks))
             if ranks.is_main:

@@ -101,6 +101,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         seed=recipe.seed,
         model=model,
         import_from=recipe.model.hf,
+        device=facts.device,
         grid=grid,
         tiers=links,
         cluster=facts.cluster,

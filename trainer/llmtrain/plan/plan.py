@@ -19,6 +19,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.optim.config import AdamW, LossScaling, SpikeConfig
 from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.checkpointing import Checkpointing
+from llmtrain.plan.facts import Device
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -137,18 +138,19 @@ class Training:
 class Plan:
     """A run on given ranks.
 
-    grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first. cluster: the recipe's description,
-    None without one. compute: dtype of matrix products. kernels: what kernels keep for the backward pass.
-    sequence_parallel: whether tensor-parallel ranks split the sequence between layers. recompute: blocks of one group
-    of activation checkpointing, 0 for none. activation_offload: where the inputs of these groups rest. import_from:
-    folder of the Hugging Face model with the initial weights, None for random weights. record: the recipe, as plain
-    data, that makes this plan again; files of the run store it.
+    device: what the ranks compute on. grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first.
+    cluster: the recipe's description, None without one. compute: dtype of matrix products. kernels: what kernels keep
+    for the backward pass. sequence_parallel: whether tensor-parallel ranks split the sequence between layers.
+    recompute: blocks of one group of activation checkpointing, 0 for none. activation_offload: where the inputs of
+    these groups rest. import_from: folder of the Hugging Face model with the initial weights, None for random weights.
+    record: the recipe, as plain data, that makes this plan again; files of the run store it.
     """
 
     name: str
     seed: int
     model: GPTConfig
     import_from: str | None
+    device: Device
     grid: Layout
     tiers: tuple[Tier, ...]
     cluster: Cluster | None

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from llmtrain.comm.device import new_arena
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Drop, Gather
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.arena import new_arena, overlap
+from llmtrain.sharding.arena import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.outside_weights import OutsideGather, OutsideWeights

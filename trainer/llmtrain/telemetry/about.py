@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmtrain.cluster.quantity import quantity
-from llmtrain.comm.device import device_name, is_cpu
+from llmtrain.comm.device import device_name
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
@@ -54,12 +54,12 @@ def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -
         "world": plan.grid.world,
         "device": name,
         "precision": precision,
-        "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(plan, about.device, precision),
+        "datasheet_peak": datasheet_peak(name, precision) or _stated_peak(plan, precision),
         "measured_peak": max(
             measured_peak(about.device, DTYPES[precision]), _peak_before(before or {}, name, precision)
         ),
         "unigram_entropy": about.unigram_entropy,
-        "planned": planned_figures(plan, "cpu" if is_cpu(about.device) else "cuda"),
+        "planned": planned_figures(plan, plan.device),
     }
 
 
@@ -69,10 +69,10 @@ def _peak_before(before: dict[str, Any], device: str, precision: str) -> float:
     return peak if isinstance(peak, float) and isfinite(peak) else 0.0
 
 
-def _stated_peak(plan: Plan, device: torch.device, precision: str) -> float | None:
+def _stated_peak(plan: Plan, precision: str) -> float | None:
     """Return the peak in FLOP/s in the cluster's description, None on CPUs, which only simulate its accelerators."""
     cluster = plan.cluster
-    if is_cpu(device) or cluster is None or cluster.accelerator is None:
+    if plan.device == "cpu" or cluster is None or cluster.accelerator is None:
         return None
     speed = cluster.accelerator.peak.get(precision)
     return None if speed is None else quantity(speed, "FLOP/s")

@@ -9,7 +9,7 @@ from llmtrain_kernels.attention.choice import KERNELS, Kernel, is_installed, lac
 from llmtrain_kernels.attention.op import causal_attention, take_kernel
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.comm.device import forget_peak_memory, is_cpu, synchronize
+from llmtrain.comm.device import forget_peak_memory, synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.plan import Plan
@@ -29,7 +29,7 @@ def with_kernel(plan: Plan, given: str, ranks: Ranks) -> tuple[Plan, list[str]]:
 
     given: `train.attention` of the recipe. auto takes the kernel of the run's record, or else the quickest.
     """
-    if is_cpu(ranks.device):
+    if plan.device == "cpu":
         return plan, []
     said = list[str]()
     if given == "auto" and len(candidates := _candidates(plan, ranks)) > 1:

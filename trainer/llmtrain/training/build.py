@@ -7,7 +7,6 @@ import torch
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
-from llmtrain.comm.device import is_cpu
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
@@ -85,7 +84,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     model = GPT(plan.model, ranks.device, recompute=plan.recompute)
     keep(model, stage_layouts)
     programs = Programs(ProgramSpec.of(plan, ranks.rank))
-    pools = Pools.of(plan, ranks.rank, programs, "cpu" if is_cpu(ranks.device) else "cuda")
+    pools = Pools.of(plan, ranks.rank, programs, plan.device)
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     outside = open_outside(plan, ranks, programs)

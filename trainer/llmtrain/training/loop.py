@@ -121,7 +121,7 @@ def train_step(run: Run, step: int) -> bool:
     lr = learning_rate(plan.optimizer, step, plan.training.steps)
     begin_step(run, lr)
     passes = forward_backward(run, step)
-    coming, on_device = start_to_host(passes.sums), decided_on_device(plan, run.ranks.device)
+    coming, on_device = start_to_host(passes.sums), decided_on_device(plan)
     # The host launches the optimizer step before it waits for the norm.
     held = optimizer_step(run, lr, passes) if on_device else 0.0
     ended = Passes(coming())

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.comm.device import is_cpu
 from llmtrain.optim.step import step_divisor
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.logger import is_logged
@@ -47,13 +46,13 @@ class Passes:
         return step_divisor(self.loss, self.norm, loss_scale, clip)
 
 
-def decided_on_device(plan: Plan, device: torch.device) -> bool:
+def decided_on_device(plan: Plan) -> bool:
     """Return whether the device clips and skips an optimizer step itself: a GPU, unless the host steps, or compares the
     loss with those before, or the kernel cannot skip."""
     offload = plan.sharding.offload
     kernels = {placement.backend for placement in plan.sharding.placements.values()}
     stays = not offload.share and offload.gradients == "device"
-    return not is_cpu(device) and stays and not plan.spikes.threshold and kernels <= {"torch", "triton"}
+    return plan.device == "cuda" and stays and not plan.spikes.threshold and kernels <= {"torch", "triton"}
 
 
 def forward_backward(run: Run, step: int) -> Passes:

@@ -11,7 +11,7 @@ from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_kernels.native import native_reason
 
 from llmtrain.checkpoint.save import Checkpointer
-from llmtrain.comm.device import is_cpu, synchronize
+from llmtrain.comm.device import synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
@@ -82,7 +82,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     # Data first: it is missing most often, and opening it costs nothing.
     train_data, valid_data = open_data(plan)
     with lock_folder(folder, ranks, stop) as lock:
-        if is_cpu(ranks.device):
+        if plan.device == "cpu":
             ranks.activity.begin("building C++ kernels for this processor")
             native_reason(KERNELS)
         ranks.activity.begin("building the model")
@@ -97,7 +97,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         )
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
-        sampler = LinkSampler(ranks, more=_offload_links(plan, ranks, parts.outside, parts.borders))
+        sampler = LinkSampler(ranks, more=_offload_links(plan, parts.outside, parts.borders))
         batches = closing(BatchReader(train_data, plan, ranks))
         with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:
             run = Run(
@@ -130,11 +130,11 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             synchronize(ranks.device)
 
 
-def _offload_links(plan: Plan, ranks: Ranks, outside: Outside, borders: Borders | None) -> list[Source]:
+def _offload_links(plan: Plan, outside: Outside, borders: Borders | None) -> list[Source]:
     """Return what counts the bytes of volumes and, on a GPU, of the link to the host."""
     volumes = dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths))
     found: list[Source] = [Volumes(list(volumes))] if volumes else []
-    if not is_cpu(ranks.device) and (outside.moving or borders is not None):
+    if plan.device == "cuda" and (outside.moving or borders is not None):
         found.append(HostLink(lambda: outside.usage() + (TierUsage() if borders is None else borders.usage())))
     return found
 

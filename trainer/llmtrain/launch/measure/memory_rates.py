@@ -9,7 +9,7 @@ from llmtrain_kernels.adamw.cpu import step
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.comm.device import gpu_count, synchronize
+from llmtrain.comm.device import device_of, gpu_count, synchronize
 from llmtrain.launch.measure.memory_result import HOST, Copy, Stepped
 
 COPIED, ELEMENTS = 2**28, 2**24
@@ -31,7 +31,7 @@ def device_copies() -> Iterator[Copy]:
     """Yield the copies between the host and a GPU, from pinned and from pageable memory; none without a GPU."""
     if not gpu_count():
         return
-    device = torch.device("cuda", 0)
+    device = device_of(0)
     there = torch.zeros(COPIED // 4, device=device)
     for kind in ("pinned", "pageable"):
         here = torch.zeros(COPIED // 4, pin_memory=kind == "pinned")

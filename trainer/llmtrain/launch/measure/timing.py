@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.comm.device import is_cpu, synchronize
+from llmtrain.comm.collectives import ALL_GATHER, REDUCE_SCATTER
+from llmtrain.comm.device import gpu_count, synchronize
 from llmtrain.comm.groups import group_over
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RunFailedError
@@ -30,14 +31,10 @@ LONG = 0.05
 # A bandwidth is the slope of the time over the largest sizes, so that fixed costs, such as the latency or a traffic
 # shaper's burst, do not count. These messages take up to STREAM seconds, and have LARGE_MESSAGE bytes or more.
 STREAM, LARGE_MESSAGE = 0.3, 2**20
-# A repeat makes short calls for BATCH seconds, because the ranks do not start at exactly the same time.
+# A repeat makes a short call again and again for BATCH seconds, so that different start times of ranks average out.
 BATCH, MOST_CALLS, REPEATS = 0.02, 100, 5
 # Time for ranks to connect over a card. Cards that cannot reach each other must not stall the run.
 CONNECT_TIMEOUT = timedelta(minutes=1)
-
-# Newer versions of torch use these names.
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def measure(link: Link, cluster: Cluster, ranks: Ranks) -> Measured:
@@ -59,7 +56,7 @@ class _LinkTimer:
 
     def __init__(self, link: Link, cluster: Cluster, ranks: Ranks) -> None:
         self._link, self._ranks = link, ranks
-        self._largest = LARGEST_ON_CPU if is_cpu(ranks.device) else LARGEST_ON_CUDA
+        self._largest = LARGEST_ON_CUDA if gpu_count() else LARGEST_ON_CPU
         self._members = next((group for group in link.groups if ranks.rank in group), None)
         self._touched = torch.zeros(1, device=ranks.device)
         card = link.nic(cluster, ranks.rank)
@@ -133,8 +130,8 @@ class _LinkTimer:
         other, group = (self._buffers(numel)[0] if operation == "all-to-all" else full), self._group
         calls: dict[str, Call] = {
             "all-reduce": lambda: dist.all_reduce(full, group=group),
-            "all-gather": lambda: _ALL_GATHER(full, shard, group=group),
-            "reduce-scatter": lambda: _REDUCE_SCATTER(shard, full, group=group),
+            "all-gather": lambda: ALL_GATHER(full, shard, group=group),
+            "reduce-scatter": lambda: REDUCE_SCATTER(shard, full, group=group),
             "all-to-all": lambda: dist.all_to_all_single(other, full, group=group),
         }
         return calls[operation], numel
