@@ -28,7 +28,7 @@ from llmtrain_data.files import File
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 VERSION = 1
-DTYPES: dict[int, type[np.number[Any]]] = {
+TOKEN_DTYPES: dict[int, type[np.number[Any]]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
@@ -160,7 +160,7 @@ class IndexedData:
         if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
             raise DataError(f"{self._idx} is not a Megatron index; prepare the data set again")
         _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
-        if version != VERSION or code not in DTYPES:
+        if version != VERSION or code not in TOKEN_DTYPES:
             raise DataError(f"{self._idx} has version {version} and dtype code {code}; expected 1 and one of 1 to 8")
         expected = HEADER.size + 12 * sequences + 8 * documents
         if len(index) not in (expected, expected + sequences):
@@ -168,7 +168,7 @@ class IndexedData:
                 f"{self._idx} has {len(index)} bytes, but its {sequences} sequences and document index take "
                 f"{expected}; it is damaged or truncated, so prepare the data set again"
             )
-        return np.dtype(DTYPES[code]), sequences, documents
+        return np.dtype(TOKEN_DTYPES[code]), sequences, documents
 
     def _check_index(self) -> None:
         """Raise DataError unless sequences are contiguous: consecutive documents must be one slice of the `.bin`."""
@@ -214,7 +214,7 @@ class IndexedWriter:
         Raises DataError while another process writes the same prefix.
         """
         self.dtype = np.dtype(dtype)
-        self._code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
+        self._code = next(code for code, kind in TOKEN_DTYPES.items() if np.dtype(kind) == self.dtype)
         # In the order of renaming.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
         self._partial = partial_paths(prefix)

@@ -177,8 +177,8 @@ def _library(machine: Machine, calls: Nccl) -> list[Any]:
     modules = (backend, collectives, messages_nccl, messages_torch, nccl, comm_ranks)
     return [
         *(mock.patch.object(module, "dist", calls) for module in modules),
-        mock.patch.object(nccl, "_all_gather", calls.all_gather_single),
-        mock.patch.object(nccl, "_reduce_scatter", calls.reduce_scatter_single),
+        mock.patch.object(nccl, "ALL_GATHER", calls.all_gather_single),
+        mock.patch.object(nccl, "REDUCE_SCATTER", calls.reduce_scatter_single),
         mock.patch.object(action_order.dist, "broadcast", broadcast),
         mock.patch.object(dist, "destroy_process_group", calls.destroy_process_group),
         mock.patch.object(subgroups, "group_over", calls.group_over),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llmtrain_kernels.quantize.format import DTYPES
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize(("block", "numel"), [(2, 32), (64, 4160), (100, 4160), (256, 1 << 20), (2048, 1_000_032)])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENT_DTYPES)
 def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int) -> None:
     torch.manual_seed(0)
     x = (torch.randn(3, numel) * torch.rand(3, numel) ** 4 * 10).to(dtype)

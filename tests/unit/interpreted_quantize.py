@@ -6,14 +6,14 @@ test_kernels_quantize_triton.py runs this file in a separate process, because TR
 import pytest
 import torch
 from llmtrain_kernels.quantize import triton_backend
-from llmtrain_kernels.quantize.format import DTYPES
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES
 from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
 
 @pytest.mark.parametrize(("block", "numel"), [(2, 32), (64, 4160), (100, 4160), (2048, 4160)])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENT_DTYPES)
 def test_equals_reference(dtype: torch.dtype, bits: int, block: int, numel: int) -> None:
     torch.manual_seed(0)
     x = (torch.randn(3, numel) * torch.rand(3, numel) ** 4 * 10).to(dtype)

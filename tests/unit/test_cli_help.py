@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
-from llmtrain.checkpoint.convert.export import DTYPES
+from llmtrain.checkpoint.convert.export import HF_NAMES
 from llmtrain.cli import main as module
 from llmtrain.cli.main import GROUPS, VERBS, main
 from llmtrain_data.corpus_options import INPUT_FORMATS
@@ -61,7 +61,7 @@ CHOICES = {
     ("data", "prepare", "--encoder"): ENCODERS,
     ("data", "prepare", "--input-format"): INPUT_FORMATS,
     ("data", "tokenizer", "--input-format"): INPUT_FORMATS,
-    ("ckpt", "convert", "--dtype"): tuple(DTYPES),
+    ("ckpt", "convert", "--dtype"): tuple(HF_NAMES),
     ("eval", "--split"): get_args(Split),
 }
 

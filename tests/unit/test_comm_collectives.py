@@ -223,8 +223,8 @@ class Recorded:
         self.calls: list[str] = []
         self.group: Any = self
         self._ranks = ranks
-        for name in ("_all_gather", "_reduce_scatter"):
-            monkeypatch.setattr(nccl, name, self._launch(name.removeprefix("_")))
+        for name in ("ALL_GATHER", "REDUCE_SCATTER"):
+            monkeypatch.setattr(nccl, name, self._launch(name.lower()))
         for name in ("all_to_all_single", "all_reduce"):
             monkeypatch.setattr(dist, name, self._launch(name))
 

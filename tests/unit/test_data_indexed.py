@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmtrain_data import indexed
 from llmtrain_data.errors import DataError
-from llmtrain_data.indexed import DTYPES, HEADER, MAGIC, IndexedData, IndexedWriter, token_dtype
+from llmtrain_data.indexed import HEADER, MAGIC, TOKEN_DTYPES, IndexedData, IndexedWriter, token_dtype
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
@@ -39,9 +39,9 @@ def test_written_bytes(tmp_path: Path, dtype: str, code: int, kind: str) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.checksums", "a.idx"]
 
 
-@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("code", TOKEN_DTYPES)
 def test_reads_every_dtype_and_documents_of_several_sequences(tmp_path: Path, code: int) -> None:
-    tokens = np.array([5, 6, 7, 8, 9], DTYPES[code])
+    tokens = np.array([5, 6, 7, 8, 9], TOKEN_DTYPES[code])
     (tmp_path / "a.bin").write_bytes(tokens.tobytes())
     (tmp_path / "a.idx").write_bytes(golden_index(code, tokens.itemsize, [2, 1, 2], [0, 2, 3]))
     data = IndexedData(tmp_path / "a")

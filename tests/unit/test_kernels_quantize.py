@@ -7,7 +7,7 @@ import torch
 from llmtrain_kernels import native
 from llmtrain_kernels.quantize import cpu
 from llmtrain_kernels.quantize import op as module
-from llmtrain_kernels.quantize.format import DTYPES
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES
 from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from llmtrain_kernels.quantize.packed_size import MAX_CODE, packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
@@ -46,7 +46,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 @pytest.mark.parametrize("key", [None, 3 << 40 | 5])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENT_DTYPES)
 def test_native_equals_reference(dtype: torch.dtype, bits: int, key: int | None) -> None:
     backend = cpu.native_backend()
     assert backend is not None, native.native_reason(("quantize",))
@@ -107,7 +107,7 @@ def test_what_is_not_finite_stays_so(bits: int, bad: float) -> None:
     x = torch.randn(2, 256)
     x[1, 100] = bad
     buffer = packed(x, bits, 64)
-    for dtype in DTYPES:
+    for dtype in ELEMENT_DTYPES:
         finite = unpacked(buffer, bits, 64, 256, dtype).isfinite()
         assert finite.sum() == 2 * 256 - 64
         assert not finite[1, 64:128].any()

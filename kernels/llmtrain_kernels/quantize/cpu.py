@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.native import native_functions
-from llmtrain_kernels.quantize.format import DTYPES, Backend
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, Backend
 
 
 def native_backend() -> Backend | None:
@@ -19,11 +19,11 @@ def native_backend() -> Backend | None:
         return packed.data_ptr(), packed.stride(0), len(packed), numel, bits, block, torch.get_num_threads()
 
     def quantize(x: Tensor, bits: int, block: int, out: Tensor, key: int | None) -> None:
-        elements = x.data_ptr(), DTYPES.index(x.dtype), x.stride(0)
+        elements = x.data_ptr(), ELEMENT_DTYPES.index(x.dtype), x.stride(0)
         functions.quantize(*elements, *numbers(out, x.shape[1], bits, block), -1 if key is None else key)
 
     def dequantize(packed: Tensor, bits: int, block: int, out: Tensor) -> None:
-        elements = out.data_ptr(), DTYPES.index(out.dtype), out.stride(0)
+        elements = out.data_ptr(), ELEMENT_DTYPES.index(out.dtype), out.stride(0)
         functions.dequantize(*elements, *numbers(packed, out.shape[1], bits, block))
 
     def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulate: bool) -> None:

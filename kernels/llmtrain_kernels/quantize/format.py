@@ -21,7 +21,7 @@ from torch import Tensor
 
 SMALLEST = 2.0**-118
 GOLDEN = 0x9E3779B9
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions take the index in this tuple
+ELEMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions take the index in this tuple
 
 
 class Backend(NamedTuple):

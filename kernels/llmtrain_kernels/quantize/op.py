@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.quantize.cpu import native_backend
-from llmtrain_kernels.quantize.format import DTYPES, Backend
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, Backend
 from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
@@ -53,8 +53,8 @@ def _check(x: Tensor, bits: int, block: int, packed: Tensor) -> None:
     expected = (rows, packed_bytes(numel, bits, block))
     if packed.dtype != torch.uint8 or packed.shape != expected:
         raise ValueError(f"packed rows are {packed.dtype} {list(packed.shape)}: expected torch.uint8 {list(expected)}")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"elements are {x.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+    if x.dtype not in ELEMENT_DTYPES:
+        raise ValueError(f"elements are {x.dtype}: expected one of {', '.join(map(str, ELEMENT_DTYPES))}")
     if x.device != packed.device:
         raise ValueError(f"elements are on {x.device}, packed rows on {packed.device}: expected one device")
     if x.stride(1) != 1 or packed.stride(1) != 1:

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from llmtrain.comm.workspace import Workspace
 
+# Their names since torch 2.13, which warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Work(Protocol):
     """A collective that has started."""

@@ -7,13 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.comm.collectives import AllOf, Collectives, Then, Work
+from llmtrain.comm.collectives import ALL_GATHER, REDUCE_SCATTER, AllOf, Collectives, Then, Work
 from llmtrain.comm.device import to_device
 from llmtrain.comm.workspace import Workspace
-
-# Their names since torch 2.13, which warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class NcclCollectives(Collectives):
@@ -36,10 +32,10 @@ class NcclCollectives(Collectives):
         """See Collectives."""
         own = whole.chunk(self.size)[self.place]
         if self.in_order:
-            return self._started(_all_gather(whole, own, group=self.group, async_op=self._asynchronous))
+            return self._started(ALL_GATHER(whole, own, group=self.group, async_op=self._asynchronous))
         # NCCL gathers in the order of ranks. One kernel then puts all parts in place; dist.all_gather copies each one.
         gathered = self._buffer("gathered", whole, whole.numel(), whole.dtype)
-        work = _all_gather(gathered, own, group=self.group, async_op=self._asynchronous)
+        work = ALL_GATHER(gathered, own, group=self.group, async_op=self._asynchronous)
         return Then(work, lambda: self._put_in_place(gathered.view(self.size, -1), whole.view(self.size, -1)))
 
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
@@ -49,7 +45,7 @@ class NcclCollectives(Collectives):
         are an all-to-all, one launch as well, and a sum in fp32.
         """
         if values.dtype == wire == total.dtype == torch.float32:
-            return self._started(_reduce_scatter(total, values, group=self.group, async_op=self._asynchronous))
+            return self._started(REDUCE_SCATTER(total, values, group=self.group, async_op=self._asynchronous))
         received = self._buffer("received", values, values.numel(), wire)
         sent = self._as_wire(values, wire)
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=self._asynchronous)

@@ -7,9 +7,6 @@ import torch.distributed as dist
 
 from llmtrain.comm.mapped_memory import gather_objects
 
-NUMBERS = 2048
-"""How many numbers a pipe holds, 0 to 65535 each: every pipe of Linux has a page or more."""
-
 _TYPE, _READ_BYTES = "H", 4096
 
 
@@ -37,7 +34,8 @@ class Pipes:
         return array(_TYPE, found)
 
     def write(self, number: int) -> None:
-        """Send a number. At most `NUMBERS` may be unread. Raises BrokenPipeError if the other process has ended."""
+        """Send a number. At most `MOST_SLOTS` of plan.message_buffers may be unread. Raises BrokenPipeError if the
+        other process has ended."""
         os.write(self._writing, array(_TYPE, [number]))
 
     def close(self) -> None:

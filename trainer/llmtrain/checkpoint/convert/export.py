@@ -22,13 +22,11 @@ from llmtrain.checkpoint.safetensors_file import (
     safetensors_header,
 )
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.hf_config import CONFIG, to_hf_config
 
-DTYPES = {
-    "fp32": ("F32", torch.float32, "float32"),
-    "bf16": ("BF16", torch.bfloat16, "bfloat16"),
-    "fp16": ("F16", torch.float16, "float16"),
-}
+HF_NAMES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
+"""The names of dtypes in safetensors files and in configurations."""
 
 
 def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, tokenizer: Path | None) -> None:
@@ -38,14 +36,14 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
     copy the tokenizer from; None: the run's. Raises BadInputError, and RunFailedError if the checkpoint is damaged or
     the target cannot be written.
     """
-    if dtype not in DTYPES:
-        raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if dtype not in HF_NAMES:
+        raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(HF_NAMES)}")
     try:
         with CheckpointReader(checkpoint) as reader:
             config = model_of(reader.manifest)
             tokenizer = tokenizer_of(checkpoint, reader.manifest.recipe) if tokenizer is None else tokenizer
             special = special_tokens(tokenizer)
-            contents = to_hf_config(config, DTYPES[dtype][2], special)
+            contents = to_hf_config(config, HF_NAMES[dtype][1], special)
             with new_folder(target) as folder:
                 _write_weights(reader, hf_layout(config), folder, dtype, shard_bytes)
                 _write_json(folder / CONFIG, contents)
@@ -60,7 +58,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
 def _write_weights(
     reader: CheckpointReader, layout: Sequence[HFTensor], folder: Path, dtype: str, shard_bytes: int
 ) -> None:
-    name, _, _ = DTYPES[dtype]
+    name, _ = HF_NAMES[dtype]
     shards = _shards(layout, ITEM_BYTES[name], shard_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
@@ -92,7 +90,7 @@ def _shards(layout: Sequence[HFTensor], item: int, shard_bytes: int) -> list[lis
 
 def _converted(reader: CheckpointReader, tensor: HFTensor, dtype: str) -> torch.Tensor:
     joined = tensor.join([reader.full_tensor(part.name, "master") for part in tensor.parts])
-    result = joined.to(DTYPES[dtype][1])
+    result = joined.to(DTYPES[dtype])
     if dtype == "fp16" and bool((result.isinf() & joined.isfinite()).any()):
         raise BadInputError(f"--dtype is fp16, which cannot hold the values of {tensor.name}; use bf16")
     return result
