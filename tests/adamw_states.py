@@ -7,8 +7,10 @@ from llmtrain_kernels.adamw import reference
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-CLIPPED = AdamWStep(3, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(1.7))
-PLAIN = AdamWStep(1000, 3e-4, 0.8, 0.999, 1e-5, 0.0)
+CLIPPED = AdamWStep(
+    step=3, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gradient_divisor=torch.tensor(1.7)
+)
+PLAIN = AdamWStep(step=1000, lr=3e-4, beta1=0.8, beta2=0.999, eps=1e-5, weight_decay=0.0)
 
 
 def states(numel: int) -> list[Tensor]:

@@ -32,6 +32,11 @@ def size(count: float) -> str:
     return _scaled(count, _BINARY, "B")
 
 
+def size_or_dash(count: float | None) -> str:
+    """Format bytes as `size` does; a dash for an unknown number."""
+    return "-" if count is None else size(count)
+
+
 def rate(bytes_per_s: float) -> str:
     """Format bytes per second: 12.5e6 is `12.5 MB/s`."""
     return _scaled(bytes_per_s, _DECIMAL, "B/s")

@@ -1,4 +1,5 @@
-"""Which tensors Triton kernels process, and where they start. It does not import Triton, which CPU builds may lack."""
+"""Which tensors Triton kernels process, where they start, and what they write to. It does not import
+Triton, which CPU builds may lack."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -25,3 +26,8 @@ def takes_triton(x: Tensor) -> bool:
 def device_of(x: Tensor) -> AbstractContextManager[None]:
     """Return a context in which Triton launches on x's device: it takes the current one, whatever its arguments."""
     return torch.cuda.device(x.device if x.is_cuda else -1)
+
+
+def empty_joined(q: Tensor, k: Tensor) -> Tensor:
+    """Return memory for queries, keys and values side by side. q, k: `[batch, sequence, heads, head_dim]`."""
+    return q.new_empty(*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3])

@@ -10,7 +10,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-NUMBERS = AdamWStep(1, 1e-2, 0.9, 0.95, 1e-8, 0.1)
+NUMBERS = AdamWStep(step=1, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

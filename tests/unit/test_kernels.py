@@ -56,6 +56,8 @@ def test_adamw_matches_torch_optimizer(backend: str, divisor: float | None) -> N
         theirs.grad = gradient / (divisor or 1.0)
         optimizer.step()
         scale = None if divisor is None else torch.tensor(divisor)
-        numbers = AdamWStep(step, 1e-2, 0.9, 0.95, 1e-8, 0.3, scale)
+        numbers = AdamWStep(
+            step=step, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.3, gradient_divisor=scale
+        )
         adamw(backend, master, m, v, gradient.clone(), numbers)
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-5, atol=1e-6)

@@ -69,7 +69,9 @@ DIVISOR = 1.7
 
 
 def numbers_of(number: int, divisor: float = DIVISOR) -> AdamWStep:
-    return AdamWStep(number, 1e-2, 0.9, 0.95, 1e-8, 0.1, torch.tensor(divisor))
+    return AdamWStep(
+        step=number, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gradient_divisor=torch.tensor(divisor)
+    )
 
 
 def draw(units: list[ShardedUnit], number: int, events: list[Event] | None = None) -> None:

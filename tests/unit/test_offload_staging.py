@@ -56,7 +56,7 @@ def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateC
     """Step buckets one after the other; return whether all of their states and weights are right in the end."""
     staging, drawn = make(copies(torch.device("cuda"))), torch.Generator().manual_seed(0)
     sums = torch.bfloat16 if make is narrow else torch.float32
-    numbers, right, done = AdamWStep(1, 1e-3, 0.9, 0.95, 1e-8, 0.1), [], []
+    numbers, right, done = AdamWStep(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1), [], []
     for number, size in enumerate(SIZES):
         values, old = torch.randn(size, generator=drawn).to(sums), torch.randn(3, size, generator=drawn)
         gradient, weight, expected = torch.zeros_like(values), torch.zeros(size).bfloat16(), old + 2 * values

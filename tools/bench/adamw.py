@@ -77,7 +77,10 @@ def contenders(numel: int, threads: int) -> Calls:
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **state}
 
     def step(divisor: torch.Tensor | None = None) -> None:
-        adamw("cpu", master, m, v, gradient, AdamWStep(100, 1e-4, 0.9, 0.95, 1e-8, 0.1, divisor), weight)
+        numbers = AdamWStep(
+            step=100, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gradient_divisor=divisor
+        )
+        adamw("cpu", master, m, v, gradient, numbers, weight)
 
     def clip_and_step() -> None:
         step(squared_sum(gradient, 0).sqrt().clamp(min=1.0).float())

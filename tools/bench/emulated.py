@@ -132,7 +132,8 @@ class EmulatedRun:
         """Run steps."""
         self._now = time.perf_counter()
         for number in range(1, steps + 1):
-            began, numbers = self._now, AdamWStep(number, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+            began = self._now
+            numbers = AdamWStep(step=number, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
             self.stepper.begin(numbers)
             for microbatch in range(self._computation.microbatches):
                 self._pass(microbatch == self._computation.microbatches - 1)
@@ -147,7 +148,7 @@ class EmulatedRun:
         """Return the seconds in which a reduction goes through all buckets and they are stepped. chunk: buckets of each
         of its calls. seconds: of a call."""
         self._now = began = time.perf_counter()
-        self.stepper.decide(AdamWStep(1, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+        self.stepper.decide(AdamWStep(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
         tickets = []
         for first in range(0, len(self._moves), chunk):
             self._compute(seconds)

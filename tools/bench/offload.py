@@ -86,7 +86,9 @@ class Stepped:
     def step(self) -> None:
         """Step all elements."""
         divisor = torch.tensor(1.5)
-        numbers = AdamWStep(10, 1e-4, 0.9, 0.95, 1e-8, 0.1, divisor)
+        numbers = AdamWStep(
+            step=10, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gradient_divisor=divisor
+        )
         self._stepper.decide(numbers)
         self._shard.step(self._shard.held, self._gradient, numbers, self._weight).wait()
         self._tier.settle()

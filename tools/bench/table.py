@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 
 def machine(packages: Sequence[str] = ("torch",)) -> str:
     """Return one line: CPU, usable cores, memory, system, Python and the versions of `packages`."""
     cores = len(os.sched_getaffinity(0))
-    parts = [f"{_processor()}, {cores} cores", f"{_memory_gib():.0f} GiB memory"]
+    parts = [f"{_processor()}, {cores} cores", f"{psutil.virtual_memory().total / 2**30:.0f} GiB memory"]
     parts += [
         f"{platform.system()} {platform.release().split('-')[0]}",
         f"Python {platform.python_version()}",
@@ -66,7 +68,3 @@ def _processor() -> str:
     except OSError:
         match = None
     return match.group(1).strip() if match else platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWStep:
     """Hyperparameters of one step. step: counts from 1, for the bias correction. gradient_divisor: fp32 scalar tensor;
     the step divides gradients by it first (loss scale and clipping in one). None: no division. Where it is on the

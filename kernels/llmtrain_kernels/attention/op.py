@@ -72,7 +72,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
         return _flash_attention(q, k, v, dropout, kernel)
     heads = q.shape[2]
     if k.shape[2] != heads and q.is_cuda and not _takes_groups(q.dtype, q.shape[3], q.device):
-        # torch would compute the scores one after the other, and keep all of them.
+        # Without a fused kernel for grouped queries, torch falls back to separate operations, which keep all scores.
+        # Repeat the keys and values instead.
         k, v = (_of_each_query(x, heads) for x in (k, v))
     shared = k.shape[2] != heads
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import device_of, empty_joined
 
 # Columns of a program, tokens at once, and the most programs. Their number fixes the bits of the sums.
 CONSTANTS = {"tile": 256, "group": 8}
@@ -25,7 +25,7 @@ def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor
 
     The three are `[batch, sequence, heads or kv_heads, head_dim]` with stride 1 within heads.
     """
-    joined = _joined(grad_q, grad_k)
+    joined = empty_joined(grad_q, grad_k)
     batch, sequence, heads, dim = grad_q.shape
     tokens, width, kv_heads = batch * sequence, joined.shape[2] * dim, grad_k.shape[2]
     ranges = triton.cdiv(heads * dim, CONSTANTS["tile"])
@@ -43,12 +43,8 @@ def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor
 
 @fake("join_and_sum")
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-    joined = _joined(grad_q, grad_k)
+    joined = empty_joined(grad_q, grad_k)
     return joined, joined.new_empty(joined.shape[2] * joined.shape[3], dtype=torch.float32)
-
-
-def _joined(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3])
 
 
 # Of 1, Triton would make a constant, and two branches would differ in the type of what they compute of it.

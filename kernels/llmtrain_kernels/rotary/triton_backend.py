@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import device_of, empty_joined
 
 # Elements of a tile: some heads, with a power of 2 of channels.
 ELEMENTS = 2048
@@ -40,7 +40,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient of the product of queries, keys and values, `[batch, sequence, heads + 2 * kv_heads,
     head_dim]`. The gradients of the three have stride 1 within heads."""
-    grad = _product(grad_q, grad_k)
+    grad = empty_joined(grad_q, grad_k)
     batch, sequence, heads, dim = grad_q.shape
     if grad.numel():
         strides = (*grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3])
@@ -55,11 +55,7 @@ def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: T
 
 @fake("rotary_backward")
 def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _product(grad_q, grad_k)
-
-
-def _product(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3])
+    return empty_joined(grad_q, grad_k)
 
 
 def tile_constants(heads: int, half: int, channels: int) -> dict[str, int]:

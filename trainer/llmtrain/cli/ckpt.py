@@ -27,7 +27,10 @@ def list_(source: Source, as_json: Json = False) -> None:
     if as_json:
         say_json(rows)
         return
-    cells = [(row.get("step", "-"), _count(row), _size(row.get("bytes")), row["folder"], _damage(row)) for row in rows]
+    cells = [
+        (row.get("step", "-"), _count(row), units.size_or_dash(row.get("bytes")), row["folder"], _damage(row))
+        for row in rows
+    ]
     say_table(("step", "tokens", "size", "folder", ""), cells)
 
 
@@ -50,7 +53,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
     }
     say_table((), facts.items())
     say()
-    say_table(("file", "size"), [(name, _size(size)) for name, size in found["files"].items()])
+    say_table(("file", "size"), [(name, units.size_or_dash(size)) for name, size in found["files"].items()])
     say()
     tensors = found["tensors"].items()
     rows = [(name, " x ".join(map(str, entry["shape"])), len(entry["ranges"])) for name, entry in tensors]
@@ -110,7 +113,3 @@ def _damage(row: dict[str, object]) -> str:
 def _count(row: dict[str, object]) -> str:
     tokens = row.get("tokens")
     return "-" if tokens is None else f"{tokens:,}"
-
-
-def _size(size: int | None) -> str:
-    return "-" if size is None else units.size(size)

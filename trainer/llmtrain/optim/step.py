@@ -20,4 +20,13 @@ def step_divisor(loss: Tensor, norm: Tensor, loss_scale: float, clip: float) -> 
 
 def step_numbers(config: AdamW, lr: float, step: int, divisor: Tensor) -> AdamWStep:
     """Return the numbers of a step with weight decay. step: applied steps, from 1. divisor: see AdamWStep."""
-    return AdamWStep(step, lr, *config.betas, config.eps, config.weight_decay, divisor)
+    beta1, beta2 = config.betas
+    return AdamWStep(
+        step=step,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        gradient_divisor=divisor,
+    )

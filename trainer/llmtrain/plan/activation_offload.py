@@ -6,6 +6,7 @@ of them on its device. Of those that are alive, the ones whose use is furthest l
 no other choice moves fewer. A border that leaves does so as soon as it is saved: to leave later saves no copy.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -97,8 +98,27 @@ class Use(NamedTuple):
     reads: tuple[int, ...]
 
 
+class BorderSlots(ABC):
+    """The slots through which borders pass."""
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """Borders that leave in a step."""
+
+    @property
+    def read_slots(self) -> int:
+        """Borders that are in use or being read at once."""
+        return min(READ_AHEAD + 1, self.left)
+
+    @property
+    def write_slots(self) -> int:
+        """Borders that are being written at once."""
+        return min(WRITE_BEHIND, self.left)
+
+
 @dataclass(frozen=True)
-class BorderMoves:
+class BorderMoves(BorderSlots):
     """What happens to a rank's borders in each step. saves, uses: in their order. regions: number of regions, each as
     large as a border."""
 
@@ -111,19 +131,9 @@ class BorderMoves:
         """Borders that leave in a step."""
         return sum(save.region is not None for save in self.saves)
 
-    @property
-    def read_slots(self) -> int:
-        """Borders that are in use or being read at once."""
-        return min(READ_AHEAD + 1, self.left)
-
-    @property
-    def write_slots(self) -> int:
-        """Borders that are being written at once."""
-        return min(WRITE_BEHIND, self.left)
-
 
 @dataclass(frozen=True)
-class BorderCounts:
+class BorderCounts(BorderSlots):
     """What `BorderMoves` come to. passes: borders that leave, by (microbatch, chunk). regions: as there."""
 
     passes: Mapping[tuple[int, int], int]
@@ -133,16 +143,6 @@ class BorderCounts:
     def left(self) -> int:
         """Borders that leave in a step."""
         return sum(self.passes.values())
-
-    @property
-    def read_slots(self) -> int:
-        """Borders that are in use or being read at once."""
-        return min(READ_AHEAD + 1, self.left)
-
-    @property
-    def write_slots(self) -> int:
-        """Borders that are being written at once."""
-        return min(WRITE_BEHIND, self.left)
 
 
 def border_counts(actions: Sequence[Action], groups: Sequence[int], stay: int) -> BorderCounts:

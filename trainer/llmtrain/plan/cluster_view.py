@@ -109,8 +109,8 @@ def _lies(cluster: Cluster | None, tiers: Sequence[Tier], group: Sequence[int]) 
 def _clusters(cluster: Cluster, world: int) -> Iterator[Described]:
     first = 0
     for each in cluster.clusters:
-        nodes = each.nodes if len(cluster.clusters) > 1 else -(-world // cluster.node.ranks)
-        assert nodes is not None
+        # The only cluster of a description has as many nodes as the run needs.
+        nodes = (each.nodes if len(cluster.clusters) > 1 else None) or -(-world // cluster.node.ranks)
         ranks = list(range(first, min(first + nodes * cluster.node.ranks, world)))
         first += len(ranks)
         cards = [asdict(card) for card in each.cards]

@@ -1,7 +1,7 @@
 """The memory and the files that a rank's model states take elsewhere than on its device. No torch in here."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_sizes
@@ -11,6 +11,7 @@ from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_borders import in_pages
 from llmtrain.plan.rank_buckets import bucket_sizes, rank_buckets
+from llmtrain.plan.summed import summed
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class OffloadMemory:
 
     def __add__(self, other: "OffloadMemory") -> "OffloadMemory":
         """Return the sum of each."""
-        return OffloadMemory(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return summed(self, other)
 
 
 def offload_memory(plan: Plan, rank: int, device: Device) -> OffloadMemory:

@@ -13,6 +13,7 @@ from llmtrain.plan.offload import Offload
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan, Quantization, Sharding
 from llmtrain.plan.roles import Role, roles
+from llmtrain.plan.summed import summed
 
 # Share of the accelerator's memory for model states; activations and gathered weights need the remainder.
 STATES_SHARE = 0.7
@@ -36,7 +37,7 @@ class StateBytes:
 
     def __add__(self, other: "StateBytes") -> "StateBytes":
         """Return the sum of each state."""
-        return StateBytes(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return summed(self, other)
 
     @property
     def optimizer(self) -> int:

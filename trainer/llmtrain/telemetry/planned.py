@@ -56,10 +56,10 @@ def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[st
     sides = [side if isinstance(side, dict) else {} for side in (planned, measured)]
     memory = [_numbers(side).get("memory_bytes") for side in sides]
     if any(memory):
-        yield "peak memory", _size(memory[0]), _size(memory[1])
+        yield "peak memory", units.size_or_dash(memory[0]), units.size_or_dash(memory[1])
     handed = [dict(_operations(side.get("comm_bytes"))) for side in sides]
     for name in dict.fromkeys([*handed[0], *handed[1]]):
-        yield name, _size(handed[0].get(name)), _size(handed[1].get(name))
+        yield name, units.size_or_dash(handed[0].get(name)), units.size_or_dash(handed[1].get(name))
     # Without offload nothing is planned, as no step waits.
     if "save_held_s" in sides[0]:
         held = [_numbers(side).get("save_held_s") for side in sides]
@@ -72,7 +72,9 @@ def in_words(planned: object) -> str:
     found = planned if isinstance(planned, dict) else {}
     memory = _numbers(found).get("memory_bytes")
     handed = sum(size for _, size in _operations(found.get("comm_bytes")))
-    return "" if memory is None else f"{_size(memory)} of memory, {_size(handed)} handed to collectives in a step"
+    if memory is None:
+        return ""
+    return f"{units.size(memory)} of memory, {units.size_or_dash(handed)} handed to collectives in a step"
 
 
 def _operations(groups: object) -> Iterator[tuple[str, float]]:
@@ -84,7 +86,3 @@ def _operations(groups: object) -> Iterator[tuple[str, float]]:
 def _numbers(value: object) -> Mapping[str, float]:
     entries: Mapping[Any, Any] = value if isinstance(value, dict) else {}
     return {str(key): one for key, one in entries.items() if isinstance(one, int | float) and abs(one) < 2**63}
-
-
-def _size(count: float | None) -> str:
-    return "-" if count is None else units.size(count)

@@ -45,7 +45,8 @@ def device_copies() -> Iterator[Copy]:
 def adamw_steps(cores: int) -> Iterator[Stepped]:
     """Yield the rates of the AdamW kernel, by threads: 1, 2, 4 and so on up to one on each core."""
     master, m, v, gradient = (torch.zeros(ELEMENTS) for _ in range(4))
-    weight, numbers = torch.zeros(ELEMENTS, dtype=torch.bfloat16), AdamWStep(10, 1e-4, 0.9, 0.95, 1e-8, 0.1)
+    weight = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    numbers = AdamWStep(step=10, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     powers = (2**power for power in range(cores.bit_length()))
     for threads in dict.fromkeys((*powers, cores)):
         elements = ELEMENTS / _seconds(lambda: step(master, m, v, gradient, numbers, weight), threads)
