@@ -12,8 +12,8 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.recipe.load import load_recipe
-from llmtrain.telemetry.logger import is_logged
 from llmtrain.telemetry.metrics import read_metrics
+from llmtrain.telemetry.step_record import is_logged
 from strategies import COVERING as SHARDED
 from strategies import NARROW_SUMS
 from test_grid import COVERING as GRIDS

@@ -20,9 +20,10 @@ from llmtrain.plan.make import make_plan
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo
-from llmtrain.telemetry.logger import RunLogger, StepRecord
+from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.report import write_report
+from llmtrain.telemetry.step_record import StepRecord
 from llmtrain_data.config import DataConfig
 
 MODEL = GPTConfig(

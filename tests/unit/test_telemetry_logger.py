@@ -24,9 +24,10 @@ from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry import wandb_sink
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.console import RunConsole
-from llmtrain.telemetry.logger import RunLogger, StepRecord
+from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import checked_run_file
+from llmtrain.telemetry.step_record import StepRecord
 from llmtrain_data.config import DataConfig
 
 MODEL = GPTConfig(

@@ -9,9 +9,10 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.telemetry.about import RunInfo
-from llmtrain.telemetry.logger import RunLogger, StepRecord
+from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.run_file import checked_run_file
+from llmtrain.telemetry.step_record import StepRecord
 from llmtrain_data import units
 
 RECIPE = {

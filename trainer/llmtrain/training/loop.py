@@ -22,7 +22,7 @@ from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
-from llmtrain.telemetry.logger import StepRecord, is_logged
+from llmtrain.telemetry.step_record import StepRecord, is_logged
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare

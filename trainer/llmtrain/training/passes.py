@@ -8,7 +8,7 @@ from torch import Tensor
 from llmtrain.cluster.layout import Axis
 from llmtrain.optim.step import step_divisor
 from llmtrain.plan.plan import Plan
-from llmtrain.telemetry.logger import is_logged
+from llmtrain.telemetry.step_record import is_logged
 from llmtrain.training.run import Run
 
 
