@@ -10,7 +10,7 @@ from llmtrain.comm.device import device_name
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
-from llmtrain.plan.facts import Facts
+from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.flops import computes_bf16, datasheet_peak, flops_per_token, multiplying_parameters
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.traffic import Traffic
@@ -138,7 +138,7 @@ def test_a_described_card_without_bf16_is_planned_in_fp16() -> None:
     ],
 )
 def test_peak_that_the_cluster_states(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: str, stated: dict[str, str], expected: float | None
+    monkeypatch: pytest.MonkeyPatch, name: str, device: Device, stated: dict[str, str], expected: float | None
 ) -> None:
     monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e12)
     monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device: name)
@@ -150,7 +150,7 @@ def test_peak_that_the_cluster_states(
         cluster=Cluster(node=Node(ranks=1), accelerator=Accelerator(peak=stated)),
     )
     about = RunInfo(device=torch.device(device), model_state_bytes=0)
-    facts = Facts(world=1, device="cpu", cluster=recipe.cluster)
+    facts = Facts(world=1, device=device, cluster=recipe.cluster)
     assert describe(make_plan(recipe, facts), about)["datasheet_peak"] == expected
 
 
