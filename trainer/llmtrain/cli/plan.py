@@ -32,7 +32,8 @@ def plan(
     """
     from llmtrain.errors import BadInputError
     from llmtrain.plan.program.in_order import InOrder
-    from llmtrain.plan.view import parts, view_recipe
+    from llmtrain.plan.view import view_recipe
+    from llmtrain.plan.view_tables import parts
 
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")

@@ -5,7 +5,8 @@ from io import BytesIO
 from llmtrain_data import units
 from matplotlib.figure import Figure
 
-from llmtrain.plan.view import PlanView, device_label
+from llmtrain.plan.view import PlanView
+from llmtrain.plan.view_tables import device_label
 
 # Okabe and Ito's colors, and greys for what is no tensor.
 _COLORS = ("#0072B2", "#56B4E9", "#009E73", "#7FCDB8", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#555555", "#888888")

@@ -1,4 +1,4 @@
-"""Checks before any process starts that a schedule is complete, in order and free of deadlock. Without torch."""
+"""Checks that a schedule is complete, in order and free of deadlock; for tests of the schedules. Without torch."""
 
 from collections import Counter
 
