@@ -14,8 +14,9 @@ import torch.distributed as dist
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_shared import Ring, RoutedMessages, SharedMemoryMessages
-from llmtrain.comm.pipes import NUMBERS, Pipes
+from llmtrain.comm.pipes import Pipes
 from llmtrain.parallel.pipeline.transport import Transport
+from llmtrain.plan.message_buffers import MOST_SLOTS
 
 CHANNEL, BACK = Channel(0, 1), Channel(1, 0)
 SLOTS, WIDTH = 3, 64
@@ -207,10 +208,10 @@ def test_the_last_message_of_a_sender_that_has_left() -> None:
 def test_a_pipe_holds_the_numbers_of_all_slots() -> None:
     """A pipe of one page is what Linux gives to a user with many pipes; a write into a full pipe would block."""
     ours, theirs = ends()
-    for number in range(NUMBERS):
+    for number in range(MOST_SLOTS):
         ours.pipes.write(number)
-    assert list(theirs.pipes.read()) == list(range(NUMBERS))
-    assert os.sysconf("SC_PAGE_SIZE") >= 2 * NUMBERS
+    assert list(theirs.pipes.read()) == list(range(MOST_SLOTS))
+    assert os.sysconf("SC_PAGE_SIZE") >= 2 * MOST_SLOTS
     for ring in (ours, theirs):
         ring.pipes.close()
 
