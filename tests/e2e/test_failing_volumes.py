@@ -18,7 +18,8 @@ import psutil
 import pytest
 from tiny import Curve, curve, last_step, write_corpus
 
-from tools.bench.volumes import mount_again, shut_down, thin_volume, volumes
+from tests.e2e.broken_volumes import mount_again, shut_down, thin_volume
+from tools.bench.volumes import volumes
 
 RECIPE = """
 name: tiny

@@ -91,6 +91,30 @@ def ours(run: Run) -> Contestant:
     return Contestant(step, lambda: run.engine.state_bytes, run.engine.weights.updates.finish)
 
 
+def of_torch(
+    run: Run, model: nn.Module, accumulation: int, before: Callable[[int], None] = lambda index: None
+) -> Contestant:
+    """Return the contestant that trains a model with torch's AdamW. before: called with the index of each microbatch
+    ahead of its passes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    gradients = 0
+
+    def step(number: int) -> float:
+        nonlocal gradients
+        total = 0.0
+        for index, rows in enumerate(batches(run, number)):
+            before(index)
+            loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
+            loss.backward()
+            total += float(loss)
+        gradients = gradients or gradient_bytes(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return Contestant(step, lambda: gradients + stored([*model.parameters(), *moments(optimizer)]))
+
+
 def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
     """Return the contestant of torch's FSDP2: fully sharded, or hybrid, sharded inside nodes and replicated between."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -106,24 +130,12 @@ def fsdp2(run: Run, hybrid: bool, accumulation: int) -> Contestant:
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    gradients = 0
 
-    def step(number: int) -> float:
-        nonlocal gradients
-        total = 0.0
-        for index, rows in enumerate(batches(run, number)):
-            if hybrid:
-                model.set_requires_all_reduce(index == accumulation - 1)  # type: ignore[operator]
-            loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
-            loss.backward()
-            total += float(loss)
-        gradients = gradients or gradient_bytes(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
+    def before(index: int) -> None:
+        if hybrid:
+            model.set_requires_all_reduce(index == accumulation - 1)  # type: ignore[operator]
 
-    return Contestant(step, lambda: gradients + stored([*model.parameters(), *moments(optimizer)]))
+    return of_torch(run, model, accumulation, before)
 
 
 def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
@@ -165,22 +177,7 @@ def deepspeed_zero3(run: Run, accumulation: int) -> Contestant:
 def alone(run: Run, accumulation: int) -> Contestant:
     """Return the contestant that trains on this rank's batches without communication."""
     model = plain_model(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    gradients = 0
-
-    def step(number: int) -> float:
-        nonlocal gradients
-        total = 0.0
-        for rows in batches(run, number):
-            loss = model(rows[:, :-1], rows[:, 1:]) / accumulation
-            loss.backward()
-            total += float(loss)
-        gradients = gradients or gradient_bytes(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return Contestant(step, lambda: gradients + stored([*model.parameters(), *moments(optimizer)]))
+    return of_torch(run, model, accumulation)
 
 
 def our_run(name: str, overrides: list[str], settings: dict[str, Any], ranks: Ranks, stack: ExitStack) -> Run:
