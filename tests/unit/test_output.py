@@ -128,7 +128,8 @@ def checkpoint(folder: Path) -> Path:
     folder = folder / POISON
     ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
     shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
-    about = {"recipe": {POISON: POISON}, "model": asdict(CONFIG)}
+    recipe = {POISON: POISON, "data": {"path": POISON, "sequence_length": 32}}
+    about = {"recipe": recipe, "model": asdict(CONFIG)}
     saver = Checkpointer(folder / "checkpoints", ranks, 2, asynchronous=False)
     for step in (1, 2):
         assert saver.save(step, shards, {POISON: POISON}, about) is None
@@ -179,7 +180,7 @@ VERBS: dict[str, Words] = {
     "ckpt verify": lambda at: ["ckpt", "verify", checkpoint(at)],
     "ckpt verify --json": lambda at: ["ckpt", "verify", checkpoint(at), "--json"],
     "ckpt convert": lambda at: ["ckpt", "convert", checkpoint(at), at / POISON],
-    "eval": lambda at: ["eval", checkpoint(at), "--data", data_set(at)],
+    "eval": lambda at: ["eval", checkpoint(at)],
     "eval --split": lambda at: ["eval", checkpoint(at), "--split", POISON],
     "generate": lambda at: ["generate", checkpoint(at), "--tokenizer", tokenizer(at / "t"), "--max-tokens", "3"],
     "cluster show": lambda at: ["cluster", "show", file(at, CLUSTER)],
