@@ -32,7 +32,8 @@ def printable(value: object) -> str:
 
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
     """Print a value as a line, with terminal control characters escaped. err: print to stderr."""
-    print(printable(value), end=end, file=sys.stderr if err else sys.stdout, flush=True)
+    # In one write: another rank's line, or the end of the process, could come between a line and its end.
+    print(printable(value) + end, end="", file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def say_json(data: Any, indent: int | None = None) -> None:

@@ -126,7 +126,7 @@ def test_the_watchdog_names_the_late_rank() -> None:
     assert ended.returncode == 1
     assert "the others wait in reduce_scatter for rank 1 on" in ended.stderr
     assert "which stopped after step 3, in computing" in ended.stderr
-    assert ended.stderr.rstrip().endswith("; the same command resumes from the newest checkpoint, if there is one")
+    assert ended.stderr.endswith("; the same command resumes from the newest checkpoint, if there is one\n")
 
 
 def test_a_step_whose_collectives_complete_does_not_hang() -> None:
