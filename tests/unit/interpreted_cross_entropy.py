@@ -42,6 +42,15 @@ def test_equals_reference(gap: int, vocab: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype] * 4, atol=2.0**-22)
 
 
+@pytest.mark.parametrize("vocab", [61, 8193])
+def test_a_gap_of_zeros_stays(vocab: int) -> None:
+    """Products take it with the rows. All logits are far below 0, so that the exponential of 0 would be infinite."""
+    logits = torch.zeros(3, vocab + 64)
+    logits[:, :vocab] = torch.randn(3, vocab) - 1000
+    triton_backend.losses(logits[:, :vocab], torch.tensor([0, 1, vocab - 1]), True)
+    assert not logits[:, vocab:].any()
+
+
 @dtypes
 @pytest.mark.parametrize("vocab", [61, 8193])
 def test_shares_of_a_vocabulary(vocab: int, dtype: torch.dtype) -> None:

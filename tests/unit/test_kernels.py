@@ -5,7 +5,7 @@ import torch
 from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.attention.op import causal_attention, reference_attention
-from llmtrain_kernels.cross_entropy import chunks
+from llmtrain_kernels.cross_entropy import chunks, op
 from llmtrain_kernels.cross_entropy.op import linear_cross_entropy, reference_linear_cross_entropy
 
 
@@ -34,6 +34,24 @@ def test_linear_cross_entropy_matches_reference(rows: int, dtype: torch.dtype, m
     torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_rows_of_padding_change_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs. All logits are far below 0, so that the exponential of the padding's would be infinite."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", {"cpu": rows * 31})
+    monkeypatch.setattr(chunks, "MIN_ROWS", 1)
+    monkeypatch.setattr(op, "_kernel", lambda: None)
+    x, weight, targets = torch.rand(13, 16) + 10, torch.rand(31, 16) - 10, torch.randint(0, 31, (13,))
+    found = []
+    for width in (31, 64):
+        monkeypatch.setattr(op, "row_stride", lambda device, vocab, width=width: width)
+        inputs = [one.clone().requires_grad_() for one in (x, weight)]
+        loss = linear_cross_entropy(*inputs, targets)
+        found.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+        assert op.padded(weight).shape == (width, 16)
+    for padded, plain in zip(*found, strict=True):
+        torch.testing.assert_close(padded, plain)
 
 
 def test_linear_cross_entropy_without_gradients() -> None:

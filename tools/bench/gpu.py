@@ -60,7 +60,7 @@ PARTS = (
     Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5, microbatch=4),
     Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST), 2048, 32, 200, 5, microbatch=4),
     Part("8B, states on the host", "llama3-8b", (RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD), 2048, 4, 300, 3, True),
-    Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 16),
+    Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 16, profiled=True),
     Part("350M, compiled", "gpt2-355m", (COMPILED,), 1024, 8),
     Part("1B, compiled", "llama3.2-1b", (COMPILED,), 2048, 4),
     Part("1B, recomputed", "llama3.2-1b", (RECOMPUTED,), 2048, 4),

@@ -16,6 +16,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.attention import with_kernel
+from llmtrain.training.collector import freeze
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import start_states
@@ -41,6 +42,7 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
         run.log.start(run.progress.step, [], run.progress.tokens)
         for number in range(WARM_UP):
             train_step(run, number)
+        freeze()
         synchronize(ranks.device)
         if not is_cpu(ranks.device):
             # torch.compile and the first choice of kernels take memory once.
@@ -69,13 +71,14 @@ def result(folder: Path, rate: float, device: torch.device) -> dict[str, Any]:
 
 
 def write_profile(path: Path, run: Run, step: int) -> None:
-    """Write torch's table of the operators of a step."""
+    """Write torch's table of the operators of a step, and beside it the trace for a viewer such as Perfetto."""
     with torch.profiler.profile() as profiler:
         train_step(run, step)
         synchronize(run.ranks.device)
     order = "self_cpu_time_total" if is_cpu(run.ranks.device) else "self_device_time_total"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40))
+    profiler.export_chrome_trace(str(path.with_suffix(".json.gz")))
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ def chunk_rows(device: str, vocab: int) -> int:
 
 
 def row_stride(device: str, vocab: int) -> int:
-    """Return how many elements the rows of a chunk's logits are apart on a device type.
+    """Return how many logits a row of a chunk has on a device type, the ones of padding included.
 
-    On GPUs, rows start at multiples of 64 elements: products and kernels move whole vectors to and from aligned rows
-    alone, and few vocabularies are multiples (GPT-2's 50257 is odd).
+    On GPUs, multiples of 64: cuBLAS takes products and Triton takes accesses of whole vectors only where sizes are
+    multiples of 8, and few vocabularies are (GPT-2's 50257 is odd: its products ran at a fifth of the rate).
     """
     return -(-vocab // 64) * 64 if device == "cuda" else vocab

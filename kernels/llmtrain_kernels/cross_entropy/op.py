@@ -31,12 +31,14 @@ def rows_on(device: torch.device, vocab: int) -> int:
     return chunk_rows(device.type, vocab)
 
 
-def logits_buffer(x: Tensor, rows: int, vocab: int) -> Tensor:
-    """Return memory for logits, `[rows, vocab]`, of x's dtype and on its device. Rows may have a gap between them.
+def padded(weight: Tensor) -> Tensor:
+    """Return the output matrix `[vocab, hidden]` with rows of zeros after its own, as many as products on its device
+    need to be fast (`row_stride`); itself if none.
 
-    One buffer serves all chunks: on a CPU, the allocator maps memory of this size anew at each allocation.
+    Their logits and gradients are zeros, which add nothing to other gradients.
     """
-    return x.new_empty(rows, row_stride(x.device.type, vocab))[:, :vocab]
+    missing = row_stride(weight.device.type, len(weight)) - len(weight)
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -49,19 +51,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, needs_grad: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
+        vocab, weight = len(weight), padded(weight)
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if needs_grad else None
-        all_logits = logits_buffer(x, min(rows, x.shape[0]), weight.shape[0])
+        # One buffer serves all chunks: on a CPU, the allocator maps memory of this size anew at each allocation.
+        all_logits = x.new_empty(min(rows, x.shape[0]), len(weight))
         for first in range(0, x.shape[0], rows):
             chunk, chunk_targets = x[first : first + rows], targets[first : first + rows]
             logits = matmul(chunk, weight.t(), all_logits[: len(chunk)])
-            total += _losses(logits, chunk_targets, needs_grad).sum()
+            total += _losses(logits[:, :vocab], chunk_targets, needs_grad).sum()
             if grad_x is None or grad_weight is None:
                 continue
             place = grad_x[first : first + rows]
             if (product := matmul(logits, weight, place)) is not place:
                 place.copy_(product)
             add_product(grad_weight, logits, chunk, first == 0)
-        ctx.gradients, ctx.tokens = (grad_x, grad_weight), x.shape[0]
+        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight[:vocab])
+        ctx.tokens = x.shape[0]
         return total / x.shape[0]
 
     @staticmethod

@@ -5,8 +5,8 @@ softmax; Milakov and Gimelshein, 2018, section 3). For the gradient it reads the
 so that what it read last comes first. A logit of `b` bytes moves `b` bytes without the gradient and `3 b` with it;
 nothing else is proportional to the vocabulary.
 
-All kernels read rows up to the next multiple of 16 logits if the rows are that far apart, and write what they like into
-the gap: then every access takes whole vectors, with any vocabulary.
+All kernels read rows up to the next multiple of 16 logits if the rows are that far apart, and gradients of that gap are
+zeros: then every access takes whole vectors, with any vocabulary.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ OPTIONS = {"num_warps": 16}
 def losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Return the cross-entropy of each row, fp32 `[rows]`. If `needs_grad`, overwrite the logits with the gradient.
 
-    logits: `[rows, vocab]`, fp32, bf16 or fp16; the gap between rows is overwritten too. targets: int64 `[rows]`. The
+    logits: `[rows, vocab]`, fp32, bf16 or fp16; zeros are written into the gap between rows. targets: int64 `[rows]`. The
     loss of a target outside the vocabulary is NaN: raising an error would wait for the device.
     """
     found = logits.new_empty(len(logits), dtype=torch.float32)
@@ -61,8 +61,8 @@ def _(logits: Tensor, targets: Tensor) -> Tensor:
 def write_gradient(logits: Tensor, targets: Tensor, top: Tensor, normalizer: Tensor) -> None:
     """Overwrite the logits `[rows, vocab]` with `exp(logits - top) / normalizer - one_hot(targets)`.
 
-    targets: int64 `[rows]`, which may be outside of the row. top, normalizer: fp32 `[rows]`. The gap between rows is
-    overwritten too.
+    targets: int64 `[rows]`, which may be outside of the row. top, normalizer: fp32 `[rows]`. Zeros are
+    written into the gap between rows.
     """
     _launch(_gradient, logits, targets.contiguous(), top.contiguous(), normalizer.contiguous())
 
@@ -113,9 +113,10 @@ def _target_logit(row: tl.tensor, target: tl.tensor, vocab: tl.tensor, outside: 
 
 @triton.jit
 def _write_gradient(
-    row: tl.tensor, target: tl.tensor, top: tl.tensor, share: tl.tensor, end: tl.tensor, tile: tl.constexpr
-) -> None:
-    """Overwrite a row with `exp(logit - top) * share`, less 1 at the target."""
+    row: tl.tensor, target: tl.tensor, top: tl.tensor, share: tl.tensor, end: tl.tensor, vocab: tl.tensor,
+    tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """Overwrite a row with `exp(logit - top) * share`, less 1 at the target, and what is beyond the vocabulary with 0."""
     target = target.to(tl.int32)
     tiles = tl.cdiv(end, tile)
     for one in range(tiles):
@@ -124,6 +125,10 @@ def _write_gradient(
         gradient = tl.exp(logits - top) * share
         gradient = tl.where(columns == target, gradient - 1.0, gradient)
         tl.store(row + columns, gradient.to(row.dtype.element_ty), columns < end)
+    # Other threads may have written the gap.
+    tl.debug_barrier()
+    gap = vocab + tl.arange(0, 16)
+    tl.store(row + gap, tl.zeros([16], row.dtype.element_ty), gap < end)
 
 
 @triton.jit
@@ -140,7 +145,7 @@ def _rows(
     if needs_grad:
         # All threads have read the target's logit before one overwrites it.
         tl.debug_barrier()
-        _write_gradient(row, target, top, 1.0 / total, end, tile)
+        _write_gradient(row, target, top, 1.0 / total, end, vocab, tile)
 
 
 @triton.jit
@@ -166,4 +171,4 @@ def _gradient(
     target = tl.load(targets + one)
     target = tl.where(target < vocab, target, -1)
     share = 1.0 / tl.load(normalizers + one)
-    _write_gradient(row, target, tl.load(tops + one), share, end, tile)
+    _write_gradient(row, target, tl.load(tops + one), share, end, vocab, tile)

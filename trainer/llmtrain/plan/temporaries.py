@@ -25,8 +25,8 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
 
 
 def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes at once beside what the loss keeps: its input, and a chunk's logits with the numbers that
-    it makes of them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do
+    """Return the most bytes at once beside what the loss keeps: its input, a padded copy of the output matrix if the
+    device needs one, and a chunk's logits with the numbers that it makes of them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do
     not make. 0 without the last stage. Optimizer kernels work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
@@ -37,7 +37,10 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
     made = rows * vocab * (plan.kernels.logit if parts == 1 or device == "cuda" else 4)
     product = vocab * plan.model.hidden * element if element < 4 else 0
-    return tokens * plan.model.hidden * element + rows * row_stride(device, vocab) * element + max(made, product)
+    width = row_stride(device, vocab)
+    # The output matrix, with rows of padding.
+    matrix = width * plan.model.hidden * element if width > vocab else 0
+    return tokens * plan.model.hidden * element + matrix + rows * width * element + max(made, product)
 
 
 def largest_parameter(unit: UnitSpec) -> int:

@@ -23,6 +23,7 @@ from llmtrain.optim.spike import is_spike, remember
 from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.step_record import StepRecord, is_logged
+from llmtrain.training.collector import freeze, thawed
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare
@@ -38,7 +39,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
     Raises PreemptedError when asked to stop, RunFailedError when the run cannot continue.
     """
     steps = plan.training.steps
-    with StopRequest() as stop, open_run(plan, ranks, stop) as run:
+    with thawed(), StopRequest() as stop, open_run(plan, ranks, stop) as run:
         resumes = start_states(run)
         if waiting is not None:
             waiting.stop()
@@ -49,10 +50,13 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
             begin(run)
-        ranks.activity.phase = first_step(plan)
+        ranks.activity.phase, first = first_step(plan), True
         while run.progress.step < steps:
             before = run.progress.step
             stopping = train_step(run, before)
+            if first:
+                freeze()
+                first = False
             done = run.progress.step
             # After a rewind, the rest was done at that step before.
             if done > before:

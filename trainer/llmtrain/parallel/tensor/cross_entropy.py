@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy.op import add_product, logits_buffer, rows_on, scaled
+from llmtrain_kernels.cross_entropy.op import add_product, padded, rows_on, scaled
 from llmtrain_kernels.cross_entropy.partial import partial_losses
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
@@ -60,8 +60,8 @@ def _all_logits(x: Tensor, weight: Tensor, mesh: TensorMesh, vocab: int) -> Tens
     shares = [even_share(vocab, mesh.degree, place) for place in range(mesh.degree)]
     most = max(end - start for start, end in shares)
     # The gather needs the vocabulary as dim 0, and the same size from every rank.
-    padded = F.pad(logits, (0, most - logits.shape[-1])).movedim(-1, 0)
-    parts = mesh.all_gather(padded).wait().chunk(mesh.degree)
+    own = F.pad(logits, (0, most - logits.shape[-1])).movedim(-1, 0)
+    parts = mesh.all_gather(own).wait().chunk(mesh.degree)
     return torch.cat([part[: end - start] for part, (start, end) in zip(parts, shares, strict=True)]).movedim(0, -1)
 
 
@@ -74,16 +74,17 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         # Each chunk has the same number of tokens from every rank.
         wished, step = mesh.by_rank(targets).reshape(shares, -1) - start, max(1, rows // shares)
         grad_x = torch.empty_like(own) if wanted else None
+        vocab, weight = len(weight), padded(weight)
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wanted else None
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        all_logits = logits_buffer(x, min(step, len(own)) * shares, weight.shape[0])
+        all_logits = x.new_empty(min(step, len(own)) * shares, len(weight))
         arriving, leaving = mesh.gather(own[:step]), Pending(lambda: own[:0])
         for first in range(0, len(own), step):
             part, last = arriving.wait(), first + step
             # The next chunk arrives, and the gradient of the previous chunk leaves, during this chunk's computation.
             arriving = mesh.gather(own[last : last + step]) if last < len(own) else arriving
             logits = matmul(part, weight.t(), all_logits[: len(part)])
-            total += _losses(logits, wished[:, first:last].flatten(), mesh, wanted).sum()
+            total += _losses(logits[:, :vocab], wished[:, first:last].flatten(), mesh, wanted).sum()
             if grad_x is None or grad_weight is None:
                 continue
             grad_x[max(0, first - step) : first] = leaving.wait()
@@ -92,7 +93,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if grad_x is not None:
             grad_x[(len(own) - 1) // step * step :] = leaving.wait()
             grad_x = grad_x.view_as(x)
-        ctx.gradients, ctx.tokens = (grad_x, grad_weight), wished.numel()
+        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight[:vocab])
+        ctx.tokens = wished.numel()
         return total / wished.numel()
 
     @staticmethod
