@@ -28,7 +28,8 @@ HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measu
 @dataclass(frozen=True)
 class Part:
     """A row of the table. batch: sequences of a step. microbatch: of a microbatch, None for all. seconds: the part's
-    time limit. profiled: whether a profile of a step is written."""
+    time limit. profiled: whether a profile of a step is written. peer: whether transformers and torch.compile train it
+    in place of llmtrain."""
 
     name: str
     preset: str
@@ -39,6 +40,7 @@ class Part:
     steps: int = 10
     profiled: bool = False
     microbatch: int | None = None
+    peer: bool = False
 
     @property
     def slug(self) -> str:
@@ -63,11 +65,15 @@ PARTS = (
     Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 16, profiled=True),
     Part("350M, compiled", "gpt2-355m", (COMPILED,), 1024, 8),
     Part("1B, compiled", "llama3.2-1b", (COMPILED,), 2048, 4),
+    Part("124M, transformers and torch.compile", "gpt2-124m", (), 1024, 16, peer=True),
+    Part("350M, transformers and torch.compile", "gpt2-355m", (), 1024, 8, peer=True),
+    Part("1B, transformers and torch.compile", "llama3.2-1b", (), 2048, 4, peer=True),
     Part("1B, recomputed", "llama3.2-1b", (RECOMPUTED,), 2048, 4),
 )
 TINY = (
     Part("tiny", "llama-1m", (), 64, 2, 300, 1, True),
     Part("tiny, states outside", "llama-1m", HOST, 64, 2, 300, 1),
+    Part("tiny, transformers and torch.compile", "llama-1m", (), 64, 2, 300, 1, peer=True),
     Part("tiny, refused", "llama-1m", ("zero.stage=9",), 64, 2, 300, 1),
 )
 
@@ -84,9 +90,19 @@ def write_recipe(part: Part, folder: Path) -> Path:
         f"data: {{path: {folder / 'set'}, sequence_length: {part.sequence}, split: [100, 0, 0]}}\n"
         f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.microbatch or part.batch}, "
         "eval_every: 0, compile: false}\n"
-        f"checkpoint: {{async: false}}\nlogging: {{every: 1, dir: {folder / 'runs'}}}\n"
+        f"checkpoint: {{async: false}}\nlogging: {{every: {min(10, part.steps)}, dir: {folder / 'runs'}}}\n"
     )
     return path
+
+
+def command(part: Part, recipe: Path, profiles: Path) -> list[str]:
+    """Return the command that measures a part. recipe: its recipe."""
+    words = [sys.executable, "-m"]
+    if part.peer:
+        shape = ["--sequence", str(part.sequence), "--batch", str(part.batch)]
+        return [*words, "tools.bench.gpu_peer", part.preset, *shape, "--steps", str(part.steps)]
+    words += ["tools.bench.gpu_rank", str(recipe), *part.keys, "--steps", str(part.steps)]
+    return words + (["--profile", str(profiles / f"{part.slug}.txt")] if part.profiled else [])
 
 
 def run_part(part: Part, device: str, profiles: Path) -> dict[str, Any] | str:
@@ -94,9 +110,7 @@ def run_part(part: Part, device: str, profiles: Path) -> dict[str, Any] | str:
     that it wrote then is in `profiles`."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "tools.bench.gpu_rank", str(write_recipe(part, Path(folder))), *part.keys]
-        words += ["--steps", str(part.steps)]
-        words += ["--profile", str(profiles / f"{part.slug}.txt")] if part.profiled else []
+        words = command(part, write_recipe(part, Path(folder)), profiles)
         log = Path(folder, "log")
         with log.open("w") as written:
             try:
@@ -124,7 +138,8 @@ def row(part: Part, found: dict[str, Any] | str) -> list[str]:
         return [f"{part.name}: failed ({found.replace('|', '/')})", "", "", "", ""]
     mfu, planned, measured = found["mfu"], found["planned"] or 0, found["measured"] or 0
     share = "" if mfu is None else f"{mfu:.3f}"
-    return [part.name, f"{found['tokens_per_s']:,.0f}", share, f"{planned / GB:.2f}", f"{measured / GB:.2f}"]
+    memory = [f"{one / GB:.2f}" if one else "" for one in (planned, measured)]
+    return [part.name, f"{found['tokens_per_s']:,.0f}", share, *memory]
 
 
 def section(found: Mapping[Part, dict[str, Any] | str]) -> str:
