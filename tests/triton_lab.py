@@ -100,20 +100,26 @@ class Compiled:
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], options: dict[str, Any],
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], aligned: set[str], options: dict[str, Any],
     target: tuple[Any, ...] = NVIDIA,
 ) -> Compiled:  # fmt: skip
-    """Compile a kernel. types: of the arguments, by name. aligned: those that are multiples of 16, or point to one."""
+    """Compile a kernel. types: of the arguments, by name. aligned: those that are multiples of 16, or point to one, or
+    tuples of such."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
+    places = [
+        (names.index(name), *within)
+        for name in aligned
+        for within in ([()] if isinstance(types[name], str) else [(one,) for one in range(len(types[name]))])
+    ]
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if name in constants else types[name] for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        attrs={place: [["tt.divisibility", 16]] for place in places},
     )
     found = triton_compile(source, target=GPUTarget(*target), options=dict(options))
     return _of_nvidia(found.asm) if target[0] == "cuda" else _of_amd(found.asm["amdgcn"])

@@ -31,7 +31,8 @@ def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 names.append(call.params[kind[:-1]])
     asked = {kind: list(dict.fromkeys(names)) for kind, names in asked.items()}
     library = build()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
+    paths = os.pathsep.join(filter(None, (str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     subprocess.run(
         [sys.executable, str(FOLDER / "worker.py"), str(library), str(folder / "answer.json")],
         input=json.dumps(asked), text=True, check=True, timeout=550, env=environment, cwd=folder,

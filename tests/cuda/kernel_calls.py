@@ -7,8 +7,9 @@ from unittest import mock
 
 import torch
 from llmtrain.offload import gradient_store
-from llmtrain.sharding import gradients, optimizer_shard
+from llmtrain.sharding import gradient_sums, gradients, optimizer_shard
 from llmtrain_kernels import triton_launch
+from llmtrain_kernels.accumulate.op import accumulate
 from llmtrain_kernels.attention import op as attention
 from llmtrain_kernels.cross_entropy import op as cross_entropy
 from llmtrain_kernels.direct_io.queue import DirectQueue
@@ -48,6 +49,10 @@ def stand_ins(machine: Machine) -> list[Any]:
         compute = partial(native[0], backend, master, m, v, gradient, numbers, weight, into, threads, **others)
         one("adamw", [master, m, v, gradient], written, compute)
 
+    def accumulates(flat: Tensor, starts: Any, found: Any, overwrite: bool) -> None:
+        reads = [*found, *([] if overwrite else [flat])]
+        one("accumulate", reads, [flat], lambda: accumulate(flat, starts, found, overwrite))
+
     def squared_sum(x: Tensor, offset: int) -> Tensor:
         with _DisableTorchDispatch():
             found = torch.linalg.vector_norm(x, dtype=torch.float64).square()
@@ -73,6 +78,8 @@ def stand_ins(machine: Machine) -> list[Any]:
         *_transfers(machine),
         mock.patch.object(optimizer_shard, "adamw", adamw),
         mock.patch.object(gradients, "squared_sum", squared_sum),
+        mock.patch.object(gradient_sums, "takes_triton", lambda x: x.is_cuda),
+        mock.patch.object(gradient_sums, "accumulate", accumulates),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
         mock.patch.object(cross_entropy, "_losses", losses),
         mock.patch.object(triton_launch, "triton_installed", return_value=False),

@@ -20,7 +20,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_gpus(name: str, dtype: str, target: tuple[str, int | str, int]) -> None:
-    """Two programs of 512 threads fit an H100's multiprocessor, whose 65536 registers give each thread 64; whole
+    """Four programs of 256 threads fit an H100's multiprocessor, whose 65536 registers give each thread 64; whole
     vectors of 16 bytes are moved with GPT-2's odd vocabulary."""
     from llmtrain_kernels.cross_entropy import triton_backend as kernels
 

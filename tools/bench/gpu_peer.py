@@ -1,5 +1,5 @@
-"""A peer of the benchmark of a GPU: a model of transformers, compiled by torch, with its fused AdamW in fp32 and autocast
-to bf16, on the shape and the batch of a part."""
+"""A peer of the benchmark of a GPU: a model of transformers with the shape and the batch of a part, compiled by torch,
+with its fused AdamW in fp32 and autocast to bf16."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def model_of(preset: str, sequence: int) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = to_hf_config(replace(PRESETS[preset], positions=sequence), "float32", {})
-    config = AutoConfig.for_model(**shape, use_cache=False)
+    config = AutoConfig.for_model(str(shape.pop("model_type")), **shape, use_cache=False)
     return cast(nn.Module, AutoModelForCausalLM.from_config(config))
 
 

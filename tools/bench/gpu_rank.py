@@ -23,13 +23,14 @@ from llmtrain.training.states import start_states
 
 from tools.bench.gpu import RESULT
 
-WARM_UP = 3
+# Steps before the measured ones, and steps of a profile.
+WARM_UP, PROFILED = 3, 3
 
 
 def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> None:
     """Train `WARM_UP` and then `steps` steps; print the rate of these, and planned and measured bytes.
 
-    profile: a file for torch's table of the operators of one more step.
+    profile: a file for torch's table of the operators of some more steps.
     """
     set_gpu_variables(1)
     ranks = connect(Layout({Axis.DATA: 1}))
@@ -71,10 +72,14 @@ def result(folder: Path, rate: float, device: torch.device) -> dict[str, Any]:
 
 
 def write_profile(path: Path, run: Run, step: int) -> None:
-    """Write torch's table of the operators of a step, and beside it the trace for a viewer such as Perfetto."""
-    with torch.profiler.profile() as profiler:
-        train_step(run, step)
-        synchronize(run.ranks.device)
+    """Write torch's table of the operators of some steps, and beside it the trace for a viewer such as Perfetto."""
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=PROFILED)
+    with torch.profiler.profile(schedule=schedule) as profiler:
+        for number in range(step, step + 1 + PROFILED):
+            train_step(run, number)
+            if number == step + PROFILED:
+                synchronize(run.ranks.device)
+            profiler.step()
     order = "self_cpu_time_total" if is_cpu(run.ranks.device) else "self_device_time_total"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40))

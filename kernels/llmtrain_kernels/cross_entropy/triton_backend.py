@@ -20,16 +20,16 @@ from llmtrain_kernels.operators import fake, operator
 from llmtrain_kernels.triton_launch import device_of
 
 # Logits that a program processes at once.
-TILE = 8192
-OPTIONS = {"num_warps": 16}
+TILE = 4096
+OPTIONS = {"num_warps": 8}
 
 
 @operator("cross_entropy_rows", writes=("logits",))
 def losses(logits: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
     """Return the cross-entropy of each row, fp32 `[rows]`. If `needs_grad`, overwrite the logits with the gradient.
 
-    logits: `[rows, vocab]`, fp32, bf16 or fp16; zeros are written into the gap between rows. targets: int64 `[rows]`. The
-    loss of a target outside the vocabulary is NaN: raising an error would wait for the device.
+    logits: `[rows, vocab]`, fp32, bf16 or fp16; zeros are written into the gap between rows. targets: int64 `[rows]`.
+    The loss of a target outside the vocabulary is NaN: raising an error would wait for the device.
     """
     found = logits.new_empty(len(logits), dtype=torch.float32)
     _launch(_rows, logits, targets.contiguous(), found, needs_grad=needs_grad)
@@ -116,7 +116,7 @@ def _write_gradient(
     row: tl.tensor, target: tl.tensor, top: tl.tensor, share: tl.tensor, end: tl.tensor, vocab: tl.tensor,
     tile: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Overwrite a row with `exp(logit - top) * share`, less 1 at the target, and what is beyond the vocabulary with 0."""
+    """Overwrite a row with `exp(logit - top) * share`, less 1 at the target, and the gap behind it with 0."""
     target = target.to(tl.int32)
     tiles = tl.cdiv(end, tile)
     for one in range(tiles):

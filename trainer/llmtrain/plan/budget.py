@@ -146,7 +146,7 @@ def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict
 def _moments(plan: Plan, role: Role, device: Device) -> Iterator[dict[str, int]]:
     """Yield what tensors take while a chunk of the loss is computed, and while a group of blocks is computed again,
     with all microbatches that can be alive then."""
-    live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role)
+    live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role, device)
     yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role, device))}
     layouts, place = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
     for layout in layouts:

@@ -11,13 +11,14 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
 
-def gradient_bytes(plan: Plan, role: Role) -> int:
+def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes of gradients at once that wait to be added to their sums, or are averaged.
 
-    Autograd holds one parameter's gradient in the compute dtype until it is added. After the last backward pass,
-    quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
+    In the compute dtype, a CPU holds one parameter's gradient until it is added, and a GPU a unit's. After the last
+    backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
     """
-    gradient = max(largest_parameter(unit) for unit in role.units) * plan.compute_bytes
+    held = (unit.numel if device == "cuda" else largest_parameter(unit) for unit in role.units)
+    gradient = max(held) * plan.compute_bytes
     averaged = 0
     if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
@@ -26,8 +27,9 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
 
 def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes at once beside what the loss keeps: its input, a padded copy of the output matrix if the
-    device needs one, and a chunk's logits with the numbers that it makes of them, or with the product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do
-    not make. 0 without the last stage. Optimizer kernels work in place."""
+    device needs one, and a chunk's logits with the numbers that it makes of them, or with the product that it adds to
+    the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last stage. Optimizer kernels
+    work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes

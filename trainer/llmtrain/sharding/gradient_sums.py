@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from llmtrain_kernels.accumulate.op import accumulate
+from llmtrain_kernels.triton_launch import takes_triton
 from torch import Tensor, nn
 
 from llmtrain.plan.program.instructions import BackwardPass
@@ -24,18 +26,41 @@ class GradientSum(Protocol):
         the pass now and computes all its gradients."""
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Add the gradient of the parameter at `place`, in the compute dtype."""
+        """Add the gradient of the parameter at `place`, in the compute dtype; on GPUs it is kept until `flush`."""
+
+    def flush(self) -> None:
+        """Add all gradients that are kept. Called when the pass's gradients are complete."""
 
     def take(self) -> Tensor | None:
         """Return the buffer with the pass's gradients of the whole unit, which the caller then owns; None if they are
         already in the unit's gradient."""
 
 
+class Kept:
+    """Gradients of a unit that wait for the last one, so that one kernel adds them all."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._starts, self._gradients = unit.parameters.starts, dict[int, Tensor]()
+
+    def add(self, flat: Tensor, place: int, gradient: Tensor, overwrite: bool) -> None:
+        """Keep the gradient of the parameter at `place` on a GPU; else add it to `flat`, or replace what is there."""
+        if takes_triton(flat):
+            self._gradients[place] = gradient
+        else:
+            accumulate(flat, self._starts[place : place + 1], [gradient], overwrite)
+
+    def flush(self, flat: Tensor, overwrite: bool) -> None:
+        """Add what is kept to `flat`, or replace what is there."""
+        found, self._gradients = dict(sorted(self._gradients.items())), {}
+        if found:
+            accumulate(flat, [self._starts[place] for place in found], [*found.values()], overwrite)
+
+
 class WholeSum:
     """Sums into the unit's gradient, which is not sharded."""
 
     def __init__(self, unit: ShardedUnit) -> None:
-        self._unit, self._views = unit, unit.parameters.views(unit.gradient)
+        self._unit, self._views, self._kept = unit, unit.parameters.views(unit.gradient), Kept(unit)
         # Autograd can add gradients to a sum of their dtype by itself; a hook would take 5 us per parameter. Weights
         # that come from elsewhere leave when their gradients are complete, which the hooks report.
         self._leaves = unit.weight.dtype == unit.gradient.dtype and not unit.hops.placement.moves_weights
@@ -58,10 +83,11 @@ class WholeSum:
 
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
-        if self._overwrites:
-            self._views[place].copy_(gradient)
-        else:
-            self._views[place].add_(gradient)
+        self._kept.add(self._unit.gradient, place, gradient, self._overwrites)
+
+    def flush(self) -> None:
+        """See GradientSum."""
+        self._kept.flush(self._unit.gradient, self._overwrites)
 
     def take(self) -> Tensor | None:
         """See GradientSum."""
@@ -73,9 +99,8 @@ class BufferedSum:
 
     def __init__(self, unit: ShardedUnit, new_buffer: Callable[[], Tensor]) -> None:
         """new_buffer: waits for and returns a buffer of the unit's padded elements."""
-        self._unit, self._new_buffer = unit, new_buffer
+        self._unit, self._new_buffer, self._kept = unit, new_buffer, Kept(unit)
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
         self._leading = False
         self.missing, self.by_autograd = 0, False
 
@@ -89,20 +114,25 @@ class BufferedSum:
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
         if self._buffer is None:
-            self._open()
-        self._views[place].copy_(gradient)
+            self._buffer = self._open()
+        self._kept.add(self._buffer, place, gradient, True)
+
+    def flush(self) -> None:
+        """See GradientSum."""
+        if self._buffer is not None:
+            self._kept.flush(self._buffer, True)
 
     def take(self) -> Tensor | None:
         """See GradientSum."""
-        buffer, self._buffer, self._views = self._buffer, None, []
+        buffer, self._buffer = self._buffer, None
         return buffer
 
-    def _open(self) -> None:
-        self._buffer = buffer = self._new_buffer()
-        buffer[self._unit.spec.numel :].zero_()
-        self._views = self._unit.parameters.lasting_views(buffer)
-        for view in self._views[1:] if self._leading else []:
-            view.zero_()
+    def _open(self) -> Tensor:
+        buffer = self._new_buffer()
+        # What gets no gradient.
+        own = self._unit.parameters.ends[0 if self._leading else -1]
+        buffer[own:].zero_()
+        return buffer
 
 
 def _gradients(backward_pass: BackwardPass, unit: ShardedUnit) -> int:

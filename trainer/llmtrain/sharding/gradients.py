@@ -241,6 +241,7 @@ class GradientReducer:
     def _added(self, name: str) -> None:
         self._sums[name].missing -= 1
         if self._sums[name].missing == 0:
+            self._sums[name].flush()
             self._complete(name)
             if self.reduced is not None and self._is_final(name):
                 self.reduced(name)

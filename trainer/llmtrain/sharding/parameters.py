@@ -6,12 +6,15 @@ from llmtrain.model.tensors import UnitSpec
 
 
 class UnitParameters:
-    """A module's parameters, in the order of the unit's flat buffer; stacked tensors make one parameter."""
+    """A module's parameters, in the order of the unit's flat buffer; stacked tensors make one parameter. starts, ends:
+    where each begins and ends in the buffer."""
 
     def __init__(self, spec: UnitSpec, module: nn.Module, weight: Tensor, gathered: bool) -> None:
         """Replace the parameters of `module`: by views into `weight` if it is the whole unit (gathered), else by empty
         parameters of its dtype, until `show`."""
         self._ranges = parameter_ranges(spec)
+        self.starts = [start for _, start, _ in self._ranges]
+        self.ends = [end for *_, end in self._ranges]
         self._shapes = [module.get_parameter(name).shape for name, _, _ in self._ranges]
         values = self.views(weight) if gathered else [weight.new_empty(0) for _ in self._ranges]
         self.tensors = tuple(
