@@ -68,6 +68,7 @@ def result(folder: Path, rate: float, device: torch.device) -> dict[str, Any]:
         "mfu": None if last["mfu"] is None else last["mfu"] * rate / last["tokens_per_s"],
         "planned": json.loads((folder / "run.json").read_text())["planned"]["memory_bytes"],
         "measured": last["memory_bytes"].get("peak_allocated", last["memory_bytes"]["peak_rss"]),
+        "offload": last.get("offload"),
     }
 
 
@@ -77,9 +78,10 @@ def write_profile(path: Path, run: Run, step: int) -> None:
     with torch.profiler.profile(schedule=schedule) as profiler:
         for number in range(step, step + 1 + PROFILED):
             train_step(run, number)
-            if number == step + PROFILED:
-                synchronize(run.ranks.device)
-            profiler.step()
+            if number < step + PROFILED:
+                profiler.step()
+        # A further step of the profiler would drop what it has.
+        synchronize(run.ranks.device)
     order = "self_cpu_time_total" if is_cpu(run.ranks.device) else "self_device_time_total"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profiler.key_averages().table(sort_by=order, row_limit=40))

@@ -12,8 +12,9 @@ from torch import Tensor
 from llmtrain.comm.device import device_of, gpu_count, synchronize
 from llmtrain.launch.measure.memory_result import HOST, Copy, Stepped
 
-COPIED, ELEMENTS = 2**28, 2**24
-"""Bytes of a copy, and elements of a step: more than caches hold."""
+COPIED, ELEMENTS = 2**30, 2**26
+"""Bytes of a copy, and elements of a step, whose 18 bytes each are 1.2 GB: more than the caches of any processor
+hold."""
 
 REPEATS = 5
 # fp32 masters and moments are read and written, the fp32 gradient is read, and the 16-bit weight is written.
