@@ -49,10 +49,6 @@ def stand_ins(machine: Machine) -> list[Any]:
         compute = partial(native[0], backend, master, m, v, gradient, numbers, weight, into, threads, **others)
         one("adamw", [master, m, v, gradient], written, compute)
 
-    def accumulates(flat: Tensor, starts: Any, found: Any, overwrite: bool) -> None:
-        reads = [*found, *([] if overwrite else [flat])]
-        one("accumulate", reads, [flat], lambda: accumulate(flat, starts, found, overwrite))
-
     def squared_sum(x: Tensor, offset: int) -> Tensor:
         with _DisableTorchDispatch():
             found = torch.linalg.vector_norm(x, dtype=torch.float64).square()
@@ -78,8 +74,7 @@ def stand_ins(machine: Machine) -> list[Any]:
         *_transfers(machine),
         mock.patch.object(optimizer_shard, "adamw", adamw),
         mock.patch.object(gradients, "squared_sum", squared_sum),
-        mock.patch.object(gradient_sums, "takes_triton", lambda x: x.is_cuda),
-        mock.patch.object(gradient_sums, "accumulate", accumulates),
+        *_sums(machine),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
         mock.patch.object(cross_entropy, "_losses", losses),
         mock.patch.object(triton_launch, "triton_installed", return_value=False),
@@ -92,6 +87,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: str =
     heads = (x.transpose(1, 2) for x in (q, k, v))
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, dropout, True)[0]
     return mixed.transpose(1, 2)
+
+
+def _sums(machine: Machine) -> list[Any]:
+    """Return the changes to the sums of gradients, which wait for the unit's last one as on a GPU."""
+
+    def accumulates(flat: Tensor, starts: Any, found: Any, overwrite: bool) -> None:
+        machine.compute("accumulate", [*found, *([] if overwrite else [flat])], [flat])
+        with _DisableTorchDispatch():
+            accumulate(flat, starts, found, overwrite)
+
+    return [
+        mock.patch.object(gradient_sums, "takes_triton", lambda x: x.is_cuda),
+        mock.patch.object(gradient_sums, "accumulate", accumulates),
+    ]
 
 
 def _transfers(machine: Machine) -> list[Any]:
