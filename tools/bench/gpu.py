@@ -52,17 +52,18 @@ COMPILED, RECOMPUTED = "train.compile=true", "activation_checkpointing=full"
 # A fresh model's gradients would be clipped, and then nothing is stepped before the norm is known.
 NO_CLIP = "optimizer.clip=0"
 HOST = ("offload.optimizer=host",)
-# States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
-NOT_AHEAD = "offload.spare=0"
+# Stepped before the norm is known. States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
+AHEAD, NOT_AHEAD = "offload.spare=1", "offload.spare=0"
 PARTS = (
     Part("124M", "gpt2-124m", (), 1024, 64, profiled=True),
     Part("124M, small batch", "gpt2-124m", (), 1024, 16),
     Part("350M", "gpt2-355m", (), 1024, 32, profiled=True),
     Part("1B", "llama3.2-1b", (), 2048, 16, microbatch=8, profiled=True),
     Part("1B, small batch", "llama3.2-1b", (), 2048, 4),
-    # As many tokens as the GPU computes while the CPU steps 3B parameters.
-    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5, microbatch=4),
-    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST), 2048, 32, 200, 5, microbatch=4),
+    # As many tokens as the GPU computes while the CPU steps 3B parameters. The last microbatch is half of them: only
+    # its backward pass has complete gradients, which are stepped meanwhile.
+    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5, microbatch=16),
+    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST, AHEAD), 2048, 32, 200, 5, microbatch=16),
     Part("8B, states on the host", "llama3-8b", (RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD), 2048, 4, 300, 3, True),
     Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 64),
     Part("124M, small batch, compiled", "gpt2-124m", (COMPILED,), 1024, 16, profiled=True),
