@@ -49,8 +49,8 @@ CUDA = torch.device("cuda", 0)
 class Rehearsed:
     """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
     the device and pageable memory. strays: threads that used the device and had not set it. applied: steps that changed
-    the weights. groups: its communicators, with their calls. copied: bytes that the last step copied to the host and to
-    the device for what rests elsewhere. planned: the same by the plan."""
+    the weights. groups: its communicators, with their calls. copied: bytes that a step copied to the host and to the
+    device for what rests elsewhere. planned: the same by the plan."""
 
     races: list[str]
     waits: list[str]
@@ -58,7 +58,7 @@ class Rehearsed:
     strays: list[str]
     applied: int
     groups: list[Group]
-    copied: tuple[int, int]
+    copied: tuple[float, float]
     planned: tuple[int, int]
 
 
@@ -74,18 +74,20 @@ def rehearse(case: Case, rank: int) -> Rehearsed:
             entered.enter_context(mode)
         with running(plan_of(case), rank) as run:
             machine.pageable.clear()
-            copied = [(0, 0)]
-            for step in range(STEPS):
+            for number in range(STEPS):
+                if number == case.uncounted:
+                    run.engine.finish_steps()
+                    before = _copied(run)
                 machine.waits.clear()
-                loop.train_step(run, step)
-                waits, applied = list(machine.waits), run.progress.applied
-                run.engine.finish_steps()
-                copied.append(_copied(run))
-            last = copied[-1][0] - copied[-2][0], copied[-1][1] - copied[-2][1]
+                # The first step of a run is logged, so finished; others go on under the passes of the next one.
+                loop.train_step(run, 1 + number)
+            waits, applied = list(machine.waits), run.progress.applied
+            run.engine.finish_steps()
+            down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(_copied(run), before, strict=True))
             planned = _planned(run.plan, rank)
     return Rehearsed(
         races=list(machine.clocks.races), waits=waits, pageable=machine.pageable, strays=machine.strays,
-        applied=applied, groups=calls.groups, copied=last, planned=planned,
+        applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
     )  # fmt: skip
 
 

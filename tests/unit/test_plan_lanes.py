@@ -97,19 +97,24 @@ def test_lanes_of_two_unlike_volumes(capsys: pytest.CaptureFixture[str]) -> None
     assert (least["link"], least["host"]) == (4 * total / 2e6, 30 * total / 10e6)
 
 
-def by_hand(found: Any, sizes: list[int], forward: list[float], backward: list[float]) -> float:
+def by_hand(
+    found: Any, sizes: list[int], forward: list[float], backward: list[float], ranks: int = 1, together: int = 1
+) -> float:
     """Return the seconds of a step in which one thread steps a bucket of each unit, once the norm is known.
 
     All four are read ahead, one after the other on each volume. Each then goes through link, processor and link. The
-    next forward pass waits for each unit's weights.
+    next forward pass waits for each unit's weights. ranks: that share the volumes and the processor. together: units
+    whose weights each unit waits for, from its own on.
     """
     rate = max(lane_of(found, path, "read")["seconds"] for path in ("/fast", "/slow"))
     read = clock = thread = 0.0
-    total = sum(sizes)
-    for size, seconds in zip(sizes, forward, strict=True):
+    total, stepped = sum(sizes), list[float]()
+    for size in sizes:
         read += rate * size / total
-        thread = max(thread, read) + 4 * size / 2e6 + 30 * size / 10e6 + 2 * size / 2e6
-        clock = max(clock, thread) + seconds
+        thread = max(thread, read) + 4 * size / 2e6 + 30 * size * ranks / 10e6 + 2 * size / 2e6
+        stepped.append(thread)
+    for unit, seconds in enumerate(forward):
+        clock = max(clock, *stepped[unit : unit + together]) + seconds
     return clock + sum(backward)
 
 
@@ -131,6 +136,24 @@ def test_a_played_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str]) ->
     # Activation checkpointing computes the blocks' forward passes again.
     again = shown(capsys, KNOWN, "activation_checkpointing=full")["played"]["whole"]
     assert again - played["whole"] == pytest.approx(2 * block, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "together"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+def test_where_stepped_weights_are_gathered_a_unit_also_waits_for_the_next_one(
+    stage: int, together: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that stay whole on each rank are gathered from those that step them."""
+    slow = {**KNOWN, "accelerator": {**KNOWN["accelerator"], "peak": {"bf16": "20MFLOP/s"}}}
+    two, keys = {**slow, "node": {**KNOWN["node"], "ranks": 2}}, (f"zero.stage={stage}", "train.global_batch=4")
+    found = shown(capsys, two, *keys, ranks=2)
+    sizes = [one.numel for one in rank_buckets(made(two, *keys, ranks=2), 0)]
+    assert len(sizes) == LAYERS + 2
+    block = 2 * TOKENS * (2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128) + 4 * HIDDEN * TOKENS) / 20e6
+    forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 20e6]
+    backward = [2 * seconds for seconds in forward]
+    expected, other = (by_hand(found, sizes, forward, backward, 2, count) for count in (together, 3 - together))
+    assert found["played"]["whole"] == pytest.approx(expected, rel=0.01)
+    assert abs(other / expected - 1) > 0.02
 
 
 def test_spare_memory_shortens_the_played_step(capsys: pytest.CaptureFixture[str]) -> None:

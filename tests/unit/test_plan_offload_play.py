@@ -54,9 +54,10 @@ def test_more_spare_memory_is_never_slower() -> None:
         none, quarter, full = (
             play(moves_with(spare), computation(), rates(link, step), Order(4)).seconds for spare in (0, 4, 1)
         )
-        whole = play(moves_with(0), computation(), rates(link, step), Order(4, whole=True)).seconds
-        apart = play(moves_with(0), computation(), rates(link, step), Order(1, whole=True)).seconds
-        assert full < quarter < none < whole < apart
+        two = play(moves_with(0), computation(), rates(link, step), Order(4, waits_for=2)).seconds
+        whole = play(moves_with(0), computation(), rates(link, step), Order(4, waits_for=None)).seconds
+        apart = play(moves_with(0), computation(), rates(link, step), Order(1, waits_for=None)).seconds
+        assert full < quarter < none < two < whole < apart
         # Without any overlap, everything follows.
         assert apart == pytest.approx(1 + link + link / 2 + step)
 
@@ -64,7 +65,7 @@ def test_more_spare_memory_is_never_slower() -> None:
 def test_files_are_read_ahead_and_written_behind() -> None:
     moves = [Moves(unit, False, ELEMENTS, files=(12 * ELEMENTS,)) for unit in range(UNITS)]
     given = moves, computation(), Rates(step=ELEMENTS * UNITS / 1.0, files=(12 * ELEMENTS * UNITS / 4.0,))
-    apart, together = (play(*given, Order(1, whole=True, fetched=fetched)).seconds for fetched in (0, 3))
+    apart, together = (play(*given, Order(1, waits_for=None, fetched=fetched)).seconds for fetched in (0, 3))
     assert together == pytest.approx(1 + 4 + 1 / UNITS)
     assert apart == pytest.approx(1 + 4 + 1)
 

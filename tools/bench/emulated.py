@@ -158,8 +158,9 @@ class EmulatedRun:
         return max(cast(At, event).time for ticket in tickets for event in ticket.events) - began
 
     def _pass(self, last: bool) -> None:
+        together = self._order.waits_for
         for unit, seconds in enumerate(self._computation.forward):
-            for ticket in self._tickets if self._order.whole else self._tickets[unit : unit + 1]:
+            for ticket in self._tickets if together is None else self._tickets[unit : unit + together]:
                 self.stepper.wait_until(lambda ticket=ticket: not ticket.left)  # type: ignore[misc]
                 self._now = max(self._now, *(cast(At, event).time for event in ticket.events))
             self._compute(seconds)

@@ -135,8 +135,8 @@ def row(ratio: Sequence[float], microbatches: int, found: dict[int, Found]) -> S
 
 def other_orders(ratio: tuple[float, float, float], second: float, steps: int) -> Sequence[str]:
     """Return a row of the second table, of one microbatch: other orders, as multiples of the busiest lane."""
-    apart = measure(Case(ratio, 1, order=Order(1, whole=True)), second, steps)
-    at_end = measure(Case(ratio, 1, order=Order(THREADS, whole=True)), second, steps)
+    apart = measure(Case(ratio, 1, order=Order(1, waits_for=None)), second, steps)
+    at_end = measure(Case(ratio, 1, order=Order(THREADS, waits_for=None)), second, steps)
     cells = [f"{statistics.median(one.measured) / one.busiest:.2f}" for one in (apart, at_end)]
     cells += [f"{axonn(ratio, chunk, second) / second:.2f}" for chunk in (1, 2, 4, UNITS * PER_UNIT)]
     return shown(ratio), *cells

@@ -46,11 +46,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Order:
-    """What may overlap. threads: buckets that are under way at once. whole: whether the next step waits for all
-    buckets, and not for each unit's own. fetched: buckets of files that are read while one is stepped."""
+    """What may overlap. threads: buckets that are under way at once. waits_for: units whose buckets a unit's forward
+    pass waits for, its own and those of the units after it; None: it waits for all. fetched: buckets of files that are
+    read while one is stepped."""
 
     threads: int
-    whole: bool = False
+    waits_for: int | None = 1
     fetched: int = 0
 
 
@@ -146,11 +147,11 @@ class _Play:
         return self._ends
 
     def _compute(self, steps: int) -> _Process:
-        computation = self._computation
+        computation, together = self._computation, self._order.waits_for
         for _ in range(steps):
             for microbatch in range(computation.microbatches):
                 for unit in self._units:
-                    waited = self._units if self._order.whole else (unit,)
+                    waited = self._units if together is None else self._units[unit : unit + together]
                     yield lambda waited=waited: not any(self._left[one] for one in waited)  # type: ignore[misc]
                     yield self._now + computation.forward[unit]
                 for unit in reversed(self._units):

@@ -18,7 +18,7 @@ from llmtrain.plan.pipeline.layer_split import stage_costs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.offload_moves import Moves, bucket_moves
 from llmtrain.plan.rank_units import rank_units
-from llmtrain.plan.stepped import stepped_by_cpu, stepped_by_device
+from llmtrain.plan.stepped import UPDATED_TOGETHER, stepped_by_cpu, stepped_by_device
 
 # The third step overlaps with the one before as all later ones do.
 STEPS = 3
@@ -48,7 +48,7 @@ def played_step(plan: Plan, rank: int, device: Device, found: Sequence[Lane]) ->
     rates = _rates(plan, rank, device, moves, {(lane.name, lane.way): lane for lane in found})
     if rates is None:
         return PlayedStep(rank)
-    moves, count, order = merged(moves), len(rank_units(plan, rank)), _order(plan, device)
+    moves, count, order = merged(moves), len(rank_units(plan, rank)), _order(plan)
     alone = play(moves, Computation([0.0] * count, [0.0] * count), rates, order, STEPS).seconds
     computation = rank_computation(plan, rank)
     return PlayedStep(
@@ -105,12 +105,13 @@ def _others(plan: Plan) -> str | None:
     return " and ".join(name for name, moves in moved.items() if moves) or None
 
 
-def _order(plan: Plan, device: Device) -> Order:
-    offload = plan.sharding.offload
-    # On a GPU, the host waits for what is stepped before it starts to gather it.
-    gathers = (one.degrees.optimizer > one.degrees.weights for one in plan.sharding.placements.values())
+def _order(plan: Plan) -> Order:
+    offload, placements = plan.sharding.offload, plan.sharding.placements.values()
+    gathers = any(one.degrees.optimizer > one.degrees.weights for one in placements)
     return Order(
-        offload.workers, whole=device == "cuda" and any(gathers), fetched=offload.overlap if offload.workers == 1 else 0
+        offload.workers,
+        waits_for=UPDATED_TOGETHER if gathers else 1,
+        fetched=offload.overlap if offload.workers == 1 else 0,
     )
 
 

@@ -10,6 +10,9 @@ from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.rank_units import rank_units
 from llmtrain.plan.states import StateBytes, state_bytes
 
+# Units whose stepped weights are waited for, and begin to be gathered, before the first of them computes.
+UPDATED_TOGETHER = 2
+
 
 @dataclass(frozen=True)
 class Stepped:

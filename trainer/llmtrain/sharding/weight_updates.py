@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from llmtrain.comm.device import stays_for_stream
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.stepped import UPDATED_TOGETHER
 from llmtrain.plan.traffic import Count, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.hops import Hop
@@ -18,6 +19,9 @@ from llmtrain.sharding.unit import ShardedUnit
 class WeightUpdates:
     """Gathers each unit's stepped weights into every rank's weight shard: rounded already, or packed from the masters.
 
+    What is sent must be stepped when its gather starts, and a GPU's gathers are started by the thread that computes. So
+    the gather of a unit that is still being stepped starts just before the unit is needed, one unit ahead.
+
     replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed. outside: where
     weight shards go after that; None where they stay.
     """
@@ -29,10 +33,24 @@ class WeightUpdates:
         self._packing, self._replicated, self._outside = packing, replicated, outside
         self._in_flight, self._count = in_flight, count
         self._tickets: dict[str, Ticket] = {}
+        # Units by their order, which is that of all ranks, and those whose update has not begun.
+        self._places: dict[str, int] = {}
+        self._later: dict[str, tuple[ShardedUnit, Ticket]] = {}
 
     def start(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
         """Start the update of a unit whose masters were stepped and published. stepped: a ticket of that; None if it is
-        done. Collective."""
+        done. Collective. Units come in the order in which they are needed next."""
+        name = unit.spec.name
+        self._places.setdefault(name, len(self._places))
+        hops = unit.hops.gather(unit.degrees.weights, unit.degrees.optimizer)
+        # Weights that rest elsewhere leave memory that the next pass needs, so they start to go at once.
+        waits = (hops or name in self._replicated) and not unit.hops.placement.moves_weights
+        if stepped is not None and waits:
+            self._later[name] = unit, stepped
+        else:
+            self._begin(unit, stepped)
+
+    def _begin(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
         packing, replicated, outside = self._packing, self._replicated.get(unit.spec.name), self._outside
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
         moves, weight = unit.hops.placement.moves_weights, unit.weight
@@ -60,18 +78,22 @@ class WeightUpdates:
         self._tickets[unit.spec.name] = self._in_flight.start(steps)[-1]
 
     def take(self, name: str) -> Ticket | None:
-        """Return the ticket of a unit's pending update, or None; the caller waits for it."""
+        """Return the ticket of a unit's pending update, or None; the caller waits for it. Collective."""
+        for one in [one for one in self._later if self._places[one] < self._places[name] + UPDATED_TOGETHER]:
+            unit, stepped = self._later.pop(one)
+            stepped.wait()
+            self._begin(unit)
         return self._tickets.pop(name, None)
 
     def wait(self, name: str) -> None:
-        """Wait for a unit's update before the next computation."""
+        """Wait for a unit's update before the next computation. Collective."""
         ticket = self.take(name)
         if ticket is not None:
             ticket.wait()
 
     def finish(self) -> None:
-        """Wait for all updates."""
-        for name in list(self._tickets):
+        """Wait for all updates. Collective."""
+        for name in [*self._later, *self._tickets]:
             self.wait(name)
 
 
