@@ -275,6 +275,31 @@ def test_waits_of_the_computation_for_steps_are_counted(monkeypatch: pytest.Monk
         assert outside.usage().compute_waited == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["host, small buckets, a third", "nvme, small buckets"])
+def test_states_of_a_unit_are_read_while_another_one_is_stepped(
+    dtype: torch.dtype, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed updates of a unit are made of its masters, and begin before all units are stepped."""
+    with offloaded(dtype, replace(OFFLOADS[name], paths=(str(tmp_path),))) as (units, outside):
+        stepper, goes_on = outside.stepper, threading.Event()
+        draw(units, 1)
+        stepper.decide(numbers_of(1))
+        cast(StepTicket, units[0].step(numbers_of(1))).wait()
+        expected = [units[0].optimizer.read(state, *units[0].optimizer.held).clone() for state in STATES]
+        fetch = outside.states.fetch
+        monkeypatch.setattr(outside.states, "fetch", lambda bucket: (goes_on.wait(10), fetch(bucket)))
+        ticket = cast(StepTicket, units[-1].step(numbers_of(1)))
+        found = [units[0].optimizer.read(state, *units[0].optimizer.held) for state in STATES]
+        assert ticket.left > 0
+        goes_on.set()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+        # Those of the unit itself are waited for.
+        units[-1].optimizer.read("m", *units[-1].optimizer.held)
+        assert ticket.left == 0
+
+
 def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:
     """Set ranges that begin and end within buckets, granules and pages."""
     start, end = unit.optimizer.held

@@ -40,6 +40,7 @@ class OffloadedShard:
         self.held = (start, start + outside.buckets[-1].end)
         self._resident, self._outside, self._rule, self._masters = resident, outside, rule, masters
         self._names = STATES if masters is None else STATES[1:]
+        self._stepped: StepTicket | None = None
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
         """See `OptimizerStates.step_ahead`."""
@@ -48,7 +49,7 @@ class OffloadedShard:
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> StepTicket:
         """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
-        ticket = self._outside.stepper.step(self._works(within, gradient, weight))
+        self._stepped = ticket = self._outside.stepper.step(self._works(within, gradient, weight))
         for start, end in _common(self._resident.held, within):
             own = slice(start - within[0], end - within[0])
             self._resident.step((start, end), gradient[own], numbers, None if weight is None else weight[own])
@@ -56,10 +57,11 @@ class OffloadedShard:
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See `OptimizerShard.read`; the copy is the caller's where states rest in files."""
+        if self._stepped is not None:
+            # Other units may still be stepped: their buckets, in which this reads nothing, are not waited for.
+            self._stepped.wait()
         if name == "master" and self._masters is not None:
-            self._outside.stepper.finish()
             return self._masters[start - self.held[0] : end - self.held[0]]
-        self._outside.stepper.finish()
         reads = [partial(self._resident.read, name, *part) for part in _common(self._resident.held, (start, end))]
         states, state = self._outside.stepper.states, self._names.index(name)
         reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
