@@ -1,11 +1,15 @@
 """Threads spin on cores of their own, and sleep where other programs use these cores."""
 
 import os
+import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import psutil
 import pytest
+from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
+from llmtrain.inference import open as opened
 from llmtrain.launch.waiting import BRIEF, set_waiting, taken_cores
 from llmtrain.training import start
 from tiny import write_corpus
@@ -71,3 +75,24 @@ def test_it_is_decided_before_torch_is_loaded(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(BadInputError, match="torch is loaded"):
             start.start("tiny.yaml", [], nproc, dry_run=False)
     assert ranks == [1, 2]
+
+
+@pytest.mark.parametrize("words", [("eval",), ("generate", "--prompt", "a")])
+def test_verbs_that_compute_with_a_model_decide_before_torch_is_loaded(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decided = list[int]()
+
+    def decide(environment: MutableMapping[str, str], ranks: int) -> str:
+        assert environment is os.environ
+        decided.append(ranks)
+        return "threads do not spin"
+
+    monkeypatch.setattr(opened, "set_waiting", decide)
+    # The import of what imports torch fails.
+    monkeypatch.setitem(sys.modules, "llmtrain.inference.trained", None)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").touch()
+    with pytest.raises(ImportError):
+        main([*words, str(tmp_path)])
+    assert decided == [1]

@@ -20,14 +20,12 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of other data."""
-    from llmtrain.checkpoint.describe import existing
+    from llmtrain.inference.open import open_trained
 
-    # A wrong folder is reported before PyTorch is loaded.
-    existing(source)
     with loading("PyTorch") as waiting:
-        from llmtrain.inference.trained import evaluate_on, open_model
+        model = open_trained(source, waiting)
+        from llmtrain.inference.trained import evaluate_on
 
-        model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
         result = evaluate_on(model, split, data, samples, microbatch)
     if as_json:
         say_json(result)

@@ -25,15 +25,13 @@ def generate(
     ] = None,
 ) -> None:
     """Generate text with a trained model."""
-    from llmtrain.checkpoint.describe import existing
+    from llmtrain.inference.open import open_trained
 
-    # A wrong folder is reported before PyTorch is loaded.
-    existing(source)
     with loading("PyTorch") as waiting:
+        model = open_trained(source, waiting)
         from llmtrain.inference.generate import Sampling
-        from llmtrain.inference.trained import complete, open_model
+        from llmtrain.inference.trained import complete
 
-        model = open_model(source, lambda sentence: say(sentence, err=True), waiting)
         waiting.doing = lambda: "loading the tokenizer"
         texts = complete(model, prompt, max_tokens, Sampling(temperature, top_k, top_p, seed), tokenizer)
         # The first text is the prompt; it comes after the tokenizer has been loaded.

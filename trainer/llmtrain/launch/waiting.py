@@ -41,5 +41,5 @@ def set_waiting(environment: MutableMapping[str, str], ranks: int) -> str | None
     environment["GOMP_SPINCOUNT"] = BRIEF
     return (
         f"other programs use {taken:.1f} of {units.count(len(cores), 'core')}; threads do not spin while they wait, "
-        "and steps take longer than on an idle machine"
+        "and computing takes longer than on an idle machine"
     )

@@ -1,0 +1,36 @@
+"""Opens a trained model for a verb. It imports no torch before it is called."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain_data.output import say
+from llmtrain_data.waiting import Waiting
+
+from llmtrain.checkpoint.describe import existing
+from llmtrain.launch.waiting import set_waiting
+
+if TYPE_CHECKING:
+    from llmtrain.inference.trained import TrainedModel
+
+
+def open_trained(source: Path, waiting: Waiting) -> "TrainedModel":
+    """Load a checkpoint, or a run's newest sound one, and say on stderr what the user should know about it.
+
+    waiting: shows the progress of the load and of later work with the model. Raises BadInputError for a wrong folder,
+    before PyTorch is loaded, and RunFailedError if no checkpoint is sound.
+    """
+    existing(source)
+    # PyTorch's threads read from the environment how they wait, when PyTorch is loaded.
+    busy = set_waiting(os.environ, ranks=1)
+    from llmtrain.comm.device import gpu_count
+    from llmtrain.inference.trained import open_model
+
+    model = open_model(source, _warn, waiting)
+    if busy is not None and not gpu_count():
+        _warn(f"llmtrain: {busy}")
+    return model
+
+
+def _warn(sentence: str) -> None:
+    say(sentence, err=True)
