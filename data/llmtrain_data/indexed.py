@@ -24,6 +24,7 @@ import xxhash
 from llmtrain_data.checksums import BlockVerifier, ChecksumsWriter, checksums_path, read_checksums
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import File
+from llmtrain_data.prefix import prefix_advice
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -66,13 +67,7 @@ def check_present(prefix: str | Path) -> None:
     """Raise DataError if a file of a prepared set is missing."""
     missing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if not path.exists()]
     if missing:
-        raise DataError(f"{' and '.join(missing)} not found; {_advice(Path(prefix))}")
-
-
-def _advice(path: Path) -> str:
-    if path.suffix in (".bin", ".idx") and path.is_file():
-        return f"give {path.with_suffix('')}"
-    return "expected the prefix of a data set that `llmtrain data prepare` wrote"
+        raise DataError(f"{' and '.join(missing)} not found; {prefix_advice(Path(prefix))}")
 
 
 class IndexedData:

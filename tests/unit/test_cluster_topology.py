@@ -102,17 +102,21 @@ def test_degrees_in_an_order(order: str) -> None:
     [
         (
             ParallelConfig(tensor=3),
-            r"^parallel\.tensor \(3\) times .* is 3, but the run has 8 ranks; start it with a multiple of 3 ranks$",
+            r"^parallel\.tensor \(3\) times .* is 3, .* 8 ranks; "
+            r"start it with a multiple of 3 ranks \(without a launcher: --nproc 3\)$",
         ),
         (
             ParallelConfig(tensor=4, pipeline=4),
-            r"\(4\) is 16, but the run has 8 ranks; start it with a multiple of 16 ranks$",
+            r"\(4\) is 16, .* 8 ranks; start it with a multiple of 16 ranks \(without a launcher: --nproc 16\)$",
         ),
         (
             ParallelConfig(tensor=2, data=2),
             r"is 2, times parallel\.tensor \(2\) .* run has 8 ranks; set parallel\.data=auto",
         ),
-        (ParallelConfig(tensor=3, data=2), r"is 2, times parallel\.tensor \(3\) .* run has 8 ranks; start it with 6$"),
+        (
+            ParallelConfig(tensor=3, data=2),
+            r"is 2, times parallel\.tensor \(3\) .* 8 ranks; start it with 6 ranks \(without a launcher: --nproc 6\)$",
+        ),
     ],
 )
 def test_degrees_that_do_not_fit(parallel: ParallelConfig, sentence: str) -> None:

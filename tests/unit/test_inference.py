@@ -114,6 +114,12 @@ def test_data_that_was_relative_to_another_folder(
     assert f"there is no file set.bin; there is one in {tmp_path / 'there'}: run from there, or give" in said
 
 
+def test_a_folder_of_texts_is_no_prepared_set(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    said = refused(capsys, "eval", model, "--data", str(tmp_path / "texts"))
+    assert f"prepare it with `llmtrain data prepare {tmp_path / 'texts'} --tokenizer DIR" in said
+
+
 def test_tokenizers_that_do_not_go_with_the_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,7 +194,8 @@ REFUSED = {
     "cluster={node: {ranks: 2}, clusters: [{name: a, nodes: 3}]}": r"3 nodes of 2 ranks, but the run has 8",
     "cluster=nowhere": r"nowhere",
     # Everything else that depends on the number of ranks.
-    "train.global_batch=12": r"train\.global_batch is 12; expected a multiple of the 8 data-parallel ranks",
+    "train.global_batch=12": r"batch is 12; expected a multiple of the 8 data-parallel ranks, such as 8 or 16$",
+    "train.global_batch=5": r"train\.global_batch is 5; expected a multiple of the 8 data-parallel ranks, such as 8$",
     "train.microbatch=4": r"train\.microbatch is 4; expected a divisor of 6, the sequences of a data-parallel rank",
     "parallel.data=4": r"parallel\.data is 4, but the run has 8 ranks",
 }  # fmt: skip

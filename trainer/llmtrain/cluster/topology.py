@@ -33,10 +33,12 @@ def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
         said = f"{parts} is {model}"
         if parallel.data != "auto":
             said = f"parallel.data is {data}" + (f", times {parts}" if model > 1 else "")
-        needed = f"start it with a multiple of {model} ranks"
-        if parallel.data != "auto":
-            # auto helps only if tensor x pipeline divides the ranks.
-            needed = f"start it with {model * data}" if world % model else "set parallel.data=auto"
+        number = model if parallel.data == "auto" else model * data
+        multiple = "a multiple of " if parallel.data == "auto" else ""
+        needed = f"start it with {multiple}{number} ranks (without a launcher: --nproc {number})"
+        # auto helps only if tensor x pipeline divides the ranks.
+        if parallel.data != "auto" and world % model == 0:
+            needed = "set parallel.data=auto"
         raise BadInputError(f"{said}, but the run has {world} rank{'s' if world > 1 else ''}; {needed}")
     degree = {Axis.TENSOR: parallel.tensor, Axis.PIPELINE: parallel.pipeline, Axis.DATA: data}
     return {Axis(name): degree[Axis(name)] for name in parallel.order.split("-")}

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from llmtrain_data import units
+from llmtrain_data.prefix import prefix_advice
 from llmtrain_kernels.attention.choice import lack
 
 from llmtrain.cluster.memory import machine_memory
@@ -74,7 +75,7 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
             if not Path(f"{prefix}{suffix}").is_file():
                 raise BadInputError(
                     f"data.path is {prefix}, but there is no file {prefix}{suffix}; "
-                    + (found_elsewhere(prefix, suffix, others) or _data_advice(Path(prefix)))
+                    + (found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix)))
                 )
     _expect_writable(Path(recipe.logging.dir), recipe.name)
 
@@ -85,21 +86,6 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
         if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
             return f"there is one in {folder}: run from there, or give {folder / path}"
     return ""
-
-
-def _data_advice(path: Path) -> str:
-    """Return what to do about a data.path that is no prefix of a prepared set."""
-    if path.suffix in (".bin", ".idx") and path.is_file():
-        return f"give {path.with_suffix('')}"
-    if not path.exists():
-        near = get_close_matches(str(path), [str(one.with_suffix("")) for one in path.parent.glob("*.idx")], n=1)
-        return f"did you mean {near[0]}?" if near else "expected the prefix that `llmtrain data prepare` wrote"
-    if sets := sorted(path.glob("*.idx")):
-        return f"did you mean {sets[0].with_suffix('')}?"
-    return (
-        f"{path} itself is there: if it is text, prepare it with `llmtrain data prepare {path} --tokenizer DIR "
-        "--output PREFIX`, and set data.path to PREFIX"
-    )
 
 
 def check(plan: Plan, facts: Facts) -> None:
@@ -254,7 +240,9 @@ def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
 
 def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path] = ()) -> None:
     if value is not None and not Path(value).is_dir():
-        advice = found_elsewhere(value, "", others) or f"expected {what}"
+        beside = [str(one) for one in Path(value).parent.glob("*/") if one.is_dir()]
+        near = get_close_matches(str(Path(value)), beside, n=1)
+        advice = found_elsewhere(value, "", others) or (f"did you mean {near[0]}?" if near else f"expected {what}")
         raise BadInputError(f"{key} is {value}, which is not a folder; {advice}")
 
 

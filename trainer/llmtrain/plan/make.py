@@ -131,9 +131,10 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
 def _batch(recipe: Recipe, grid: Layout) -> Batch:
     sequences, replicas = recipe.train.global_batch, grid.degree(Axis.DATA)
     if sequences % replicas:
+        lower = sequences - sequences % replicas
         raise BadInputError(
             f"train.global_batch is {sequences}; expected a multiple of the {replicas} data-parallel ranks, such as "
-            f"{max(1, sequences // replicas) * replicas}"
+            f"{f'{lower} or ' if lower else ''}{lower + replicas}"
         )
     share, microbatch = sequences // replicas, recipe.train.microbatch
     if microbatch == "auto":
