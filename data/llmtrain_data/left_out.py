@@ -1,6 +1,5 @@
 """The files that a preparation skips, and why; and those of which it replaces bytes."""
 
-from collections import Counter
 from pathlib import Path
 
 from llmtrain_data import units
@@ -8,52 +7,55 @@ from llmtrain_data import units
 SHOWN = 3
 """Names that are shown for each reason."""
 
+NOT_TEXT = "not UTF-8 text (binary, or in another encoding; iconv converts)"
+
 
 class LeftOut:
-    """Counts skipped files by reason, and files that are not all UTF-8. Keeps the first names for each."""
+    """Collects skipped files by reason, and files that are not all UTF-8."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._names: dict[str, list[str]] = {}
-        self._replaced, self._replaced_names = 0, list[str]()
-        self._last: Path | None = None
+        self._files: dict[str, list[Path]] = {}
+        self._replaced: list[Path] = []
 
     def add(self, path: Path, why: str) -> None:
-        """Count a file. why: an adjective for `files`, such as `empty`."""
-        self._counts[why] += 1
-        names = self._names.setdefault(why, [])
-        if len(names) < SHOWN:
-            names.append(path.name)
+        """Count a file. why: what it is, such as `empty`."""
+        self._files.setdefault(why, []).append(path)
 
     def replaced(self, path: Path) -> None:
         """Count a file of which bytes became U+FFFD. A file is counted once if its blocks come one after another."""
-        if path == self._last:
-            return
-        self._last = path
-        self._replaced += 1
-        if len(self._replaced_names) < SHOWN:
-            self._replaced_names.append(path.name)
+        if self._replaced[-1:] != [path]:
+            self._replaced.append(path)
 
-    def lines(self) -> list[str]:
-        """Return the lines for the command line, one per reason."""
-        found = [f"left out   {text}" for text in self._reasons()]
-        if count := self._replaced:
-            found.append(
-                f"note       {units.count(count, 'file')} {'has' if count == 1 else 'have'} bytes that are not UTF-8, "
-                f"which became U+FFFD: {_list(self._replaced_names, count)}"
-            )
+    def lines(self, every: bool = False) -> list[str]:
+        """Return the lines for the command line, one per reason. every: list the paths of all files."""
+        found = list[str]()
+        for why, files in self._most_first():
+            found += _told(f"left out   {_some(why, files)}", files, every)
+        if self._replaced:
+            have = "has" if len(self._replaced) == 1 else "have"
+            said = f"{units.count(len(self._replaced), 'file')} {have} bytes that are not UTF-8, which became U+FFFD"
+            found += _told(f"note       {said} (iconv converts other encodings)", self._replaced, every)
         return found
 
     def clause(self) -> str:
         """Return the skipped files as the end of an error; empty if there are none."""
-        return "".join(f"; left out {text}" for text in self._reasons())
+        return "".join(f"; left out {_some(why, files)}: {_few(files)}" for why, files in self._most_first())
 
-    def _reasons(self) -> list[str]:
-        return [
-            f"{units.count(count, f'{why} file')}: {_list(self._names[why], count)}"
-            for why, count in self._counts.most_common()
-        ]
+    def _most_first(self) -> list[tuple[str, list[Path]]]:
+        return sorted(self._files.items(), key=lambda each: -len(each[1]))
 
 
-def _list(names: list[str], count: int) -> str:
-    return ", ".join(names) + (f" and {count - SHOWN} more" if count > SHOWN else "")
+def _some(why: str, files: list[Path]) -> str:
+    return f"{units.count(len(files), 'file')}, {why}"
+
+
+def _told(said: str, files: list[Path], every: bool) -> list[str]:
+    """Return what is said about files, and their names or, with `every`, their paths on lines of their own."""
+    if every:
+        return [f"{said}:", *map(str, files)]
+    return [f"{said}: {_few(files)}{' (--list-left-out lists all)' if len(files) > SHOWN else ''}"]
+
+
+def _few(files: list[Path]) -> str:
+    names = ", ".join(path.name for path in files[:SHOWN])
+    return names + (f" and {len(files) - SHOWN} more" if len(files) > SHOWN else "")

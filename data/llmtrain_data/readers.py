@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.left_out import LeftOut
+from llmtrain_data.left_out import NOT_TEXT, LeftOut
 from llmtrain_data.streams import (
     CHUNK,
     LONGEST,
@@ -155,17 +155,18 @@ def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut)
     """Read a text file.
 
     With a separator, the file holds one document between each two separators. Without one, the file is one document.
-    whole: the file is from a folder: it is read as one piece, and a binary file is skipped. Otherwise the file is cut
-    at line ends into about a thousand pieces of 4 to 64 KB, so that it can be split into training and validation; only
-    the last piece ends the document. A binary file then raises DataError.
+    whole: the file is from a folder: it is one piece, and skipped if it is not UTF-8 text. Otherwise the file is
+    cut at line ends into about a thousand pieces of 4 to 64 KB, so that it can be split into training and validation;
+    only the last piece ends the document. A file that is not UTF-8 text then raises DataError.
     """
     size = path.stat().st_size
     if (problem := not_text(path)) is not None:
         if whole:
-            left_out.add(path, "binary")
+            left_out.add(path, NOT_TEXT)
             return
         raise DataError(
-            f"{path} is not text: {problem}; expected UTF-8, or JSON lines or Parquet named .jsonl or .parquet"
+            f"{path} is not text: {problem}; expected UTF-8 (iconv converts other encodings), or JSON lines or "
+            "Parquet named .jsonl or .parquet"
         )
     if separator is not None:
         for document in separated(path, separator.encode()):

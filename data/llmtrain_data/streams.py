@@ -2,6 +2,7 @@
 
 import io
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,16 +166,21 @@ def _is_large_utf8(content: bytes) -> bool:
 
 
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Return the stream of a file's content, decompressed if the file's suffix is in COMPRESSION."""
+    """Return the stream of a file's content, decompressed if the file's suffix is in COMPRESSION.
+
+    It begins after the byte order mark, if the file has one of UTF-8.
+    """
     from llmtrain_data.corpus_options import COMPRESSION
 
-    kind = COMPRESSION.get(path.suffix)
-    if kind is None:
-        return file
-    import pyarrow as pa
+    stream, kind = file, COMPRESSION.get(path.suffix)
+    if kind is not None:
+        import pyarrow as pa
 
-    # Arrow's reader raises on a truncated stream. The reader of the zstandard package does not.
-    return io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK)
+        # Arrow's reader raises on a truncated stream. The reader of the zstandard package does not.
+        stream = io.BufferedReader(pa.CompressedInputStream(file, kind), CHUNK)
+    if stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
+        stream.read(len(BOM_UTF8))
+    return stream
 
 
 def count_lines(path: Path, size: int) -> int:

@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+from codecs import BOM_UTF8
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -89,6 +91,24 @@ def test_of_a_field_given_twice_the_last_counts(tmp_path: Path) -> None:
         b'{"text":"a","m":{"text":"no"},"text":"b"}\n{"text":"caf\xe9"}\n{"text":"\\u00e9"}\n'
     )
     assert documents(tmp_path / "a.jsonl") == ["b", "caf\ufffd", "\u00e9"]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    ("name", "content", "separator"),
+    [
+        ("a.txt", b"one\ntwo\n", None),
+        ("a.txt", b"one\ntwo\n", "\n\n"),
+        ("a.jsonl", b'{"text": "one\\ntwo\\n"}\n', None),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_byte_order_mark_is_no_text(
+    name: str, content: bytes, separator: str | None, alone: bool, pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / (name if pack is bytes else f"{name}.gz")
+    path.write_bytes(pack(BOM_UTF8 + content))
+    assert documents(path if alone else tmp_path, separator=separator) == ["one\ntwo\n"]
 
 
 def test_encoders_get_the_texts_as_valid_utf8() -> None:

@@ -35,12 +35,34 @@ def test_files_that_are_left_out_are_told_with_the_reason(
     os.mkfifo(texts / "pipe")
     assert main(["data", "prepare", str(texts), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "set")]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
-    assert re.fullmatch(r"left out   5 binary files: \d.png, \d.png, \d.png and 2 more", said[0])
+    text = r"5 files, not UTF-8 text \(binary, or in another encoding; iconv converts\)"
+    assert re.fullmatch(rf"left out   {text}: (\d.png, ){{2}}\d.png and 2 more \(--list-left-out lists all\)", said[0])
     assert sorted(said[1:]) == [
-        "left out   1 empty file: nothing.txt",
-        "left out   1 hidden file: HEAD",
-        "left out   1 not regular file: pipe",
+        "left out   1 file, empty: nothing.txt",
+        "left out   1 file, hidden: HEAD",
+        "left out   1 file, not regular: pipe",
     ]
+
+
+@pytest.mark.parametrize("verb", ["prepare", "tokenizer"])
+def test_all_files_that_are_left_out_or_changed_can_be_listed(
+    verb: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, encoding in enumerate(["utf-16", "cp1251", "shift-jis", "utf-16-be"]):
+        (texts / f"{number}.txt").write_text("Привет, мир. " * 99, encoding=encoding)
+    for number in range(4, 8):
+        (texts / f"{number}.txt").write_text("Grüße an alle, die lesen. " * 99, encoding="latin-1")
+    (texts / "good.txt").write_text(TEXT * 99)
+    how = ["--tokenizer", str(tokenizer)] if verb == "prepare" else ["--vocab-size", "257"]
+    output = str(tmp_path / "output")
+    assert main(["data", verb, str(texts), *how, "--output", output, "--list-left-out"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    begin = said.index("left out   4 files, not UTF-8 text (binary, or in another encoding; iconv converts):")
+    assert sorted(said[begin + 1 : begin + 5]) == [str(texts / f"{number}.txt") for number in range(4)]
+    assert said[begin + 5].startswith("note       4 files have bytes that are not UTF-8, which became U+FFFD (iconv")
+    assert sorted(said[begin + 6 :]) == [str(texts / f"{number}.txt") for number in range(4, 8)]
 
 
 def prepared(source: Path, tokenizer: Path, folder: Path, *options: str) -> int:
@@ -60,7 +82,7 @@ def test_files_with_bytes_that_are_not_utf8_are_named(
     if not alone:
         (texts / "good.txt").write_text("Grüße " * 100)
     assert prepared(texts / name if alone else texts, tokenizer, tmp_path) == 0
-    said = f"note       1 file has bytes that are not UTF-8, which became U+FFFD: {name}\n"
+    said = f"1 file has bytes that are not UTF-8, which became U+FFFD (iconv converts other encodings): {name}\n"
     assert capsys.readouterr().out.endswith(said)
 
 
@@ -82,12 +104,12 @@ def test_a_folder_without_texts_says_what_it_left_out(
     texts.mkdir()
     (texts / "nothing.txt").touch()
     assert prepared(texts, tokenizer, tmp_path) == 2
-    assert capsys.readouterr().err.endswith("matches --glob '*'; left out 1 empty file: nothing.txt\n")
+    assert capsys.readouterr().err.endswith("matches --glob '*'; left out 1 file, empty: nothing.txt\n")
     (texts / "a.png").write_bytes(b"\x89PNG\0\0\0\r")
     assert prepared(texts, tokenizer, tmp_path) == 2
     assert capsys.readouterr().err.endswith(
-        "the input has no text: 1 file in a fixed shuffled order; left out 1 empty file: nothing.txt; "
-        "left out 1 binary file: a.png\n"
+        "the input has no text: a.png; left out 1 file, empty: nothing.txt; "
+        "left out 1 file, not UTF-8 text (binary, or in another encoding; iconv converts): a.png\n"
     )
 
 

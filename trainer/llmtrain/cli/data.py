@@ -36,6 +36,9 @@ Shuffle = Annotated[
     bool,
     typer.Option(help="Read the files of a folder in a fixed shuffled order, else in order of their names."),
 ]
+ListLeftOut = Annotated[
+    bool, typer.Option("--list-left-out", help="List all files that are left out or have bytes that are not UTF-8.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -60,6 +63,7 @@ def prepare(
         typer.Option(help="Encoder; auto takes gigatoken where it gives the same ids as tokenizers."),
     ] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Cores to use.", metavar="N", show_default="all")] = None,
+    list_left_out: ListLeftOut = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Encode a corpus into Megatron's indexed format (PREFIX.bin, PREFIX.idx), with checksums.
@@ -76,7 +80,7 @@ def prepare(
         corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
     say(f"input      {corpus.description}")
     done = prepare_corpus(corpus, tokenizer, output, options)
-    say("\n".join([*done.lines(output), *corpus.left_out.lines()]))
+    say("\n".join([*done.lines(output), *corpus.left_out.lines(list_left_out)]))
 
 
 @app.command()
@@ -91,6 +95,7 @@ def tokenizer(
     dataset_split: DatasetSplit = "train",
     shuffle: Shuffle = True,
     sample_mb: Annotated[int, typer.Option(min=1, help="Learn from the first N MB of text.", metavar="N")] = 1000,
+    list_left_out: ListLeftOut = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, of the same kind as GPT-2's, as a Hugging Face folder."""
@@ -104,7 +109,7 @@ def tokenizer(
     say(f"input      {corpus.description}")
     size = train_tokenizer(sampled_texts(corpus, sample_mb * 10**6), vocab_size, output, overwrite)
     short = "" if size == vocab_size else f" (the input has no more than that; {vocab_size} were asked for)"
-    say("\n".join([f"wrote      {output}, {size} ids{short}", *corpus.left_out.lines()]))
+    say("\n".join([f"wrote      {output}, {size} ids{short}", *corpus.left_out.lines(list_left_out)]))
 
 
 @app.command()
