@@ -60,10 +60,10 @@ PARTS = (
     Part("350M", "gpt2-355m", (), 1024, 32, profiled=True),
     Part("1B", "llama3.2-1b", (), 2048, 16, microbatch=8, profiled=True),
     Part("1B, small batch", "llama3.2-1b", (), 2048, 4),
-    # As many tokens as the GPU computes while the CPU steps 3B parameters. The last microbatch is half of them: only
-    # its backward pass has complete gradients, which are stepped meanwhile.
-    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5, microbatch=16),
-    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST, AHEAD), 2048, 32, 200, 5, microbatch=16),
+    # As many tokens as the GPU computes while the CPU steps 3B parameters, in one microbatch: only the last one's
+    # backward pass has complete gradients, which are stepped meanwhile.
+    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5),
+    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST, AHEAD), 2048, 32, 200, 5),
     Part("8B, states on the host", "llama3-8b", (RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD), 2048, 4, 300, 3, True),
     Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 64),
     Part("124M, small batch, compiled", "gpt2-124m", (COMPILED,), 1024, 16, profiled=True),
