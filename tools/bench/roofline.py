@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from llmtrain_kernels.cross_entropy.chunks import row_stride
+
 Shape = tuple[int, ...]
 
 
@@ -50,7 +52,8 @@ class Cost:
 
 
 def costs(operators: Sequence[Operator], vocab: int, rates: Rates) -> dict[str, Cost]:
-    """Return the cost of each class of operators. vocab: a tensor of this size is the head's or the embedding's."""
+    """Return the cost of each class of operators. vocab: a tensor of this size, or of as
+    many logits as a padded row has, is the head's or the embedding's."""
     found: dict[str, Cost] = {}
     for one in operators:
         kind, flops = kind_of(one, vocab), flops_of(one)
@@ -81,13 +84,14 @@ def flops_of(one: Operator) -> int:
 def kind_of(one: Operator, vocab: int) -> str:
     """Return the class of an operator."""
     sizes = {size for shape in (*one.inputs, *one.outputs) for size in shape}
+    of_head = not sizes.isdisjoint({vocab, row_stride("cuda", vocab)})
     if one.name in ("mm", "addmm", "bmm"):
-        return "head's products" if vocab in sizes else "blocks' products"
+        return "head's products" if of_head else "blocks' products"
     if "attention" in one.name:
         return "attention"
     if one.name in ("adamw", "squared_sum", "_fused_adamw_"):
         return "optimizer"
-    if "cross_entropy" in one.name or (vocab in sizes and "embedding" not in one.name):
+    if "cross_entropy" in one.name or (of_head and "embedding" not in one.name):
         return "cross-entropy"
     if "norm" in one.name:
         return "norms"
