@@ -2,6 +2,7 @@
 
 from itertools import groupby
 
+from llmtrain_kernels.accumulate.kept import kept
 from llmtrain_kernels.cross_entropy.chunks import chunk_rows, row_stride
 
 from llmtrain.cluster.layout import Axis
@@ -14,11 +15,11 @@ from llmtrain.plan.roles import Role
 def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes of gradients at once that wait to be added to their sums, or are averaged.
 
-    In the compute dtype, a CPU holds one parameter's gradient until it is added, and a GPU a unit's. After the last
-    backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
+    In the compute dtype, autograd holds one parameter's gradient until it is added; a GPU keeps a unit's small ones.
+    After the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in
+    fp32.
     """
-    held = (unit.numel if device == "cuda" else largest_parameter(unit) for unit in role.units)
-    gradient = max(held) * plan.compute_bytes
+    gradient = max(_held(unit, device) for unit in role.units) * plan.compute_bytes
     averaged = 0
     if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
@@ -45,14 +46,16 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     return tokens * plan.model.hidden * element + matrix + rows * width * element + max(made, product)
 
 
-def largest_parameter(unit: UnitSpec) -> int:
-    """Return the elements of a unit's largest module parameter; neighbours that share one are stacked."""
-    sizes = (
+def _held(unit: UnitSpec, device: Device) -> int:
+    """Return the most elements of a unit's gradients that wait at once. Neighbours that share a parameter are
+    stacked."""
+    sizes = [
         sum(end - start for _, start, end in stacked)
-        for _, stacked in groupby(_held(unit), key=lambda tensor: tensor[0])
-    )
-    return max(sizes)
+        for _, stacked in groupby(_ranges(unit), key=lambda tensor: tensor[0])
+    ]
+    small = [size for size in sizes if device == "cuda" and kept(size)]
+    return max(sum(small) + max((size for size in sizes if not kept(size)), default=0), *sizes)
 
 
-def _held(unit: UnitSpec) -> list[tuple[str, int, int]]:
+def _ranges(unit: UnitSpec) -> list[tuple[str, int, int]]:
     return [(tensor.parameter, *tensor.held) for tensor in unit.tensors]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from llmtrain_kernels.accumulate.kept import kept
 from llmtrain_kernels.accumulate.op import accumulate
 from llmtrain_kernels.triton_launch import takes_triton
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class GradientSum(Protocol):
         the pass now and computes all its gradients."""
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Add the gradient of the parameter at `place`, in the compute dtype; on GPUs it is kept until `flush`."""
+        """Add the gradient of the parameter at `place`, in the compute dtype; a GPU keeps small ones until
+        `flush`."""
 
     def flush(self) -> None:
         """Add all gradients that are kept. Called when the pass's gradients are complete."""
@@ -37,14 +39,14 @@ class GradientSum(Protocol):
 
 
 class Kept:
-    """Gradients of a unit that wait for the last one, so that one kernel adds them all."""
+    """Small gradients of a unit that wait for the last one, so that one kernel adds them all."""
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._starts, self._gradients = unit.parameters.starts, dict[int, Tensor]()
 
     def add(self, flat: Tensor, place: int, gradient: Tensor, overwrite: bool) -> None:
-        """Keep the gradient of the parameter at `place` on a GPU; else add it to `flat`, or replace what is there."""
-        if takes_triton(flat):
+        """Keep a small gradient of the parameter at `place` on a GPU; else add it to `flat`, or replace that."""
+        if takes_triton(flat) and kept(gradient.numel()):
             self._gradients[place] = gradient
         else:
             accumulate(flat, self._starts[place : place + 1], [gradient], overwrite)
