@@ -73,7 +73,7 @@ def rows(folder: Path) -> list[Row]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-def test_rows_of_a_run(tmp_path: Path) -> None:
+def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with logger(tmp_path, recipe()) as log:
         log.start(0, [])
         train(log, 0, 10)
@@ -99,6 +99,8 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert (end["outcome"], end["note"], end["tokens"]) == ("finished", "x", 640)
     assert (end["first_validation_loss"], end["last_validation_loss"]) == (6 / 3, 6 / 7)
     assert end["validation_over_unigram"] == pytest.approx(6 / 7 / 4)
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"validation / entropy {6 / 7 / 4:.3f} (last loss)" in said
     assert end["tokens_per_s"] == 128.0
 
 

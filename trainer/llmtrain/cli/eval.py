@@ -19,7 +19,7 @@ def eval(
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's loss and perplexity on a split of its data, or of other data."""
+    """Print a model's loss and perplexity on a split of its data, or of another prepared set."""
     from llmtrain.inference.open import open_trained
 
     with loading("PyTorch") as waiting:

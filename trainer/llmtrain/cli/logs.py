@@ -14,7 +14,7 @@ def logs(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
 ) -> None:
-    """Print the log of a run's newest job, with control characters escaped; the log file is RUN/slurm/JOB.log."""
+    """Print the log of a run's newest Slurm job, with control characters escaped; the log file is RUN/slurm/JOB.log."""
     from llmtrain.launch.status import read_log, run_folder
 
     for text in read_log(run_folder(run), job, follow):

@@ -263,7 +263,7 @@ def _end_facts(row: Row) -> list[tuple[str, str]]:
     if row["unigram_entropy"] is not None:
         found.append(("unigram entropy", f"{row['unigram_entropy']:.4f} (validation tokens)"))
     if row["validation_over_unigram"] is not None:
-        found.append(("last loss / entropy", f"{row['validation_over_unigram']:.3f}"))
+        found.append(("validation / entropy", f"{row['validation_over_unigram']:.3f} (last loss)"))
     found.append(("tokens", units.number(row["tokens"])))
     found.append(("time", units.duration(row["elapsed_s"])))
     if row["tokens_per_s"] is not None:

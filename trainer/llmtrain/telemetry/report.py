@@ -118,7 +118,7 @@ def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple
     entropy, skipped = number_at(run, "unigram_entropy"), number_at(last, "skipped_steps")
     numbers: list[tuple[str, float, Callable[[float], str]]] = [
         ("validation loss", reached, "{:.4f}".format),
-        ("of unigram entropy", reached / entropy if entropy else nan, "{:.3f}".format),
+        ("validation / entropy", reached / entropy if entropy else nan, "{:.3f}".format),
         ("training loss", number_at(last, "loss"), "{:.4f}".format),
         ("tokens", number_at(last, "tokens"), units.number),
         ("time", number_at(last, "elapsed_s"), units.duration),
