@@ -10,6 +10,7 @@ import pytest
 import torch
 from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
+from llmtrain.comm.ranks import Ranks
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
@@ -18,7 +19,8 @@ from llmtrain.training import rank
 from llmtrain.training.start import left_open
 from tiny import curve, write_corpus
 
-PLAN = cast(Plan, None)
+CPU, GPU = (cast(Plan, SimpleNamespace(device=device)) for device in ("cpu", "cuda"))
+BOUND = Bound(1, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -31,60 +33,83 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with 8 cores, of which a rank is bound to some. asked: what was asked for."""
-    machine = SimpleNamespace(gpus=["0000:10:00.0", "0000:90:00.0"], bound=Bound(1, 4), stated=None, asked=[])
-    gpus = lambda: [SimpleNamespace(address=address) for address in machine.gpus]  # noqa: E731
+    """A machine with 8 cores, and a rank that is one of two. asked: what was asked for."""
+    machine = SimpleNamespace(stated=None, asked=[], chosen=False)
 
-    def bind(*arguments: Any) -> Bound | None:
+    def bind(*arguments: Any) -> Bound:
         machine.asked.append(arguments)
-        return cast(Bound | None, machine.bound)
+        return BOUND
 
-    monkeypatch.setattr(rank, "gpus", gpus)
+    monkeypatch.setattr(rank, "gpus", lambda: [SimpleNamespace(address="0000:10:00.0")])
     monkeypatch.setattr(rank, "bind_to_socket", bind)
     monkeypatch.setattr(rank, "step_threads", lambda plan: machine.stated)
+    monkeypatch.setattr(rank, "set_by_user", lambda: machine.chosen)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return machine
 
 
-def launched(local_rank: int) -> Launched:
-    return Launched("torchrun", local_rank, local_rank, 2, 2, {})
+def ranks(sharing: int) -> Ranks:
+    """A rank; as many ranks may use its cores, and one more of another machine."""
+    return cast(Ranks, SimpleNamespace(gather_all=lambda own: [own] * sharing + [[0]]))
 
 
-def test_a_rank_is_bound_and_takes_its_share_of_the_cores(machine: SimpleNamespace) -> None:
-    assert rank._bound(PLAN, launched(1)) == ["rank 0 runs on socket 1, with 4 threads"]
-    assert machine.asked == [((1, 2), machine.gpus)]
-    assert torch.get_num_threads() == 4
-
-
-def test_a_rank_that_is_not_bound_changes_nothing(machine: SimpleNamespace) -> None:
-    machine.bound = None
-    assert rank._bound(PLAN, None) == []
-    assert machine.asked == [((0, 1), machine.gpus)]
-    assert torch.get_num_threads() == 6
-
-
-@pytest.mark.parametrize(("stated", "threads"), [(2, 2), (7, 7), (100, 8)])
-def test_stated_cores_set_the_threads_on_a_gpu(stated: int, threads: int, machine: SimpleNamespace) -> None:
-    """At most as many as the rank may use."""
-    machine.stated = stated
-    rank._bound(PLAN, launched(0))
-    assert torch.get_num_threads() == threads
-
-
-def test_stated_cores_do_not_change_what_a_cpu_computes_with(machine: SimpleNamespace) -> None:
-    machine.gpus, machine.bound, machine.stated = [], None, 2
-    rank._bound(PLAN, launched(0))
-    assert torch.get_num_threads() == 6
+def test_a_rank_is_bound_where_its_gpu_is(machine: SimpleNamespace) -> None:
+    assert rank._bound(Launched("torchrun", 1, 1, 2, 2, {})) == BOUND
+    assert rank._bound(None) == BOUND
+    assert machine.asked == [((1, 2), ["0000:10:00.0"]), ((0, 1), ["0000:10:00.0"])]
 
 
 def test_a_rank_without_a_number_on_its_machine_is_not_bound(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK")
-    assert rank._bound(PLAN, launched(0)) == []
+    assert rank._bound(Launched("torchrun", 0, 0, 2, 2, {})) is None
     assert machine.asked == []
+
+
+@pytest.mark.parametrize(("bound", "threads"), [(BOUND, 4), (Bound(1, 9), 6), (None, 6)])
+def test_a_rank_on_cpus_takes_its_share_of_a_socket(
+    bound: Bound | None, threads: int, machine: SimpleNamespace
+) -> None:
+    """Stated cores do not change what a CPU computes with."""
+    machine.stated = 2
+    assert rank._take_threads(CPU, ranks(4), bound) == torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(("default", "sharing", "threads"), [(1, 1, 8), (1, 2, 4), (1, 3, 2), (1, 9, 1), (6, 2, 4)])
+def test_a_rank_on_a_gpu_takes_its_share_of_the_cores_in_place_of_a_launchers_default(
+    default: int, sharing: int, threads: int, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's default is one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", str(default))
+    torch.set_num_threads(default)
+    assert rank._take_threads(GPU, ranks(sharing), None) == torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(("sharing", "threads"), [(1, 6), (2, 4)])
+def test_a_rank_on_a_gpu_takes_at_most_its_share_where_no_launcher_sets_threads(
+    sharing: int, threads: int, machine: SimpleNamespace
+) -> None:
+    assert rank._take_threads(GPU, ranks(sharing), BOUND) == torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("stated", [None, 2])
+def test_threads_that_the_user_has_set_stay_on_a_gpu(
+    stated: int | None, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.chosen, machine.stated = True, stated
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert rank._take_threads(GPU, ranks(4), BOUND) == torch.get_num_threads() == 6
+
+
+@pytest.mark.parametrize(("stated", "threads"), [(2, 2), (7, 7), (100, 8)])
+def test_stated_cores_set_the_threads_on_a_gpu(stated: int, threads: int, machine: SimpleNamespace) -> None:
+    """At most as many as the rank may use."""
+    machine.stated = stated
+    assert rank._take_threads(GPU, ranks(2), None) == torch.get_num_threads() == threads
 
 
 @pytest.fixture

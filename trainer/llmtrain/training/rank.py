@@ -8,10 +8,11 @@ import torch
 from llmtrain_data import units
 from llmtrain_data.waiting import Waiting
 
-from llmtrain.comm.cores import bind_to_socket
+from llmtrain.comm.cores import Bound, bind_to_socket
 from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
+from llmtrain.comm.threads import THREADS, even_share, set_by_user
 from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
@@ -33,11 +34,14 @@ def run_rank(left_open: LeftOpen, plan: Plan, facts: Facts, place: Launched | No
         die_with_launcher()
         said.append(f"{place.world} ranks, started by {place.by}")
     restore_handlers()
-    said += _bound(plan, place)
+    bound = _bound(place)
     if plan.training.deterministic:
         take_deterministic_kernels()
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
+        threads = _take_threads(plan, ranks, bound)
+        if bound is not None:
+            said.append(f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}")
         if left_open.split and splits_by_speed(plan, facts):
             plan, sentence = _planned_by_speed(left_open, plan, facts, ranks)
             said.append(sentence)
@@ -47,20 +51,38 @@ def run_rank(left_open: LeftOpen, plan: Plan, facts: Facts, place: Launched | No
     disconnect(ranks)
 
 
-def _bound(plan: Plan, place: Launched | None) -> list[str]:
-    """Bind this rank to the processor of its GPU, and set the threads that step offloaded states; return a sentence if
-    the rank is bound. Call it before anything is allocated."""
-    here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
-    cards = [gpu.address for gpu in gpus()]
+def _bound(place: Launched | None) -> Bound | None:
+    """Bind this rank to the processor of its GPU; return None if it is not bound. Call it before anything is
+    allocated."""
     # A launcher that does not number the ranks of a machine calls all of them the first one.
-    numbered = place is None or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
-    bound, stated = bind_to_socket(here, cards) if numbered else None, step_threads(plan) if cards else None
-    threads = torch.get_num_threads() if bound is None else min(bound.threads, torch.get_num_threads())
-    if stated is not None:
-        threads = min(stated, len(os.sched_getaffinity(0)))
-    if threads != torch.get_num_threads():
+    if place is not None and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return None
+    here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
+    return bind_to_socket(here, [gpu.address for gpu in gpus()])
+
+
+def _take_threads(plan: Plan, ranks: Ranks, bound: Bound | None) -> int:
+    """Set this rank's threads on the host, which step offloaded states, and return their number. Collective."""
+    before = torch.get_num_threads()
+    if plan.device == "cpu":
+        threads = before if bound is None else min(bound.threads, before)
+    else:
+        threads = _host_threads(plan, even_share(ranks.gather_all), before)
+    if threads != before:
         torch.set_num_threads(threads)
-    return [] if bound is None else [f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}"]
+    return threads
+
+
+def _host_threads(plan: Plan, share: int, default: int) -> int:
+    """Return the threads on the host of a rank of a GPU. share: of the cores that it may use. default: torch's
+    number."""
+    if set_by_user():
+        return default
+    stated = step_threads(plan)
+    if stated is not None:
+        return min(stated, len(os.sched_getaffinity(0)))
+    # A launcher's default says nothing about this machine. Without one, torch takes its physical cores.
+    return share if THREADS in os.environ else min(share, default)
 
 
 def _connected(plan: Plan, place: Launched | None) -> Ranks:

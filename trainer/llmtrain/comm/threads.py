@@ -1,0 +1,47 @@
+"""The threads of a rank on the host: the user's number, or an even share of the cores. No torch in here."""
+
+import os
+import socket
+from collections.abc import Callable
+from hashlib import sha256
+
+import psutil
+
+THREADS = "OMP_NUM_THREADS"
+
+# Set for ranks that torch's elastic agent has started, for torchrun or for our own launcher.
+_BY_AGENT = "TORCHELASTIC_RUN_ID"
+
+
+def set_by_user() -> bool:
+    """Return whether the user has set the number of threads.
+
+    Launchers set it for several ranks of a machine if the user has not: torchrun to 1. So it is the user's if it was
+    there before the ranks were started, or if a script between launcher and rank has changed it. A process whose
+    environment cannot be read counts as the user's.
+    """
+    given = os.environ.get(THREADS)
+    if given is None:
+        return False
+    try:
+        process: psutil.Process | None = psutil.Process()
+        while process is not None:
+            environment = process.environ()
+            if _BY_AGENT not in environment:
+                return THREADS in environment
+            if environment.get(THREADS) != given:
+                return True
+            process = process.parent()
+    except psutil.Error:
+        pass
+    return True
+
+
+def even_share(gather_all: Callable[[list[int]], list[list[int]]]) -> int:
+    """Return how many cores this rank has for itself where ranks that may use the same cores share them evenly, at
+    least 1. gather_all: as `Ranks` has it. Collective."""
+    cores = os.sched_getaffinity(0)
+    place = sha256(f"{socket.gethostname()} {sorted(cores)}".encode()).digest()
+    # 56 bits, which an int64 holds.
+    own = [int.from_bytes(place[:7], "big")]
+    return max(1, len(cores) // gather_all(own).count(own))
