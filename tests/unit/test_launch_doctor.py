@@ -56,6 +56,7 @@ def test_it_is_told_whether_the_cpu_kernels_build(
     (found,) = doctor._kernels()
     assert found.state == state
     assert (reason or "") in found.detail
+    assert ("offload from GPUs" in found.advice) is (reason is not None)
 
 
 def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

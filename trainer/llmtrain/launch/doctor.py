@@ -125,7 +125,8 @@ def _kernels() -> Iterator[Finding]:
     except (ImportError, OSError):
         return  # `_torch` reports a missing torch.
     if reason := native_reason():
-        yield Finding("CPU kernels", "absent", reason, "torch's own operations take their place, more slowly")
+        advice = "torch's own operations take their place, more slowly; offload from GPUs and to files needs them"
+        yield Finding("CPU kernels", "absent", reason, advice)
     else:
         yield Finding("CPU kernels", "ok", "C++, built for this processor")
 

@@ -1,4 +1,4 @@
-"""Whether this machine can hold the files of offloaded states. No torch in here."""
+"""What offloaded states need of this machine: room for their files, and kernels. No torch in here."""
 
 import os
 import shutil
@@ -27,6 +27,18 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     leaves = f"what leaves {units.count(ranks, 'rank')}", "give a larger volume or more of them, or offload less"
     # The folders may be those of the cluster file.
     return volume_problem("offload.paths", paths, needed, leaves, "set offload.paths to folders of NVMe volumes")
+
+
+def offload_kernels(plan: Plan) -> tuple[str, ...]:
+    """Return the C++ kernels for which a plan's offload has no substitute. Where CPUs compute everything, torch's
+    operations take the place of those that step and sum; beside a GPU, steps would take a hundred times as long."""
+    offload, on_gpu = plan.sharding.offload, plan.device != "cpu"
+    needed = {
+        "direct_io": bool(offload.paths or plan.activation_offload.paths),
+        "adamw": on_gpu and offload.share > 0 and not offload.on_device,
+        "squared_sum": on_gpu and offload.gradients != "device",
+    }
+    return tuple(kernel for kernel, is_needed in needed.items() if is_needed)
 
 
 def volume_problem(key: str, paths: Sequence[str], needed: int, room: tuple[str, str], other: str) -> str | None:

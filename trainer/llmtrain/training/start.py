@@ -21,7 +21,7 @@ from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.check import advice, memory_problem
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.offload_check import offload_problem
+from llmtrain.plan.offload_check import offload_kernels, offload_problem
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.record import decisions
@@ -63,7 +63,7 @@ def start(
     too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
     too_small = gpu_memory_problem(plan.cluster) if gpus and not force else None
     here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
-    mine = (_mpi_problem(plan, place), _attention_problem(plan, facts))
+    mine = (_mpi_problem(plan, place), _attention_problem(plan, facts), _kernels_problem(plan))
     problems = [problem for problem in (*mine, too_small, too_large, *here) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
@@ -147,6 +147,18 @@ def _attention_problem(plan: Plan, facts: Facts) -> str | None:
     if facts.device == "cpu" or is_installed(kernel):
         return None
     return f"train.attention is {kernel}, and this Python has no package {PACKAGES[kernel]}; install it, or set auto"
+
+
+def _kernels_problem(plan: Plan) -> str | None:
+    """Return an error if C++ kernels that offloaded states need do not run on this machine, else None. Builds them if
+    needed."""
+    kernels = offload_kernels(plan)
+    if not kernels:
+        return None
+    from llmtrain_kernels.native import native_reason
+
+    reason = native_reason(kernels)
+    return reason and f"offload needs C++ kernels, and this machine cannot have them ({reason}); or leave offload out"
 
 
 @contextmanager
