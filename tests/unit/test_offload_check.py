@@ -80,6 +80,27 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "where 1000 B are free, and what leaves 2 ranks takes" in problem(tmp_path, tmp_path)
 
 
+def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two volumes, one 3 times as fast: it needs 3 quarters of the room, and the other one quarter."""
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    for path in (fast, slow):
+        path.mkdir()
+    volumes = f"[{{path: {fast}, bandwidth: 3GB/s}}, {{path: {slow}, bandwidth: 1GB/s}}]"
+    plan = planned_on(tmp_path, *nvme(fast, slow), f"cluster={{node: {{ranks: 2, nvme: {volumes}}}}}")
+    files, usage = 2 * offload_memory(plan, 0, "cpu").files, namedtuple("usage", "total used free")
+    # Both are on one file system here.
+    monkeypatch.setattr("llmtrain.plan.offload_check._shared", lambda key, paths: [])
+    for room, full in (
+        ({fast: 0.76, slow: 0.26}, None),
+        ({fast: 0.74, slow: 0.26}, fast),
+        ({fast: 0.76, slow: 0.24}, slow),
+    ):
+        free = {path: int(files * share) for path, share in room.items()}
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(files, 0, free[path]))
+        found = offload_problem(plan, 2)
+        assert found is None if full is None else f"offload.paths has {full}, where" in str(found)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -47,7 +47,7 @@ def bench_memory(options: MemoryBench) -> None:
 
     room = "a file for the measurement", "give another folder, or free some space"
     other = "give a folder of an NVMe volume"
-    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, FILE, room, other):
+    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, [FILE] * len(paths), room, other):
         raise BadInputError(problem)
     found = _measured(paths, options.seconds)
     after = described(cluster or _this_machine(), found)

@@ -19,11 +19,14 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
-    paths = plan.sharding.offload.paths or plan.activation_offload.paths
+    rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
+    paths, total = rests.paths, sum(rests.weights)
     if not paths:
         return None
     ranks = min(ranks_per_node, plan.grid.world)
-    needed = ranks * max(_files(plan, role.rank) for role in roles(plan)) // len(paths)
+    files = ranks * max(_files(plan, role.rank) for role in roles(plan))
+    # Volumes take bytes in proportion to their bandwidths.
+    needed = [int(files * weight / total) for weight in rests.weights]
     leaves = f"what leaves {units.count(ranks, 'rank')}", "give a larger volume or more of them, or offload less"
     # The folders may be those of the cluster file.
     return volume_problem("offload.paths", paths, needed, leaves, "set offload.paths to folders of NVMe volumes")
@@ -41,13 +44,19 @@ def offload_kernels(plan: Plan) -> tuple[str, ...]:
     return tuple(kernel for kernel, is_needed in needed.items() if is_needed)
 
 
-def volume_problem(key: str, paths: Sequence[str], needed: int, room: tuple[str, str], other: str) -> str | None:
-    """Return an error if one of some folders is not on a volume of its own with room for `needed` bytes, else None.
+def volume_problem(
+    key: str, paths: Sequence[str], needed: Sequence[int], room: tuple[str, str], other: str
+) -> str | None:
+    """Return an error if one of some folders is not on a volume of its own with room for its bytes, else None.
 
-    key: what names the folders. room: what needs the bytes, and what to do where they are missing. other: what to do
-    about a folder that cannot be used.
+    key: what names the folders. needed: bytes of each. room: what needs the bytes, and what to do where they are
+    missing. other: what to do about a folder that cannot be used.
     """
-    problems = [problem for path in paths for problem in _problems(key, Path(path), needed, room, other)]
+    problems = [
+        problem
+        for path, nbytes in zip(paths, needed, strict=True)
+        for problem in _problems(key, Path(path), nbytes, room, other)
+    ]
     return next(iter([*problems, *_shared(key, paths)]), None)
 
 
