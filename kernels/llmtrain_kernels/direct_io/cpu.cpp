@@ -53,6 +53,11 @@ public:
         io_uring_params params{};
         fd_ = static_cast<int>(syscall(__NR_io_uring_setup, depth, &params));
         if (fd_ < 0) throw errno;
+        // Since Linux 5.6, as are IORING_OP_READ and IORING_OP_WRITE, with which older kernels would fail each transfer.
+        if (!(params.features & IORING_FEAT_RW_CUR_POS)) {
+            close(fd_);
+            throw ENOSYS;
+        }
         submission_bytes_ = params.sq_off.array + params.sq_entries * sizeof(uint32_t);
         completion_bytes_ = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
         entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
