@@ -224,7 +224,9 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
 
 
 def held(memory: Mapping[str, int]) -> dict[str, int]:
-    return {name: count for name, count in memory.items() if count}
+    """Return what takes memory beside the process."""
+    assert memory["process"] > 10**9
+    return {name: count for name, count in memory.items() if count and name != "process"}
 
 
 def test_host_memory_is_a_budget(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     # The buffers of states in files are larger than these few states.
     assert "set offload.share=0.9, which needs" in refused
     assert view(states - 1, "offload.optimizer=host", "offload.share=0.9").problem is None
-    assert view(10**9, "offload.optimizer=nvme").problem is None
+    assert view(2 * 10**9, "offload.optimizer=nvme").problem is None
 
 
 def test_what_is_stepped_ahead_fills_the_host(tmp_path: Path) -> None:

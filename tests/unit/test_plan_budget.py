@@ -32,6 +32,7 @@ from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data.indexed import IndexedWriter
+from llmtrain_kernels.accumulate.kept import kept
 
 RECIPE = """
 model: {family: llama, layers: 8, hidden: 512, heads: 8, vocab: 1001}
@@ -192,7 +193,7 @@ def test_parts_of_a_budget() -> None:
     assert [row.role for row in budget.rows] == roles(plan)
     for row in budget.rows:
         states = role_states(plan, row.role)
-        temporaries = max(gradient_bytes(plan, row.role), loss_bytes(plan, row.role, "cuda"))
+        temporaries = max(gradient_bytes(plan, row.role, "cuda"), loss_bytes(plan, row.role, "cuda"))
         passing = live_activations(plan, row.role.rank), temporaries
         groups, programs = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank))
         program = programs.step
@@ -222,18 +223,28 @@ def test_the_largest_gradient() -> None:
     """The two matrices of the MLP's first product are one parameter."""
     plan, budget = made("parallel.tensor=2", ranks=2)
     ffn = plan.model.ffn
-    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * ffn * 512] * 2
+    assert [gradient_bytes(plan, row.role, "cpu") for row in budget.rows] == [4 * ffn * 512] * 2
     plan, budget = made("model.vocab=8001", "parallel.tensor=2", ranks=2)
-    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
+    assert [gradient_bytes(plan, row.role, "cpu") for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
     # Of many narrow layers, all norms in fp32 are larger than one matrix.
     narrow = ("model.hidden=8", "model.heads=2", "model.ffn=8", "model.vocab=8", "model.layers=64")
     plan, budget = made(*narrow, "quantize.gradients=int4", "parallel.tensor=2", ranks=4)
-    assert gradient_bytes(plan, budget.rows[0].role) == 4 * (2 * 64 + 1) * 8
+    assert gradient_bytes(plan, budget.rows[0].role, "cpu") == 4 * (2 * 64 + 1) * 8
+
+
+def test_a_gpu_keeps_small_gradients() -> None:
+    """Of a block: all but the MLP's first product, which is added while they wait."""
+    plan, budget = made(ranks=1)
+    width, ffn = plan.model.hidden, plan.model.ffn
+    small = 2 * width + 4 * width**2 + ffn * width
+    assert kept(ffn * width)
+    assert not kept(2 * ffn * width)
+    assert gradient_bytes(plan, budget.rows[0].role, "cuda") == plan.compute_bytes * (small + 2 * ffn * width)
 
 
 def test_a_chunk_of_logits() -> None:
     """Beside its input and the logits, the loss makes a product of the size of the output matrix, and without Triton
-    probabilities in fp32. Rows of logits start at multiples of 64 elements."""
+    probabilities in fp32. The output matrix is copied if it gets rows of padding, to a multiple of 64."""
     half = "precision.compute=bf16"
     plan, budget = made("model.vocab=8000", half, cluster(10**12))
     tokens, role = plan.batch.microbatch * 32, budget.rows[0].role
@@ -242,7 +253,7 @@ def test_a_chunk_of_logits() -> None:
     without = replace(plan, kernels=kernels_of(Facts(world=1, device="cuda", triton=False), plan.model, "bf16"))
     assert loss_bytes(without, role, "cuda") == given + 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
     plan, budget = made("model.vocab=8001", half, cluster(10**12))
-    assert loss_bytes(plan, budget.rows[0].role, "cuda") == given + 8064 * tokens * 2 + 8001 * 512 * 2
+    assert loss_bytes(plan, budget.rows[0].role, "cuda") == given + 8064 * (512 + tokens) * 2 + 8001 * 512 * 2
     # A chunk of a large vocabulary has fewer tokens than the microbatch.
     plan, budget = made("model.vocab=1000000", "train.global_batch=512", "train.microbatch=64", half, cluster(10**12))
     given = 64 * 32 * plan.model.hidden * 2

@@ -91,6 +91,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
     """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
     outside, borders = offload_memory(plan, role.rank, device), border_memory(plan, role.rank, device)
     host = {
+        "process": own_needs(device).process,
         "host_states": outside.host,
         "host_weights": outside.weights,
         "host_gradients": outside.gradients,

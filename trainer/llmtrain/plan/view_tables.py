@@ -41,6 +41,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "activation_buffers": "buffers of offloaded activations",
         "temporaries": "temporaries",
         "context": "context of the process",
+        "process": "the process itself",
         "communicators": "communicators",
         "fragmentation": "fragmentation",
     }
@@ -109,7 +110,8 @@ def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
     row = most_outside(budget)
     whole = budget.host_limit
     for name, count in row.host.items():
-        if count:
+        # Nobody asks for the process alone where no limit is stated.
+        if count and (whole or name != "process"):
             yield f"{LABELS[name]}, in the host's memory", units.size(count), f"{count / whole:.1%}" if whole else ""
     if whole and any(row.host.values()):
         yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
