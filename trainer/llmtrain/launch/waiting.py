@@ -12,16 +12,14 @@ BRIEF = "1000"
 """Rounds of a wait before a thread sleeps. libgomp's default of 300,000 keeps a core for about a millisecond, which is
 faster where threads have cores of their own and slower where the awaited thread needs that core."""
 
-CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Variables with which the user, or `set_waiting`, has decided."""
-
+_CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SAMPLE = 0.2
 
 
-def taken_cores(threads: int, used: Sequence[float], own: float = 0.0) -> float:
+def taken_cores(threads: int, used: Sequence[float]) -> float:
     """Return how many cores other programs use, or 0.0 if they leave enough for `threads` threads. used: the share of
-    each core, 0 to 1. own: how many cores these threads themselves use."""
-    taken = max(sum(used) - own, 0.0)
+    each core, 0 to 1."""
+    taken = sum(used)
     return taken if len(used) - taken < threads - 0.5 else 0.0
 
 
@@ -33,7 +31,7 @@ def set_waiting(environment: MutableMapping[str, str], ranks: int) -> str | None
     """
     stated = environment.get("OMP_NUM_THREADS", "")
     threads = int(stated) if stated.isdecimal() else threads_per_rank(ranks)
-    if threads == 1 or any(name in environment for name in CHOSEN):
+    if threads == 1 or any(name in environment for name in _CHOSEN):
         return None
     cores = sorted(os.sched_getaffinity(0))
     shares = psutil.cpu_percent(_SAMPLE, percpu=True)
@@ -41,12 +39,7 @@ def set_waiting(environment: MutableMapping[str, str], ranks: int) -> str | None
     if not taken:
         return None
     environment["GOMP_SPINCOUNT"] = BRIEF
-    return in_words(taken, len(cores))
-
-
-def in_words(taken: float, cores: int) -> str:
-    """Return the sentence about threads that sleep, as other programs use `taken` of the cores."""
     return (
-        f"other programs use {taken:.1f} of {units.count(cores, 'core')}; threads do not spin while they wait, "
+        f"other programs use {taken:.1f} of {units.count(len(cores), 'core')}; threads do not spin while they wait, "
         "and computing takes longer than on an idle machine"
     )

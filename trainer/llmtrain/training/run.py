@@ -1,11 +1,10 @@
 """The parts of a run."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from llmtrain_data.dataset import Samples
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
@@ -14,7 +13,6 @@ from llmtrain_kernels.native import native_reason
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.comm.device import synchronize
 from llmtrain.comm.ranks import Ranks
-from llmtrain.launch.later_waiting import LaterWaiting
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
@@ -101,12 +99,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
         sampler = LinkSampler(ranks, more=_offload_links(plan, parts.outside, parts.borders))
         batches = closing(BatchReader(train_data, plan, ranks))
-        with (
-            sampler as links,
-            RunLogger(folder, plan, about, ranks.is_main, comm, links) as log,
-            batches as reader,
-            LaterWaiting(torch.get_num_threads(), ranks.node, log.warn) if plan.device == "cpu" else nullcontext(),
-        ):
+        with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:
             run = Run(
                 plan=plan,
                 ranks=ranks,
