@@ -265,18 +265,18 @@ def test_a_dry_run_says_that_mpi_has_to_start_the_ranks(workplace: Path, capsys:
     )
 
 
-def test_a_model_that_the_machine_cannot_hold(
+def test_a_run_that_the_machine_cannot_hold(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is refused before anything is written; a dry run, which may be for another machine, only reports it."""
-    monkeypatch.setattr("llmtrain.plan.check.machine_memory", lambda swap: 2**20)
+    """Neither a run nor a dry run succeeds, and nothing is written; --force takes it as it is."""
+    monkeypatch.setattr("llmtrain.plan.machine_refusal.machine_memory", lambda swap: 2**20)
     Path("recipe.yaml").write_text(GOOD)
-    sentence = (
-        "the model's states take 16.6 MiB on a rank, but this machine has 1.00 MiB of memory; take a smaller model"
-    )
-    expect_one_sentence(["run", "recipe.yaml", "--nproc", "1"], sentence, capsys)
-    assert main(["run", "recipe.yaml", "--nproc", "1", "--dry-run"]) == 0
-    assert f"\n# {sentence}" in capsys.readouterr().out
+    words = ["run", "recipe.yaml", "--nproc", "1"]
+    expect_one_sentence(words, "of memory, but this machine has 1.00 MiB; no single change of train.microbatch", capsys)
+    assert main([*words, "--dry-run"]) == 2
+    assert "but this machine has 1.00 MiB" in capsys.readouterr().err
+    assert main([*words, "--dry-run", "--force"]) == 0
+    assert "this machine has" not in "".join(capsys.readouterr())
 
 
 def test_a_run_that_has_begun_needs_not_what_it_began_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

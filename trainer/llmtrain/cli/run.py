@@ -19,9 +19,7 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the resolved recipe, then stop.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Run even if the plan does not fit the memory of the cluster file.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even if the plan does not fit the memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, print JSON.")] = False,
 ) -> None:
     """Train: start the run that a recipe describes, or resume it from its last checkpoint."""

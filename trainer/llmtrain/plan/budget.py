@@ -75,9 +75,12 @@ def surely_exceeds(plan: Plan, device: Device) -> bool:
     """Return whether a plan exceeds the stated memory even without its programs' memory, which takes long to plan for
     many microbatches."""
     limit = stated_memory(plan.cluster)
-    return limit is not None and any(
-        sum(_device_memory(plan, role, device, {}).values()) > limit for role in roles(plan)
-    )
+    return limit is not None and any(sure_bytes(plan, role, device) > limit for role in roles(plan))
+
+
+def sure_bytes(plan: Plan, role: Role, device: Device) -> int:
+    """Return the bytes that a rank of a role takes on its device even without its programs' memory."""
+    return sum(_device_memory(plan, role, device, {}).values())
 
 
 def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None) -> Budget:

@@ -9,11 +9,9 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
-from llmtrain_data import units
 from llmtrain_data.prefix import prefix_advice
 from llmtrain_kernels.attention.choice import lack
 
-from llmtrain.cluster.memory import machine_memory
 from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
@@ -24,7 +22,6 @@ from llmtrain.plan.gradient_dtype import gradient_dtype_problem
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resident_check import resident_problem
-from llmtrain.plan.states import most_states
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import Recipe, TrainConfig
 
@@ -123,20 +120,6 @@ def check(plan: Plan, facts: Facts) -> None:
         )
     if problem := resident_problem(plan) or gradient_dtype_problem(plan):
         raise BadInputError(problem)
-
-
-def memory_problem(plan: Plan, facts: Facts) -> str | None:
-    """Return an error if the model states of a single rank exceed this machine's memory, else None. None on GPUs, which
-    report it themselves."""
-    if facts.device != "cpu":
-        return None
-    needed, there = most_states(plan).total, machine_memory(swap=True)
-    if needed <= there:
-        return None
-    return (
-        f"the model's states take {units.size(needed)} on a rank, but this machine has {units.size(there)} of memory; "
-        "take a smaller model, or shard the states over more ranks with zero.stage"
-    )
 
 
 def advice(plan: Plan) -> list[str]:

@@ -19,8 +19,9 @@ from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
-from llmtrain.plan.check import advice, memory_problem
+from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.machine_refusal import machine_refusal
 from llmtrain.plan.offload_check import offload_kernels, offload_problem
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan, check_recipe, folders_above, named_facts
@@ -43,7 +44,7 @@ def start(
 ) -> None:
     """Check a recipe and run it: in this process, on ranks of this machine that are started here, or, where a launcher
     started this process, as one of its ranks. dry_run: only print the plan; as_json: as JSON. force: also run what
-    does not fit the memory that the cluster file states."""
+    does not fit the memory that the cluster file states, or on CPUs that of this machine."""
     if as_json and not dry_run:
         raise BadInputError("--json is given without --dry-run; add it, or leave --json out and read metrics.jsonl")
     heed_launcher()
@@ -60,14 +61,18 @@ def start(
     facts = _facts(place, nproc, gpus)
     with _reported_once(place):
         plan = check_and_plan(recipe, facts)
-    too_large = None if force else refusal(recipe, named_facts(recipe, facts), plan)
+    named = named_facts(recipe, facts)
+    too_large = None if force else refusal(recipe, named, plan)
+    too_much = None if force else machine_refusal(recipe, named, plan)
     too_small = gpu_memory_problem(plan.cluster) if gpus and not force else None
-    here = (memory_problem(plan, facts), offload_problem(plan, facts.ranks_per_node or facts.world))
+    volumes = offload_problem(plan, facts.ranks_per_node or facts.world)
     mine = (_mpi_problem(plan, place), _attention_problem(plan, facts), _kernels_problem(plan))
-    problems = [problem for problem in (*mine, too_small, too_large, *here) if problem]
+    problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        print_plan(plan, summary, [*advice(plan), *problems], as_json)
+        print_plan(plan, summary, [*advice(plan), *(one for one in problems if one != too_much)], as_json)
+        if too_much:
+            raise BadInputError(too_much)
         return
     check_gpus(gpus, place, facts.world)
     set_gpu_variables(facts.world, plan.training.deterministic)
@@ -193,7 +198,7 @@ def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None
             with suppress(BadInputError):
                 left = named_facts(recipe, replace(facts, world=world, ranks_per_node=world))
                 plan = check_and_plan(recipe, left)
-                if force or refusal(recipe, left, plan) is None:
+                if force or (refusal(recipe, left, plan) or machine_refusal(recipe, left, plan)) is None:
                     return world
         return ranks
 

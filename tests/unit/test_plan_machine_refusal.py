@@ -1,0 +1,87 @@
+"""Runs on CPUs that need more memory than this machine has: the sentence and the change that it names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.machine_refusal import machine_bytes, machine_refusal
+from llmtrain.plan.make import make_plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.schema import Recipe
+
+MIB = 2**20
+TINY = (
+    "model: {family: llama, layers: 4, hidden: 64, heads: 4, vocab: 4096, positions: 65536}\n"
+    "data: {path: d, sequence_length: 512}\ntrain: {global_batch: 16, microbatch: 16}\n"
+)
+LEAN = ["activation_checkpointing=full", "train.microbatch=1"]
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    (folder / "recipe.yaml").write_text(TINY)
+    return load_recipe(str(folder / "recipe.yaml"), list(overrides))
+
+
+def needed(given: Recipe, facts: Facts) -> int:
+    return machine_bytes(make_plan(given, facts), facts, 2**60)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, given: Recipe, facts: Facts, memory: int) -> str | None:
+    monkeypatch.setattr("llmtrain.plan.machine_refusal.machine_memory", lambda swap: memory)
+    return machine_refusal(given, facts, make_plan(given, facts))
+
+
+def test_activations_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long sequence is refused though the states are small, with a change that makes it fit."""
+    facts, long = Facts(world=1, device="cpu"), recipe(tmp_path, "data.sequence_length=16384")
+    there = needed(long, facts)
+    assert there > 2 * needed(recipe(tmp_path), facts)
+    assert refused(monkeypatch, long, facts, there) is None
+    assert refused(monkeypatch, long, Facts(world=1, device="cuda"), 0) is None
+    said = refused(monkeypatch, long, facts, there - MIB) or ""
+    change = re.search(r"set (\S+), which needs .* \(--force takes it as it is\)", said)
+    assert change is not None
+    assert needed(recipe(tmp_path, "data.sequence_length=16384", change[1]), facts) < there - MIB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "like", "advised"),
+    [
+        ([], 1, ["activation_checkpointing=full"], "activation_checkpointing=full"),
+        (["activation_checkpointing=full"], 1, ["train.microbatch=2"], "train.microbatch=2"),
+        ([*LEAN, "data.sequence_length=16384"], 1, ["data.sequence_length=4096"], "data.sequence_length=4096"),
+        (LEAN, 2, ["zero.stage=3"], "zero.stage="),
+    ],
+)
+def test_the_advice_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], world: int, like: list[str], advised: str
+) -> None:
+    """like: a change whose memory the machine has."""
+    facts = Facts(world=world, device="cpu")
+    memory = needed(recipe(tmp_path, *overrides, *like), facts)
+    assert memory < needed(recipe(tmp_path, *overrides), facts)
+    said = refused(monkeypatch, recipe(tmp_path, *overrides), facts, memory) or ""
+    assert f"; set {advised}" in said
+
+
+def test_one_rank_is_not_told_to_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a change helps nor where none does."""
+    for overrides in ([], ["model.hidden=4096"]):
+        said = refused(monkeypatch, recipe(tmp_path, *overrides), Facts(world=1, device="cpu"), 470 * MIB) or ""
+        assert "but this machine has 470 MiB" in said
+        assert "zero" not in said
+    two = Facts(world=2, device="cpu")
+    assert "zero.stage, parallel," in (refused(monkeypatch, recipe(tmp_path, *LEAN), two, MIB) or "")
+
+
+def test_the_ranks_of_one_machine_count(tmp_path: Path) -> None:
+    """Four ranks on two machines of two; with stages, those of the fullest machine."""
+    four = recipe(tmp_path, "parallel.data=4", "train.microbatch=2")
+    by_node = [needed(four, Facts(world=4, device="cpu", ranks_per_node=ranks)) for ranks in (1, 2, 4)]
+    # Ranks of one machine reduce through memory that they share.
+    assert by_node == pytest.approx([by_node[0], 2 * by_node[0], 4 * by_node[0]], rel=0.02)
+    staged = recipe(tmp_path, "parallel.pipeline=4", "train.microbatch=2", "model.vocab=65536")
+    one, two, all_four = (needed(staged, Facts(world=4, device="cpu", ranks_per_node=ranks)) for ranks in (1, 2, 4))
+    assert one < two < 2 * one
+    assert two < all_four < 2 * two + one
