@@ -124,7 +124,7 @@ def test_a_job_that_is_cancelled_stays_so(desk: Desk) -> None:
     desk.succeed("scancel", number)
     desk.wait_for_state(number, "CANCELLED")
     shown = json.loads(desk.llmtrain("status", str(desk.run("cancelled")), "--json").stdout)
-    assert shown[0]["state"] == "preempted"
+    assert shown[0]["state"] == "stopped"
 
 
 @pytest.mark.soak

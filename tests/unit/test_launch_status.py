@@ -43,7 +43,7 @@ def test_states(runs: Path) -> None:
     assert {name: (run.state, run.job, run.detail) for name, run in found.items()} == {
         "bad": ("failed", "5", "x"),
         "done": ("finished", "1", ""),
-        "gone": ("stopped", None, ""),
+        "gone": ("stopped", None, "killed, or lost with its machine; the same command starts again"),
         "next": ("pending", "2", "Resources"),
         "now": ("running", "3_1", "n2"),
     }
@@ -65,7 +65,16 @@ def test_a_run_outside_slurm(runs: Path) -> None:
         holder.kill()
     assert (found.state, found.seconds_left) == ("running", 20.0)
     assert found.detail.startswith(f"process {holder.pid} on ")
-    assert statuses([folder])[0].state == "stopped"
+    (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (found,) = statuses([folder])
+    assert (found.state, found.detail[:6], found.detail[-11:]) == ("stopped", "killed", "from step 3")
+
+
+def test_a_run_that_was_killed_before_its_first_row_has_begun(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"steps": 12}')
+    (found,) = statuses([tmp_path])
+    assert (found.state, found.steps) == ("stopped", 12)
+    assert found.detail.startswith("killed")
 
 
 def test_time_left_is_at_the_pace_of_all_that_a_run_does() -> None:
@@ -105,10 +114,10 @@ def test_an_end_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
 
 def test_the_step_at_which_a_run_stopped(tmp_path: Path) -> None:
     reason = "stopped after step 42 and saved; the same command resumes from there"
-    end = {"event": "end", "step": 42, "outcome": "preempted", "reason": reason}
+    end = {"event": "end", "step": 42, "outcome": "stopped", "reason": reason}
     (tmp_path / "metrics.jsonl").write_text(row(40) + json.dumps(end) + "\n")
     (found,) = statuses([tmp_path])
-    assert (found.state, found.step, found.loss, found.detail) == ("preempted", 42, 1 / 40, reason)
+    assert (found.state, found.step, found.loss, found.detail) == ("stopped", 42, 1 / 40, reason)
 
 
 def test_names_and_reasons_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,9 +210,14 @@ def test_a_file_that_cannot_be_opened_at_a_rewind_is_why_the_run_ends(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(PreemptedError("told to stop"), "preempted"), (ValueError("broken"), "failed")]
+    ("error", "outcome", "reason"),
+    [
+        (PreemptedError("told to stop"), "stopped", "told to stop"),
+        (ValueError("broken"), "failed", "broken"),
+        (KeyboardInterrupt(), "stopped", "interrupted; the same command resumes from the newest checkpoint, if there"),
+    ],
 )
-def test_a_stopped_run_says_why(tmp_path: Path, error: Exception, outcome: str) -> None:
+def test_a_stopped_run_says_why(tmp_path: Path, error: BaseException, outcome: str, reason: str) -> None:
     def run() -> None:
         with logger(tmp_path, recipe()) as log:
             log.start(0, [])
@@ -222,7 +227,17 @@ def test_a_stopped_run_says_why(tmp_path: Path, error: Exception, outcome: str) 
     with pytest.raises(type(error)):
         run()
     end = rows(tmp_path)[-1]
-    assert (end["event"], end["outcome"], end["reason"]) == ("end", outcome, str(error))
+    assert (end["event"], end["outcome"]) == ("end", outcome)
+    assert end["reason"].startswith(reason)
+
+
+def test_what_ends_a_run_from_another_thread_is_logged(tmp_path: Path) -> None:
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        log.fail("nothing has moved for 9 s")
+        end = rows(tmp_path)[-1]
+    assert (end["event"], end["outcome"], end["reason"]) == ("end", "failed", "nothing has moved for 9 s")
+    assert rows(tmp_path) == [end]
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

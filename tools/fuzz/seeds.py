@@ -82,7 +82,7 @@ def clusters() -> Mapping[str, Any]:
 
 
 def run_folder() -> dict[str, bytes]:
-    """The folder of a preempted run."""
+    """The folder of a run that was told to stop."""
     figures = {"average": 1.5e6, "p90": 1.2e7, "peak": 2.5e10}
     step = {
         "tokens": 64, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "step_time_s": 0.5, "tokens_per_s": 1000.0,
@@ -94,7 +94,7 @@ def run_folder() -> dict[str, bytes]:
     rows: list[dict[str, Any]] = [{"step": number, **step} for number in range(1, 6)]
     rows.insert(3, {"event": "eval", "step": 3, "split": "validation", "loss": 2.0, "perplexity": 7.4})
     links = {"0": {"nic eth0": {"both": figures, "sent": figures, "received": figures}}}
-    rows.append({"event": "end", "step": 5, "outcome": "preempted", "reason": "told to stop", "links": links})
+    rows.append({"event": "end", "step": 5, "outcome": "stopped", "reason": "told to stop", "links": links})
     model = {"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 50}
     run = {
         "name": "tiny", "cwd": "/tmp", "model": model, "parameters": 1350000, "steps": 500, "tokens_per_step": 64,

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
@@ -80,7 +80,7 @@ class Watchdog:
     store: a connection of its own, as the training loop may wait for an answer in its connection. timeout: seconds
     within which all ranks end after one is lost or hangs. noted: whether ranks record what they do; without records a
     hang looks like work. recorder: of the collectives, where the host runs ahead of its GPU; while they complete,
-    nothing hangs.
+    nothing hangs. tell: called with the sentence before this watchdog ends the process; does nothing if not set.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Watchdog:
         self._silent = dict.fromkeys(self._others, 0)
         self._answers = self._apart = self._still = self._told = 0
         self._newest = 0.0
+        self.tell: Callable[[str], None] = lambda sentence: None
         self._over = threading.Event()
         process = psutil.Process()
         self._self = Beat(ProcessId(socket.gethostname(), process.pid, process.create_time()))
@@ -195,14 +196,17 @@ class Watchdog:
         if self._still >= self._patience:
             # A rank that writes a checkpoint comes first: the training goes on meanwhile and then waits for it.
             first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
-            whom, late = "the run waits" if len(beats) == 1 else "the others wait", None
+            whom, late = "the others wait", None
             if not beats[first].state.writing:
                 late = late_rank({rank: beat.state.groups for rank, beat in beats.items()})
             if late is not None:
                 first, whom = late[0], f"the others wait in {late[1]}"
+            last = beats[first].last
+            where = f": {whom} for rank {first} on {beats[first].host}, which stopped {last}; where a step"
+            if len(beats) == 1:
+                where = f" in {last.doing}, after step {last.step}; where that"
             self._condemn(
-                f"nothing has moved for {self._spent(self._still)}: {whom} for rank {first} on {beats[first].host}, "
-                f"which stopped {beats[first].last}; where a step may take as long, raise train.timeout",
+                f"nothing has moved for {self._spent(self._still)}{where} may take as long, raise train.timeout",
                 [first] if first else [],
             )
 
@@ -246,11 +250,13 @@ class Watchdog:
         text = json.dumps({"sentence": sentence, "gone": processes})
         held = self._store.compare_set(VERDICT, "", text).decode()
         if held == text:
+            self._tell_in_time(sentence)
             # Say the reason first: the launcher takes a rank that dies without a reason for the reason.
             self._say(sentence)
             self._kill(processes)
-            # The others still have to read the verdict, and this process may hold the store.
-            time.sleep(2 * self._pause)
+            if self._others:
+                # The others still have to read the verdict, and this process may hold the store.
+                time.sleep(2 * self._pause)
             os._exit(EXIT_FAILED)
         self._carry_out(json.loads(held))
 
@@ -264,7 +270,15 @@ class Watchdog:
         self._told += 1
         # Without a sentence a rank ended by itself, and the others may be about to do so.
         if verdict["sentence"] or self._activity.lost or self._told > LOST_ROUNDS:
+            if verdict["sentence"]:
+                self._tell_in_time(str(verdict["sentence"]))
             os._exit(EXIT_FAILED)
+
+    def _tell_in_time(self, sentence: str) -> None:
+        """Tell `tell` why the run ends, and wait for it for a round at most: it may write to a disk that is gone."""
+        teller = threading.Thread(target=self.tell, args=(sentence,), daemon=True)
+        teller.start()
+        teller.join(self._pause)
 
     def _kill(self, gone: Sequence[dict[str, object]]) -> None:
         """Kill those of the processes that are on this machine, as they would outlive the run."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmtrain_data.untrusted import UnreadableError, reason, regular
 
+from llmtrain.checkpoint.folder import step_folders, step_of
 from llmtrain.errors import BadInputError
 from llmtrain.launch.run_lock import holder_of
 from llmtrain.launch.slurm import queue
@@ -28,10 +29,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """One run. state: running, finished, preempted, failed, stopped (it ended without a report), or Slurm's state of
-    its job. step: of the newest row. loss: last logged. steps: of the whole run. seconds_left: of a running run. job:
-    number of the active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged
-    or edited."""
+    """One run. state: running, finished, failed, stopped (it was told to, or killed), or Slurm's state of its job.
+    step: of the newest row. loss: last logged. steps: of the whole run. seconds_left: of a running run. job: number of
+    the active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged or
+    edited."""
 
     name: str
     folder: str
@@ -113,8 +114,8 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
         state = job.state.lower()
     elif end is not None:
         state, detail = end.get("outcome", "ended"), end.get("reason", "")
-    elif rows or damage:
-        state = "stopped"
+    elif rows or damage or (job is None and os.path.exists(folder / "run.json")):
+        state, detail = "stopped", detail or _killed(folder)
     elif job is not None:
         state = job.state.lower()
     step = rows[-1]["step"] if rows else None
@@ -137,6 +138,13 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
         job=number,
         detail=detail,
     )
+
+
+def _killed(folder: Path) -> str:
+    """Return a sentence about a run that ended without a report."""
+    saved = step_folders(folder / "checkpoints")
+    again = f"resumes from step {step_of(saved[-1])}" if saved else "starts again"
+    return f"killed, or lost with its machine; the same command {again}"
 
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:

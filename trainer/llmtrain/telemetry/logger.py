@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from llmtrain.errors import RunFailedError
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.link_usage import LinkSampler
@@ -59,6 +60,10 @@ class RunLogger:
         if self._main is not None:
             self._main.evaluation(step, split, loss)
 
+    def evaluated(self, step: int) -> bool:
+        """Return whether the metrics file has an evaluation after `step`; False on other ranks than the main one."""
+        return self._main is not None and self._main.evaluated(step)
+
     def rewind(self, step: int) -> None:
         """Resume after `step`, and drop later rows."""
         if self._main is not None:
@@ -73,6 +78,11 @@ class RunLogger:
         """Log the end of a run that reached its last step. summary: further keys for the end's row."""
         if self._main is not None:
             self._main.end({"outcome": "finished", **summary}, exit_code=0)
+
+    def fail(self, sentence: str) -> None:
+        """Log the end of a run that another thread is about to end."""
+        if self._main is not None:
+            self._main.close(RunFailedError(sentence))
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain_data import units
 
-from llmtrain.errors import PreemptedError, RunFailedError
+from llmtrain.errors import RESUMES, PreemptedError, RunFailedError
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
@@ -179,6 +179,9 @@ class MainLogger:
         self._write(row)
         self.console.evaluation(step, split, loss, perplexity)
 
+    def evaluated(self, step: int) -> bool:
+        return any(row["step"] == step for row in self._evaluations)
+
     def end(self, summary: dict[str, Any], exit_code: int) -> None:
         row = {"event": "end", **self._summary(), **summary}
         if self._links is not None:
@@ -190,11 +193,15 @@ class MainLogger:
         self._close_all(row, exit_code)
 
     def close(self, error: BaseException | None) -> None:
+        # First: the live line must not go on beside the reason.
+        self.console.close()
         if self._metrics is not None and error is not None:
-            outcome = "preempted" if isinstance(error, PreemptedError) else "failed"
+            told = isinstance(error, PreemptedError | KeyboardInterrupt)
+            reason = f"interrupted; {RESUMES}" if isinstance(error, KeyboardInterrupt) else str(error)
             # A full disk must not hide why the run stopped.
             with suppress(RunFailedError):
-                self.end({"outcome": outcome, "reason": str(error) or type(error).__name__}, exit_code=1)
+                outcome = "stopped" if told else "failed"
+                self.end({"outcome": outcome, "reason": reason or type(error).__name__}, exit_code=1)
         self._close_all({}, exit_code=1)
 
     def _close_all(self, summary: Row, exit_code: int) -> None:

@@ -118,6 +118,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 outside=parts.outside,
                 borders=parts.borders,
             )
+            if ranks.watchdog is not None:
+                ranks.watchdog.tell = log.fail
             try:
                 yield run
             except DataError:
