@@ -35,8 +35,11 @@ def test_the_user_sees_that_a_request_arrived() -> None:
     stop = StopRequest()
     assert stop.told("evaluating 8 samples: 5%") == "evaluating 8 samples: 5%"
     stop.asked = True
-    assert stop.told("evaluating 8 samples: 5%") == "told to stop, finishing this step first; evaluating 8 samples: 5%"
-    assert stop.told("") == "told to stop, finishing this step first"
+    assert (
+        stop.told("evaluating 8 samples: 5%")
+        == "told to stop, finishing this step or batch first; evaluating 8 samples: 5%"
+    )
+    assert stop.told("") == "told to stop, finishing this step or batch first"
 
 
 TWICE = """
@@ -55,6 +58,34 @@ with StopRequest() as stop:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
     print(stop.asked, flush=True)
 """
+
+
+DEEP = """
+import ctypes, os, signal, threading, time
+from llmtrain.launch import stop
+
+stop.GRACE = 0.2
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+
+def press():
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+    print(request.told("evaluating 1 sample"), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+with stop.StopRequest() as request:
+    threading.Thread(target=press).start()
+    # The second call never returns, whatever signals arrive.
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_in_a_long_call_a_request_is_seen_and_a_second_ctrl_c_ends_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "told to stop, finishing this step or batch first; evaluating 1 sample\n"
+    assert (done.returncode, done.stderr) == (130, "llmtrain: interrupted\n")
 
 
 @pytest.mark.parametrize(("presses", "stopped"), [(1, False), (2, True)])

@@ -209,15 +209,8 @@ def test_a_file_that_cannot_be_opened_at_a_rewind_is_why_the_run_ends(tmp_path: 
         run()
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome", "reason"),
-    [
-        (PreemptedError("told to stop"), "stopped", "told to stop"),
-        (ValueError("broken"), "failed", "broken"),
-        (KeyboardInterrupt(), "stopped", "interrupted; the same command resumes from the newest checkpoint, if there"),
-    ],
-)
-def test_a_stopped_run_says_why(tmp_path: Path, error: BaseException, outcome: str, reason: str) -> None:
+@pytest.mark.parametrize("error", [PreemptedError("told to stop"), ValueError("broken"), KeyboardInterrupt()])
+def test_a_stopped_run_says_why(tmp_path: Path, error: BaseException) -> None:
     def run() -> None:
         with logger(tmp_path, recipe()) as log:
             log.start(0, [])
@@ -227,17 +220,8 @@ def test_a_stopped_run_says_why(tmp_path: Path, error: BaseException, outcome: s
     with pytest.raises(type(error)):
         run()
     end = rows(tmp_path)[-1]
-    assert (end["event"], end["outcome"]) == ("end", outcome)
-    assert end["reason"].startswith(reason)
-
-
-def test_what_ends_a_run_from_another_thread_is_logged(tmp_path: Path) -> None:
-    with logger(tmp_path, recipe()) as log:
-        log.start(0, [])
-        log.fail("nothing has moved for 9 s")
-        end = rows(tmp_path)[-1]
-    assert (end["event"], end["outcome"], end["reason"]) == ("end", "failed", "nothing has moved for 9 s")
-    assert rows(tmp_path) == [end]
+    assert (end["event"], end["outcome"]) == ("end", "failed" if isinstance(error, ValueError) else "stopped")
+    assert end["reason"].startswith(str(error) or "interrupted; the same command resumes")
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

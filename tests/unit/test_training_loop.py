@@ -11,14 +11,12 @@ import torch
 import transformers
 from llmtrain.checkpoint import save
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.activity import Activity
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.training import evaluate
 from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
 from llmtrain.training.passes import Passes
@@ -335,30 +333,6 @@ def test_another_batch_goes_on_where_the_data_stopped(
     train("train.steps=10", "train.global_batch=4")
     assert taken == [0, 8, 16, 24, 32, 40, 48, 64, 80, 84]
     assert [row["tokens"] for row in rows(folder / "runs" / "tiny") if "event" not in row][-1] == 88 * 16
-
-
-def test_an_evaluation_in_parts(train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluate four microbatches, three at a time."""
-    keys = ("train.steps=5", "train.eval_every=5", "train.eval_batches=1")
-    train(*keys)
-    monkeypatch.setattr(evaluate, "TOGETHER", 3)
-    shares: list[str] = []
-    moving = Activity.moving
-
-    def noted(activity: Activity, share: float | None = None) -> None:
-        moving(activity, share)
-        shares.append(activity.doing())
-
-    monkeypatch.setattr(Activity, "moving", noted)
-    train("name=parts", *keys)
-    parts_done = [share.partition(": ")[2] for share in shares if share.startswith("evaluating ")]
-    assert list(dict.fromkeys(parts_done)) == ["0%", "50%", "75%", "100%"]
-    whole, parts = (
-        [row["loss"] for row in rows(folder / "runs" / name) if row.get("event") == "eval"]
-        for name in ("tiny", "parts")
-    )
-    assert len(whole) == 2
-    assert parts == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

@@ -37,6 +37,7 @@ def load_latest(
     messages = StoreMessages(ranks, "load")
     folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
     for folder in folders:
+        ranks.activity.begin(f"loading the checkpoint {folder.name}")
         try:
             return _load(folder, shards, ranks, messages, model)
         except DamagedError as error:

@@ -118,6 +118,11 @@ class Checkpointer:
         self._queue.put(save)
         return failure
 
+    @property
+    def saving(self) -> bool:
+        """Whether this rank is still writing a checkpoint."""
+        return not self._idle.is_set()
+
     def wait(self) -> str | None:
         """Join the current save. Returns a sentence if it failed, the same on every rank, and only once."""
         self._idle.wait()

@@ -13,12 +13,15 @@ from llmtrain.comm.crash_notes import CrashNote, Ending, Last
 
 T = TypeVar("T")
 
+# Seconds after which the share of a step that is done is shown.
+LONG = 1.0
+
 
 class Activity:
     """The activity of one rank.
 
-    phase: of the run, empty during training. last: the newest note. moved: time of the newest note or call of
-    `moving`, in seconds since the epoch.
+    phase: of the run, empty during training; `show` sets it. last: the newest note. moved: time of the newest note or
+    call of `moving`, in seconds since the epoch.
     writing: whether the rank writes its part of a checkpoint. lost: whether it has lost contact with others.
     """
 
@@ -28,6 +31,7 @@ class Activity:
         self._note = CrashNote(path, rank)
         self.phase = ""
         self._share: float | None = None
+        self._step_began = time.monotonic()
         self.last, self.moved, self.writing, self.lost = Last(), time.time(), False, False
         self._timing, self._began, self._waited = False, 0.0, 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -42,19 +46,31 @@ class Activity:
 
     def begin(self, phase: str) -> None:
         """Note a long phase, which the user is shown until the next one begins."""
-        self.phase, self._share = phase, None
+        self.show(phase)
         self.record(phase)
 
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins. step: steps done."""
+        self._share, self._step_began = None, time.monotonic()
+        self.record("computing", step)
+
+    def show(self, phase: str) -> None:
+        """Show the user a phase, of which nothing is done yet; empty during training."""
+        self.phase, self._share = phase, None
+
     def moving(self, share: float | None = None) -> None:
-        """Note that the phase makes progress. share: how much of it is done, 0 to 1, None if as before."""
+        """Note that the phase, or the step, moves on. share: how much of it is done, 0 to 1, None if as before."""
         self.moved = time.time()
         if share is not None:
             self._share = share
 
     def doing(self) -> str:
-        """Return the phase, and how much of it is done if that is known."""
-        share = self._share
-        return self.phase if share is None or not self.phase else f"{self.phase}: {share:.0%}"
+        """Return the phase, and how much of it is done if that is known; of a step without a phase, the share that is
+        done, once it takes long."""
+        phase, share = self.phase, self._share
+        if not phase and share is not None and time.monotonic() - self._step_began > LONG:
+            phase = "this step"
+        return phase if share is None or not phase else f"{phase}: {share:.0%}"
 
     def ended(self, how: Ending) -> None:
         """Note how this rank is about to end by itself."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmtrain_data import units
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
 from llmtrain_data.indexed import bin_path
@@ -94,7 +95,7 @@ def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: in
     samples = open_split(data, split, trained.model.config.vocab)
     samples.check_ids()
     count = min(count or len(samples), len(samples))
-    trained.ranks.activity.begin(f"evaluating {count} samples")
+    trained.ranks.activity.begin(f"evaluating {units.count(count, 'sample')}")
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         yield from ((1, [trained.model(rows[:, :-1], rows[:, 1:])]) for rows in batches)

@@ -1,8 +1,10 @@
 """Handle requests to stop: remember a request until the current step is done."""
 
+import _thread
 import os
 import signal
-from contextlib import suppress
+import sys
+import threading
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -17,28 +19,40 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 # The message if the run has not begun to train.
 TOLD_EARLY = "told to stop before anything was done; the same command starts again"
+# Seconds that the main thread has to heed a second Ctrl-C: a long call of a kernel does not return before its end.
+GRACE = 2.0
+# Ends the thread that reads the numbers of signals; no signal has this one.
+_OVER = b"\0"
+# Shows a terminal's cursor, which the live line hides.
+_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
     """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once.
 
-    After the block SIGUSR1 is ignored, as the process is about to end.
+    asked: whether a request has arrived; interrupted: whether it was a SIGINT. agreed: whether ranks have agreed that
+    one was asked; `interrupted` is then the same on all of them. A thread notes both at once, because
+    Python calls a handler only between two calls of the main thread, which may take minutes. After the block SIGUSR1 is
+    ignored, as the process is about to end.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.interrupted = self.agreed = False
+        self._twice = False
+        self._heeded = threading.Event()
         self._before: dict[int, signal._HANDLER] = {}
         self._arrived: tuple[int, int] | None = None
+        self._watch = threading.Thread(target=self._note, name="stop", daemon=True)
 
     def told(self, doing: str) -> str:
         """Return what the user is shown while this rank does something."""
-        return f"told to stop, finishing this step first; {doing}".removesuffix("; ") if self.asked else doing
+        return f"told to stop, finishing this step or batch first; {doing}".removesuffix("; ") if self.asked else doing
 
     def __enter__(self) -> Self:
         # Python calls a handler once for all signals that arrive during one C call, but writes a byte for each.
         self._arrived = os.pipe()
-        for end in self._arrived:
-            os.set_blocking(end, False)
+        os.set_blocking(self._arrived[1], False)
+        self._watch.start()
         signal.set_wakeup_fd(self._arrived[1], warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
         return self
@@ -50,6 +64,8 @@ class StopRequest:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         assert self._arrived is not None
+        os.write(self._arrived[1], _OVER)
+        self._watch.join()
         for end in self._arrived:
             os.close(end)
         # A late SIGUSR1 must not kill a finished run: its exit code would ask for another start.
@@ -57,13 +73,34 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        assert self._arrived is not None
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            # The byte may come a moment after the handler is called.
-            with suppress(BlockingIOError):
-                if os.read(self._arrived[0], 4096).count(signal.SIGINT) > 1:
-                    raise KeyboardInterrupt
+            self.interrupted = True
+            signal.signal(signal.SIGINT, self._interrupt)
+            if self._twice:
+                self._interrupt(number, frame)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self._heeded.is_set():
+            self._heeded.set()
+            raise KeyboardInterrupt
+
+    def _note(self) -> None:
+        """Note the signals that arrive, until the block ends."""
+        assert self._arrived is not None
+        interrupts = 0
+        while _OVER not in (arrived := os.read(self._arrived[0], 4096)):
+            self.asked = True
+            interrupts += arrived.count(signal.SIGINT)
+            self.interrupted = interrupts > 0
+            if interrupts > 1 and not self._twice:
+                self._twice = True
+                # Both may have arrived during one call, after which Python calls its handler once.
+                _thread.interrupt_main()
+                if not self._heeded.wait(GRACE):
+                    if sys.stdout.isatty():
+                        sys.stdout.write(_CURSOR)
+                        sys.stdout.flush()
+                    _end(signal.SIGINT, None)
 
 
 def end_early() -> None:
@@ -83,7 +120,7 @@ def restore_handlers() -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = number == signal.SIGINT
-    # One rank reports for all.
-    if {os.environ.get(name, "0") for name in _RANK} == {"0"}:
+    # One rank reports for all, or our launcher.
+    if LAUNCHER_PID not in os.environ and {os.environ.get(name, "0") for name in _RANK} == {"0"}:
         say(f"llmtrain: {'interrupted' if interrupted else TOLD_EARLY}", err=True)
     os._exit(EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED)

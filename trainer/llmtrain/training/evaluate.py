@@ -1,5 +1,6 @@
 """Mean loss over a fixed set of samples, the same on every layout."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.comm.device import to_device, to_host
 from llmtrain.comm.ranks import Ranks
+from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 
 # Seed of the order of samples: the same for all runs, so that their losses can be compared.
@@ -17,9 +19,51 @@ ORDER = 0
 # Most microbatches on the device at once.
 TOGETHER = 64
 
+# Seconds after which ranks ask each other whether one of them was told to stop.
+BETWEEN = 0.5
+
 # Takes microbatches, int64 `[sequences, tokens + 1]` each. Yields, for some at a time and in order, their number and
 # their mean losses; no losses on a rank that does not count them.
 LossesOf = Callable[[Sequence[Tensor]], Iterator[tuple[int, list[Tensor]]]]
+
+
+class CutError(Exception):
+    """An evaluation was stopped before its end, on all ranks."""
+
+
+class InParts:
+    """Cuts the microbatches of an evaluation into parts of about `BETWEEN` seconds. Between parts, ranks agree whether
+    one of them was asked to stop."""
+
+    def __init__(self, ranks: Ranks, stop: StopRequest, stages: int) -> None:
+        """stages: of the pipeline, all of which a part keeps busy."""
+        self._ranks, self._stop = ranks, stop
+        self._size = self._least = 2 * stages if stages > 1 else 1
+        self._since = 0.0
+
+    def parts(self, batches: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """Yield the parts of some microbatches. Collective. Raises CutError if any rank was asked to stop."""
+        first = 0
+        while first < len(batches):
+            if self.stopping():
+                raise CutError
+            yield batches[first : first + self._size]
+            first += self._size
+
+    def stopping(self) -> bool:
+        """Return whether any rank was asked to stop; else set the size of the next part. Collective."""
+        stop, now = self._stop, time.perf_counter()
+        spent = now - self._since if self._since else BETWEEN
+        asked, interrupted, total = self._ranks.sum_all([float(stop.asked), float(stop.interrupted), spent])
+        stop.agreed, stop.interrupted = asked > 0, interrupted > 0
+        # All ranks have the same sums, and so parts of the same sizes.
+        mean = total / self._ranks.layout.world
+        if mean > BETWEEN:
+            self._size = max(self._least, self._size // 2)
+        elif self._since and mean < BETWEEN / 2:
+            self._size = min(2 * self._size, TOGETHER)
+        self._since = time.perf_counter()
+        return stop.agreed
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.comm.device import in_host_memory, start_to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.launch.stop import StopRequest
+from llmtrain.launch.stop import TOLD_EARLY, StopRequest
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
@@ -24,7 +24,7 @@ from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.step_record import StepRecord, is_logged
 from llmtrain.training.collector import freeze, thawed
-from llmtrain.training.evaluate import mean_loss
+from llmtrain.training.evaluate import CutError, InParts, mean_loss
 from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare
 from llmtrain.training.rewind import fail, rewind
@@ -44,35 +44,48 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         if waiting is not None:
             waiting.stop()
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
-        ranks.activity.begin("preparing the first step")
+        ranks.activity.begin("preparing the first step" if run.progress.step < steps else "")
         changed = [f"{change}, changed since the last start{without_effect(change)}" for change in run.changed]
         run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
             begin(run)
-        ranks.activity.phase, first = first_step(plan), True
+        elif was_cut(run) and not evaluate(run):
+            raise PreemptedError(stopped_after(run))
+        ranks.activity.show(first_step(plan) if run.progress.step < steps else "")
+        first = True
         while run.progress.step < steps:
             before = run.progress.step
             stopping = train_step(run, before)
             if first:
                 freeze()
                 first = False
-            done = run.progress.step
             # After a rewind, the rest was done at that step before.
-            if done > before:
-                saving = stopping or _due(done, plan.checkpoint.every or steps, steps)
-                if saving or _due(done, plan.training.compare_every, steps):
-                    compare_replicas(run)
-                if _due(done, plan.training.eval_every, steps):
-                    evaluate(run)
-                if saving:
-                    save(run)
-            ranks.activity.phase = ""
-            if stopping and done < steps:
+            if after_step(run, stopping) if run.progress.step > before else stopping or run.stop.agreed:
                 finish_checkpoint(run)
-                raise PreemptedError(f"stopped after step {done} and saved; the same command resumes from there")
+                raise PreemptedError(stopped_after(run))
+            ranks.activity.show("")
         finish_checkpoint(run)
         run.log.end({})
+
+
+def after_step(run: Run, stopping: bool) -> bool:
+    """Evaluate, compare replicas and save where it is due; return whether the run ends before its last step, or before
+    the last evaluation. stopping: whether a rank was asked to stop in the step. Collective."""
+    plan, done, steps = run.plan, run.progress.step, run.plan.training.steps
+    cut = _due(done, plan.training.eval_every, steps) and not evaluate(run)
+    stopping = stopping or run.stop.agreed
+    saving = stopping or _due(done, plan.checkpoint.every or steps, steps)
+    if saving or _due(done, plan.training.compare_every, steps):
+        compare_replicas(run)
+    if saving:
+        save(run)
+    return cut or (stopping and done < steps)
+
+
+def stopped_after(run: Run) -> str:
+    """Return a sentence about a run that was told to stop."""
+    return f"stopped after step {run.progress.step} and saved; the same command resumes from there"
 
 
 def without_effect(change: str) -> str:
@@ -104,9 +117,14 @@ def warn_of_validation(run: Run) -> None:
 
 
 def begin(run: Run) -> None:
-    """Evaluate the initial weights, and save them if a spike may rewind to them. Collective."""
+    """Evaluate the initial weights, and save them if a spike may rewind to them. Collective.
+
+    Raises PreemptedError or KeyboardInterrupt when asked to stop in the evaluation: there is nothing to save yet.
+    """
     if run.progress.step == 0:
         evaluate(run)
+        if run.stop.agreed:
+            raise KeyboardInterrupt if run.stop.interrupted else PreemptedError(TOLD_EARLY)
     if run.plan.spikes.threshold and run.plan.spikes.action == "rewind":
         save(run)
 
@@ -114,7 +132,7 @@ def begin(run: Run) -> None:
 def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
     plan, started = run.plan, time.perf_counter()
-    run.ranks.activity.record("computing", step)
+    run.ranks.activity.begin_step(step)
     if is_logged(plan, step + 1) and run.ranks.layout.world > 1:
         run.ranks.activity.start_timing()
     if run.plan.model.dropout:
@@ -223,19 +241,38 @@ def note_skipped(run: Run, finite: bool, spike: bool) -> None:
         fail(run, f"there was {what} for {units.count(progress.skipped_in_row, 'step')} in a row")
 
 
-def evaluate(run: Run) -> None:
-    """Log the validation loss, if there is a validation split. Collective."""
-    if run.valid_data is not None:
-        count = run.plan.training.eval_batches * run.plan.batch.sequences
-        run.ranks.activity.begin(f"evaluating {min(count, len(run.valid_data))} samples")
+def evaluate(run: Run) -> bool:
+    """Log the validation loss, if there is a validation split; return False if a request to stop has cut it short.
+    Afterwards `run.stop.agreed` tells whether there was one. Collective."""
+    if run.valid_data is None:
+        return True
+    count = run.plan.training.eval_batches * run.plan.batch.sequences
+    run.ranks.activity.begin(f"evaluating {units.count(min(count, len(run.valid_data)), 'sample')}")
+    checked = InParts(run.ranks, run.stop, run.plan.pipeline.schedule.stages)
 
-        def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-            counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0
-            for passed, losses in run.executor.evaluate(batches):
+    def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0
+        for part in checked.parts(batches):
+            for passed, losses in run.executor.evaluate(part):
                 yield passed, losses if counts else []
 
+    try:
         loss = mean_loss(run.model, losses_of, run.valid_data, count, run.plan.batch.microbatch, run.ranks)
-        run.log.evaluation(run.progress.step, "validation", loss)
+    except CutError:
+        run.model.train()
+        return False
+    run.log.evaluation(run.progress.step, "validation", loss)
+    checked.stopping()
+    return True
+
+
+def was_cut(run: Run) -> bool:
+    """Return whether the evaluation after the last step is due, but not logged: a request to stop cut it short.
+    Collective."""
+    step, training = run.progress.step, run.plan.training
+    if not _due(step, training.eval_every, training.steps) or run.valid_data is None:
+        return False
+    return run.ranks.sum_all([float(run.log.evaluated(step))])[0] == 0
 
 
 def compare_replicas(run: Run) -> None:
@@ -247,7 +284,8 @@ def compare_replicas(run: Run) -> None:
 
 def finish_checkpoint(run: Run) -> None:
     """Wait until the last checkpoint is on disk. Collective."""
-    run.ranks.activity.begin("waiting for the checkpoint to be on disk")
+    if run.checkpoints.saving:
+        run.ranks.activity.begin("waiting for the checkpoint to be on disk")
     failure = run.checkpoints.wait()
     if warning := run.checkpoints.warning():
         run.log.warn(warning)

@@ -34,7 +34,7 @@ def save(run: Run) -> None:
 def start_states(run: Run) -> bool:
     """Load the run's newest checkpoint, or what `checkpoint.resume` or `model.hf` names; return whether the run has
     checkpoints of its own. Collective."""
-    run.ranks.activity.begin("loading the checkpoint")
+    run.ranks.activity.begin("preparing the model's states")
     run.checkpoints.reserve(_shards_to_write(run))
     start, own = run.plan.checkpoint.start, run.folder / "checkpoints"
     progress = _load(run, own)

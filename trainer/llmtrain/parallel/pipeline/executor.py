@@ -133,6 +133,7 @@ class Executor:
                 if closes:
                     step.losses.append(output.detach())
                 step.forwards_left -= 1
+                self._links.activity.moving(1 - step.forwards_left / (len(step.rows) * len(self._stages)))
             case Kind.B if self._schedule.splits_backward:
                 step.deferred[key] = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
             case Kind.B if self._hands_back_first(action.chunk, step):
