@@ -39,7 +39,7 @@ def _nothing(*arguments: object, **others: object) -> None:
 
 
 WAITS = [
-    *((owner, "wait") for owner in (stream._StreamTicket, stream._BothTickets, StepTicket, Work)),
+    *((owner, "wait") for owner in (stream._StreamTicket, stream.JoinedTicket, StepTicket, Work)),
     *((owner, "synchronize") for owner in (Stream, Event)),
 ]
 
@@ -71,7 +71,7 @@ def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
             job()
             done.record()
 
-    return stream._BothTickets(self._thread.submit(run), stream._StreamTicket(done, self._activity))
+    return stream.JoinedTicket([self._thread.submit(run), stream._StreamTicket(done, self._activity)])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
 from llmtrain.plan.gradient_buckets import Move, UnitGradients
 from llmtrain.plan.offload import NORM_BLOCK, Bucket
+from llmtrain.sharding.optimizer_shard import Range
 from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor
 
@@ -68,9 +69,57 @@ def test_sums_and_norms_have_the_same_bits(name: str, tier: str, tmp_path: Path)
             if step == 1:
                 continue
             for unit in sizes:
-                parts = [(within, values.clone()) for within, values in store.stepped(unit)]
+                parts = read(store, unit)
                 assert torch.equal(torch.cat([values for _, values in parts]), sums[unit])
                 assert [start for (start, _), _ in parts] == [one.start for one in units[unit].buckets]
+
+
+class Reader:
+    """A ticket of what reads values until it is waited for."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.before, self.waited = values, values.clone(), False
+
+    def wait(self) -> None:
+        assert torch.equal(self.values, self.before)
+        self.waited = True
+
+
+def read(store: BucketedGradients, unit: str, readers: list[Reader] | None = None) -> list[tuple[Range, Tensor]]:
+    """Return the ranges with which a unit is stepped, and their gradients. readers: receives tickets of what reads them
+    later; None: nothing does."""
+    found = list[tuple[Range, Tensor]]()
+
+    def step(within: Range, values: Tensor) -> Reader | None:
+        reader = Reader(values)
+        found.append((within, reader.before))
+        if readers is None:
+            return None
+        readers.append(reader)
+        return reader
+
+    store.step(unit, step)
+    return found
+
+
+@pytest.mark.parametrize(("tier", "kept"), [("host", 9), ("nvme", 2)])
+def test_buckets_stay_until_they_are_read(tier: str, kept: int, tmp_path: Path) -> None:
+    """All that the host's memory holds; of files, as many as have slots that are not read ahead into."""
+    sizes, drawn = {"a": 20480, "b": 4096, "c": 12288}, torch.Generator().manual_seed(0)
+    units = cut(sizes, 4096)
+    with stored(tier, units, tmp_path) as store:
+        for _ in range(3):
+            store.begin()
+            sums, readers = added(store, sizes, drawn), list[Reader]()
+            for unit in sizes:
+                assert torch.equal(torch.cat([values for _, values in read(store, unit, readers)]), sums[unit])
+            assert [reader.waited for reader in readers] == [True] * (9 - kept) + [False] * kept
+            if tier == "host":
+                # What computes the next gradients waits for these.
+                for reader in readers:
+                    reader.wait()
+            store.begin()
+            assert all(reader.waited for reader in readers)
 
 
 def added(store: BucketedGradients, sizes: dict[str, int], drawn: torch.Generator) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Streams, which run jobs one after another beside the computation: CUDA streams, or threads on CPUs."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol
@@ -133,22 +133,23 @@ class CudaThreadStream:
                 job()
                 done.record()
 
-        return _BothTickets(self._thread.submit(run), _StreamTicket(done, self._activity))
+        return JoinedTicket([self._thread.submit(run), _StreamTicket(done, self._activity)])
 
     def close(self) -> None:
         """End the thread after the queued jobs."""
         self._thread.close()
 
 
-class _BothTickets:
-    """Stands for a job in a thread that has queued work on a CUDA stream."""
+class JoinedTicket:
+    """Stands for several jobs, or for one in a thread that has queued work on a CUDA stream."""
 
-    def __init__(self, host: Ticket, device: Ticket) -> None:
-        self._host, self._device = host, device
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tickets
 
     def wait(self) -> None:
-        self._host.wait()
-        self._device.wait()
+        """See Ticket."""
+        for ticket in self._tickets:
+            ticket.wait()
 
 
 class _StreamTicket:

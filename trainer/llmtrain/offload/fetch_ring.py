@@ -37,8 +37,8 @@ class FetchRing:
         self._file, self._queue, self._sizes = file, queue, sizes
         memory = aligned_host_bytes(slots * max(sizes, default=0), pinned)
         self._slots = [_Slot(one) for one in memory.split(max(sizes, default=1))]
-        # Counts of regions ever fetched, and ever put back.
-        self._fetched = self._put = 0
+        # Counts of regions ever fetched, ever taken, and ever put back.
+        self._fetched = self._taken = self._put = 0
         self.waited = 0.0
 
     def fetch(self, region: int, reads: bool = True) -> None:
@@ -53,14 +53,16 @@ class FetchRing:
         self._fetched += 1
 
     def take(self) -> Tensor:
-        """Return the bytes of the region that was fetched first, which may change until it is put back."""
-        slot = self._slots[self._put % len(self._slots)]
+        """Return the bytes of the region that was fetched first and is not taken, which may change until it is put
+        back."""
+        slot = self._slots[self._taken % len(self._slots)]
         self._finish(slot.read)
+        self._taken += 1
         return slot.memory[: slot.nbytes]
 
     def put(self, region: int, writes: bool = True) -> None:
-        """Start to write what was taken to a region, its own or another one of the same size. writes: otherwise, only
-        give it back."""
+        """Start to write what was taken first, and is not put back, to a region, its own or another one of the same
+        size. writes: otherwise, only give it back."""
         slot = self._slots[self._put % len(self._slots)]
         if writes:
             slot.write, slot.region = self._file.start_write(self._queue, region, slot.memory[: slot.nbytes]), region
@@ -70,7 +72,7 @@ class FetchRing:
         """Forget what was fetched and not taken."""
         for slot in self._slots:
             self._finish(slot.read)
-        self._fetched = self._put
+        self._fetched = self._taken = self._put
 
     def flush(self) -> None:
         """Wait until the file has all that was put back."""

@@ -1,7 +1,7 @@
 """Sums of gradients outside of the device, in buckets: in the host's memory, or in files."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -12,7 +12,7 @@ from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.gradient_tiers import GradientTier
 from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
-from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.optimizer_shard import Range, StepRange
 
 
 class _Squares:
@@ -92,7 +92,7 @@ class BucketedGradients:
             squares.take(self._starts[unit] + bucket.start, total)
             self._tier.put(number)
 
-    def stepped(self, unit: str) -> Iterator[tuple[Range, Tensor]]:
+    def step(self, unit: str, step_range: StepRange) -> None:
         """See GradientStore."""
         start, stays = self._starts[unit], self._units[unit].resident
         for number, bucket in self._stepped(unit):
@@ -100,8 +100,8 @@ class BucketedGradients:
             stays -= here
             # AdamW copies to the device what it steps there.
             self._tier.link.to_device += 4 * here if len(self._came) else 0
-            yield (start + bucket.start, start + bucket.end), self._tier.take(number)
-            self._tier.put(number, copied=not (here and len(self._came)))
+            reader = step_range((start + bucket.start, start + bucket.end), self._tier.take(number))
+            self._tier.put(number, copied=not (here and len(self._came)), reader=reader)
 
     def squares(self, unit: str, within: Range) -> float:
         """See GradientStore."""

@@ -1,5 +1,6 @@
 """Memory outside of the device for buckets of gradient sums: the host's memory, or files."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
+from llmtrain.comm.stream import Ticket
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile
@@ -31,8 +33,10 @@ class GradientTier(Protocol):
         """Return a bucket in the host's memory, fp32 `[n]`, which may change until `put`; uninitialized if its move
         does not read it."""
 
-    def put(self, bucket: int, copied: bool = True) -> None:
-        """Give back the bucket that was taken last. copied: False if the current stream of a GPU may still copy it."""
+    def put(self, bucket: int, copied: bool = True, reader: Ticket | None = None) -> None:
+        """Give back the bucket that was taken last. copied: False if the current stream of a GPU may still copy it.
+        reader: of what still reads it, and is waited for at the latest before the next step computes the gradient that
+        takes its place; None if nothing does."""
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
@@ -61,7 +65,7 @@ class HostGradients:
         """See GradientTier."""
         return self._buckets[bucket]
 
-    def put(self, bucket: int, copied: bool = True) -> None:
+    def put(self, bucket: int, copied: bool = True, reader: Ticket | None = None) -> None:
         """See GradientTier. What changes the bucket next comes after the passes of the next step on that stream."""
 
     def usage(self) -> TierUsage:
@@ -88,21 +92,31 @@ class FileGradients:
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
         count = slots(len(sizes))
         self._ring = FetchRing(self._file, self._queue, sizes, count, pinned)
-        self._moves = MoveRing(self._ring, moves, min(READ_AHEAD, count - 1))
+        ahead = min(READ_AHEAD, count - 1)
+        self._moves = MoveRing(self._ring, moves, ahead)
+        # Buckets that were put and may still be read. While buckets are only read, nothing is written behind them: its
+        # slots keep these.
+        self._kept, self._most_kept = deque[tuple[int, Ticket]](), count - 1 - ahead
 
     def begin(self) -> None:
         """See GradientTier."""
+        self._give_back(0)
         self._moves.begin()
 
     def take(self, bucket: int) -> Tensor:
         """See GradientTier."""
         return self._moves.take(bucket).view(torch.float32)[: self._numel[bucket]]
 
-    def put(self, bucket: int, copied: bool = True) -> None:
-        """See GradientTier. The slot is for another bucket then."""
+    def put(self, bucket: int, copied: bool = True, reader: Ticket | None = None) -> None:
+        """See GradientTier. The slot is for another bucket once nothing reads it."""
         if not copied:
             torch.cuda.current_stream().synchronize()
-        self._moves.put(bucket)
+        if reader is None:
+            self._give_back(0)
+            self._moves.put(bucket)
+        else:
+            self._kept.append((bucket, reader))
+            self._give_back(self._most_kept)
 
     def usage(self) -> TierUsage:
         """See GradientTier."""
@@ -114,6 +128,13 @@ class FileGradients:
         """See GradientTier. Waits for the transfers that run."""
         self._queue.close()
         self._file.close()
+
+    def _give_back(self, left: int) -> None:
+        """Wait for readers, and give their buckets back, until as many are left."""
+        while len(self._kept) > left:
+            bucket, reader = self._kept.popleft()
+            reader.wait()
+            self._moves.put(bucket)
 
     @property
     def nbytes(self) -> int:

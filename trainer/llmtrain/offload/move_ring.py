@@ -10,27 +10,28 @@ from llmtrain.plan.gradient_buckets import Move
 
 class MoveRing:
     """Takes buckets in the order of `moves`, which is that of one step, again and again. While one is in use, the next
-    `ahead` are read, and those before it are written."""
+    `ahead` are read, and those before it are written. Several may be in use while no move writes what these read."""
 
     def __init__(self, ring: FetchRing, moves: Sequence[Move], ahead: int) -> None:
-        """ring: has slots for `ahead` buckets and one more."""
+        """ring: has slots for `ahead` buckets and those in use."""
         self._ring, self._moves, self._ahead = ring, moves, ahead
-        # Moves that were ever begun, and ever completed.
-        self._fetched = self._done = 0
+        # Moves that were ever begun, of which the bucket was ever taken, and ever completed.
+        self._fetched = self._taken = self._done = 0
 
     def take(self, bucket: int) -> Tensor:
         """Return a bucket's bytes, which may change until it is put back; uninitialized if its move does not read
         it."""
-        if self._move(self._done).bucket != bucket:
-            raise RuntimeError(f"bucket {bucket} is taken, but the step's next move is {self._move(self._done)}")
-        while self._fetched <= self._done + self._ahead and not self._changes_before(self._fetched):
+        if self._move(self._taken).bucket != bucket:
+            raise RuntimeError(f"bucket {bucket} is taken, but the step's next move is {self._move(self._taken)}")
+        while self._fetched <= self._taken + self._ahead and not self._changes_before(self._fetched):
             move = self._move(self._fetched)
             self._ring.fetch(move.bucket, move.reads)
             self._fetched += 1
+        self._taken += 1
         return self._ring.take()
 
     def put(self, bucket: int) -> None:
-        """Start to write the bucket that was taken last, if its move writes it."""
+        """Start to write the bucket that was taken first and is not put back, if its move writes it."""
         self._ring.put(bucket, self._move(self._done).writes)
         self._done += 1
 
@@ -39,7 +40,7 @@ class MoveRing:
         if self._done % len(self._moves):
             self._ring.forget()
             self._done += -self._done % len(self._moves)
-            self._fetched = self._done
+            self._fetched = self._taken = self._done
 
     def _move(self, count: int) -> Move:
         return self._moves[count % len(self._moves)]

@@ -40,6 +40,7 @@ class OffloadedShard:
         self.held = (start, start + outside.buckets[-1].end)
         self._resident, self._outside, self._rule, self._masters = resident, outside, rule, masters
         self._names = STATES if masters is None else STATES[1:]
+        # Of the newest range: one thread steps all ranges of a step, in order.
         self._stepped: StepTicket | None = None
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:

@@ -78,8 +78,9 @@ class Offload:
 
     @property
     def workers(self) -> int:
-        """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order."""
-        return 1 if self.tier == "nvme" else self.overlap + 1
+        """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order, and so do
+        the parts of a bucket whose gradients come from buckets that are cut elsewhere."""
+        return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
     def resident(self, stepped: int) -> int:
         """Return how many of the elements of a unit that a rank steps stay, from the first one. stepped: their number,

@@ -22,7 +22,7 @@ from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
 from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
 from llmtrain.sharding.in_flight import InFlight
-from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.optimizer_shard import StepRange
 from llmtrain.sharding.outside_gradients import OutsideGradients, OutsideReduction
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
@@ -95,11 +95,11 @@ class GradientReducer:
         if self._outside is not None:
             self._outside.store.begin()
 
-    def outside(self, unit: ShardedUnit) -> Iterator[tuple[Range, Tensor]] | None:
-        """Return the gradients with which a unit is stepped, range by range, if they rest elsewhere; else None."""
+    def outside(self, unit: ShardedUnit) -> Callable[[StepRange], None] | None:
+        """Return what steps a unit range by range with gradients that rest elsewhere; None if they do not."""
         if self._outside is None or not unit.hops.placement.moves_gradients:
             return None
-        return self._outside.store.stepped(unit.spec.name)
+        return partial(self._outside.store.step, unit.spec.name)
 
     def start(self, begun: Pass, passing: bool) -> None:
         """Begin a pass that computes gradients. passing: whether autograd runs it now and computes all gradients."""

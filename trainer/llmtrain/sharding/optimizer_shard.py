@@ -1,6 +1,6 @@
 """The optimizer states of one unit on this rank, and all access to them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -13,6 +13,9 @@ from llmtrain.comm.stream import Ticket
 from llmtrain.model.tensors import UnitSpec
 
 Range = tuple[int, int]
+StepRange = Callable[[Range, Tensor], Ticket | None]
+"""Steps a range with its gradient. Returns a ticket of what is not done yet and reads the gradient; None if all is
+done."""
 
 # Names of the states, as checkpoints have them.
 STATES = ("master", "m", "v")

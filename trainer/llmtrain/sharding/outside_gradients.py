@@ -1,6 +1,5 @@
 """Sums of gradients that rest elsewhere than on the device, and their reduction."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, spread_sum
-from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.optimizer_shard import Range, StepRange
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -34,9 +33,9 @@ class GradientStore(Protocol):
     def put(self, unit: str, values: Tensor) -> None:
         """Set what this rank steps, which is then complete, to `values`: `[n]` of any float dtype on the device."""
 
-    def stepped(self, unit: str) -> Iterator[tuple[Range, Tensor]]:
-        """Yield the ranges of the unit that this rank steps, in order, with their gradients: fp32, in the host's
-        memory, valid until the next one."""
+    def step(self, unit: str, step_range: StepRange) -> None:
+        """Step the ranges of the unit that this rank steps, in order, with their gradients: fp32, in the host's memory,
+        valid until the ticket of a range is waited for."""
 
     def squares(self, unit: str, within: Range) -> float:
         """Return the squared norm of a range of the unit: all that this rank steps, or an end of it that TP-replicated

@@ -1,6 +1,6 @@
 """The model states of a unit on this rank: each is a shard, of its own degree, of one padded flat buffer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
 from llmtrain.comm.device import in_host_memory, to_device
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.stream import JoinedTicket, Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range
+from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range, StepRange
 from llmtrain.sharding.parameters import UnitParameters
 
 # Elements of masters in files that are read at once.
@@ -108,19 +108,23 @@ class ShardedUnit:
         """Start to step what may be stepped before the norm of the gradients is known: `owned_gradient` is complete."""
         self.optimizer.step_ahead(self.owned_gradient, self._stepped_weight)
 
-    def step(self, numbers: AdamWStep, gradients: Iterable[tuple[Range, Tensor]] | None = None) -> Ticket | None:
+    def step(self, numbers: AdamWStep, outside: Callable[[StepRange], None] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. gradients: of ranges that follow each other; by default `owned_gradient`."""
+        done. outside: steps ranges that follow each other with gradients from elsewhere; None: the gradient is
+        `owned_gradient`."""
         weight, offset = self._stepped_weight, self.ranges.optimizer[0]
-        if gradients is None:
+        if outside is None:
             return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
-        for (start, end), gradient in gradients:
-            rounded = None if weight is None else weight[start - offset : end - offset]
-            ticket = self.optimizer.step((start, end), gradient, numbers, rounded)
-            # The memory of the gradient is used for the next one.
-            if ticket is not None:
-                ticket.wait()
-        return None
+        tickets = list[Ticket]()
+
+        def step_range(within: Range, gradient: Tensor) -> Ticket | None:
+            rounded = None if weight is None else weight[within[0] - offset : within[1] - offset]
+            ticket = self.optimizer.step(within, gradient, numbers, rounded)
+            tickets.extend([] if ticket is None else [ticket])
+            return ticket
+
+        outside(step_range)
+        return JoinedTicket(tickets) if tickets else None
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them."""
