@@ -12,7 +12,8 @@ import torch
 from llmtrain.comm.stream import Ticket
 from llmtrain.sharding.optimizer_shard import STATES, StepRange
 from llmtrain.sharding.unit import ShardedUnit
-from test_offload import OFFLOADS, draw, numbers_of, offloaded, states, step, units_of
+
+from tests.unit.test_offload import OFFLOADS, draw, numbers_of, offloaded, states, step, units_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
