@@ -70,9 +70,7 @@ def start(
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        print_plan(plan, summary, [*advice(plan), *(one for one in problems if one != too_much)], as_json)
-        if too_much:
-            raise BadInputError(too_much)
+        print_plan(plan, summary, [*advice(plan), *problems], as_json)
         return
     check_gpus(gpus, place, facts.world)
     set_gpu_variables(facts.world, plan.training.deterministic)
