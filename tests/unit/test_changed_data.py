@@ -8,10 +8,9 @@ from typing import cast
 
 import numpy as np
 import pytest
+from in_process import train_here
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.inference.trained import evaluate_on, open_model
 from llmtrain.plan.facts import Facts
@@ -52,9 +51,7 @@ def train(folder: Path) -> Train:
     """Train by the tiny recipe with overrides."""
 
     def run(*overrides: str) -> None:
-        facts = Facts(world=1, device="cpu")
-        plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), facts)
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+        train_here(folder / "tiny.yaml", *overrides)
 
     return run
 

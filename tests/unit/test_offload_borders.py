@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_process import train_here
 from late_streams import LateCopies, LateStream, late_copies
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import connect
 from llmtrain.errors import RunFailedError
 from llmtrain.offload.border_copies import CpuCopies, GpuCopies
 from llmtrain.offload.border_store import BorderStore, FileBorders, HostBorders
@@ -182,10 +181,7 @@ def train(tmp_path: Path) -> Train:
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
 
     def run(name: str, *overrides: str) -> Plan:
-        recipe = load_recipe(str(tmp_path / "tiny.yaml"), [f"name={name}", *overrides])
-        plan = check_and_plan(recipe, Facts(world=1, device="cpu"))
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
-        return plan
+        return train_here(tmp_path / "tiny.yaml", f"name={name}", *overrides)
 
     return run
 

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from in_process import train_here
 from llmtrain.checkpoint import save
-from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import device
 from llmtrain.comm.device import DeviceCopies
-from llmtrain.comm.ranks import connect
 from llmtrain.errors import PreemptedError
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
@@ -47,8 +43,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
 
     def run(*overrides: str) -> None:
-        plan = check_and_plan(load_recipe(str(tmp_path / "tiny.yaml"), overrides), Facts(world=1, device="cpu"))
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+        train_here(tmp_path / "tiny.yaml", *overrides)
 
     yield run
     end = time.monotonic() + 60

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from in_process import train_here
 from llmtrain.checkpoint import save
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import connect
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
 from llmtrain.training.passes import Passes
@@ -49,10 +45,7 @@ def train(folder: Path) -> Train:
     """Train by the tiny recipe with overrides, and return the run's training losses."""
 
     def run(*overrides: str) -> list[float]:
-        facts = Facts(world=1, device="cpu")
-        plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), facts)
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
-        return losses(folder / "runs" / plan.name)
+        return losses(folder / "runs" / train_here(folder / "tiny.yaml", *overrides).name)
 
     return run
 

@@ -5,11 +5,7 @@ from math import nan
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import connect
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.recipe.load import load_recipe
+from in_process import train_here
 from llmtrain.sharding.engine import Engine
 from llmtrain.training import loop
 from llmtrain.training.passes import Passes
@@ -31,8 +27,7 @@ def train(folder: Path, *overrides: str) -> list[float]:
     """Train the tiny recipe; return the losses of its steps and evaluations."""
     write_corpus(folder / "set", 200)
     (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder))
-    plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), Facts(world=1, device="cpu"))
-    loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+    plan = train_here(folder / "tiny.yaml", *overrides)
     return [row["loss"] for row in rows(folder / "runs" / plan.name) if "loss" in row]
 
 

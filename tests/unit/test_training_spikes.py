@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.ranks import connect
+from in_process import train_here
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
@@ -39,10 +35,7 @@ def train(tmp_path: Path) -> Train:
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
 
     def run(*overrides: str) -> list[dict[str, Any]]:
-        facts = Facts(world=1, device="cpu")
-        plan = check_and_plan(load_recipe(str(tmp_path / "tiny.yaml"), overrides), facts)
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
-        return rows(tmp_path / "runs" / plan.name)
+        return rows(tmp_path / "runs" / train_here(tmp_path / "tiny.yaml", *overrides).name)
 
     return run
 

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from llmtrain.cluster.layout import Axis, Layout
+from in_process import train_here
 from llmtrain.comm import activity
 from llmtrain.comm.activity import Activity
-from llmtrain.comm.ranks import connect
 from llmtrain.errors import PreemptedError
 from llmtrain.launch.stop import StopRequest
 from llmtrain.parallel.pipeline.executor import Executor
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.recipe.load import load_recipe
 from llmtrain.training import evaluate, loop
 from tiny import rows, write_corpus
 
@@ -43,8 +39,7 @@ def train(folder: Path) -> Train:
     """Train by the tiny recipe with overrides."""
 
     def run(*overrides: str) -> None:
-        plan = check_and_plan(load_recipe(str(folder / "tiny.yaml"), overrides), Facts(world=1, device="cpu"))
-        loop.train(plan, connect(Layout({Axis.DATA: 1})), [])
+        train_here(folder / "tiny.yaml", *overrides)
 
     return run
 
