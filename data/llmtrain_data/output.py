@@ -36,6 +36,12 @@ def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
     print(printable(value) + end, end="", file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def show_cursor() -> None:
+    """Show the terminal's cursor, which a live line hides, before the process ends without ending the line."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
+
+
 def say_json(data: Any, indent: int | None = None) -> None:
     """Print data as JSON."""
     say(json_text(data, indent))

@@ -9,7 +9,8 @@ import pytest
 from llmtrain.comm import threads
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
-ASK = "from llmtrain.comm.threads import set_by_user; print(set_by_user())"
+# Ranks share one pipe: a word and its end go into it in one write, also where Python does not buffer.
+ASK = "import os; from llmtrain.comm.threads import set_by_user; os.write(1, str(set_by_user()).encode().ljust(6))"
 
 
 def ranks_say(script: str, *command: str, **variables: str) -> list[str]:

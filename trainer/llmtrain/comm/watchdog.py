@@ -250,9 +250,10 @@ class Watchdog:
         text = json.dumps({"sentence": sentence, "gone": processes})
         held = self._store.compare_set(VERDICT, "", text).decode()
         if held == text:
-            self._tell_in_time(sentence)
-            # Say the reason first: the launcher takes a rank that dies without a reason for the reason.
+            # Say the reason first: the launcher takes a rank that dies without a reason for the reason, and the others
+            # may end as soon as they read the verdict.
             self._say(sentence)
+            self._tell_in_time(sentence)
             self._kill(processes)
             if self._others:
                 # The others still have to read the verdict, and this process may hold the store.

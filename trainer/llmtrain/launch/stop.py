@@ -3,12 +3,11 @@
 import _thread
 import os
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from llmtrain_data.output import say
+from llmtrain_data.output import say, show_cursor
 
 from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -23,8 +22,6 @@ TOLD_EARLY = "told to stop before anything was done; the same command starts aga
 GRACE = 2.0
 # Ends the thread that reads the numbers of signals; no signal has this one.
 _OVER = b"\0"
-# Shows a terminal's cursor, which the live line hides.
-_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
@@ -97,9 +94,7 @@ class StopRequest:
                 # Both may have arrived during one call, after which Python calls its handler once.
                 _thread.interrupt_main()
                 if not self._heeded.wait(GRACE):
-                    if sys.stdout.isatty():
-                        sys.stdout.write(_CURSOR)
-                        sys.stdout.flush()
+                    show_cursor()
                     _end(signal.SIGINT, None)
 
 
