@@ -115,6 +115,10 @@ OFFLOAD = {
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
     "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),
+    "weights in files": Case(1, ("offload.parameters=nvme", "offload.gradients=none", FILES)),
+    "weights in files, stage 3": Case(
+        2, ("offload.parameters=nvme", "offload.optimizer=nvme", FILES, BUCKETS, _stage(3))
+    ),
     "activations on the host": Case(1, BORDERS, waits=5),
     "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=5),
     "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=5),

@@ -14,6 +14,7 @@ from llmtrain.offload.border_copies import GpuCopies
 from llmtrain.offload.gradient_tiers import FileGradients
 from llmtrain.offload.staging import Copies
 from llmtrain.offload.stepper import StepTicket
+from llmtrain.offload.weight_stores import FileWeights
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.tensor.collectives import Pending
 from llmtrain.sharding import in_flight
@@ -121,6 +122,7 @@ RACES = {
         CASES["gradients on the host, one rank"], mock.patch.object(CudaThreadStream, "submit", _thread_at_once)
     ),
     "slots of sums in files": Twin(CASES["gradients in files"], deaf(FileGradients, "put")),
+    "parts of weights in files": Twin(CASES["weights in files"], deaf(FileWeights, "load")),
     "borders that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
     "borders that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
     "borders after passes": Twin(

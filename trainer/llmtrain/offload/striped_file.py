@@ -33,19 +33,16 @@ class StripedFile:
                 with _failing(path, f"cannot take {nbytes} bytes"):
                     os.posix_fallocate(file, 0, nbytes)
 
-    def start_read(self, queue: DirectQueue, region: int, into: Tensor) -> list[tuple[int, int]]:
-        """Start to read a whole region; return its transfers for `finish`. into: uint8, from `aligned_bytes`."""
-        return [
-            (one.volume, queue.read(self._files[one.volume], one.offset, into[one.first : one.first + one.nbytes]))
-            for one in self._stripes[region]
-        ]
+    def start_read(self, queue: DirectQueue, region: int, into: Tensor, start: int = 0) -> list[tuple[int, int]]:
+        """Start to read bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`.
+        into: uint8, from `aligned_bytes`."""
+        parts = self._parts(region, start, into)
+        return [(volume, queue.read(self._files[volume], offset, own)) for volume, offset, own in parts]
 
-    def start_write(self, queue: DirectQueue, region: int, values: Tensor) -> list[tuple[int, int]]:
-        """Start to write a whole region; return its transfers for `finish`."""
-        return [
-            (one.volume, queue.write(self._files[one.volume], one.offset, values[one.first : one.first + one.nbytes]))
-            for one in self._stripes[region]
-        ]
+    def start_write(self, queue: DirectQueue, region: int, values: Tensor, start: int = 0) -> list[tuple[int, int]]:
+        """Start to write bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`."""
+        parts = self._parts(region, start, values)
+        return [(volume, queue.write(self._files[volume], offset, own)) for volume, offset, own in parts]
 
     def finish(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
         """Wait for transfers. Raises RunFailedError."""

@@ -12,6 +12,9 @@ from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.rank_borders import in_pages
 
+# Bytes of the parts in which a shard passes through the host's memory, of files.
+_PART = 8 * 2**20
+
 
 class HostWeights:
     """Weight shards in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`. See
@@ -60,7 +63,7 @@ class FileWeights:
     """Weight shards in files, striped over volumes. See WeightStore.
 
     If `direct`, a CPU reads them into the memory that computes. Otherwise they pass through a buffer for each
-    direction.
+    direction, in parts: one is copied to or from the device while the next ones are read or written.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class FileWeights:
     ) -> None:
         """sizes: elements of each unit's shard; whole pages if `direct`. pinned: whether a GPU computes. Raises
         RunFailedError."""
-        self._link, self._pinned = LinkCount(), pinned
+        self._link, self._pinned, self._direct = LinkCount(), pinned, direct
         self._regions = {unit: place for place, unit in enumerate(sizes)}
         self._dtype = dtype
         regions = [in_pages(numel * dtype.itemsize) for numel in sizes.values()]
@@ -79,21 +82,37 @@ class FileWeights:
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
-        staged = self._coming[: in_pages(into.nbytes)]
-        memory = staged if len(staged) else into.view(torch.uint8)
-        self._file.finish(self._reads, self._file.start_read(self._reads, self._regions[unit], memory))
-        if len(staged):
-            into.copy_(staged[: into.nbytes].view(self._dtype))
-            self._link.to_device += into.nbytes if self._pinned else 0
+        region, flat = self._regions[unit], into.view(torch.uint8)
+        parts = self._parts(flat, self._coming)
+        reads = [self._file.start_read(self._reads, region, memory, start) for start, memory in parts]
+        for (start, memory), read in zip(parts, reads, strict=True):
+            self._file.finish(self._reads, read)
+            if not self._direct:
+                end = min(start + memory.nbytes, flat.nbytes)
+                flat[start:end].copy_(memory[: end - start], non_blocking=True)
+        if self._pinned:
+            # The next load reads into the same memory.
+            torch.cuda.current_stream().synchronize()
+            self._link.to_device += into.nbytes
 
     def store(self, unit: str, values: Tensor) -> None:
         """See WeightStore."""
-        staged = self._going[: in_pages(values.nbytes)]
-        memory = staged if len(staged) else values.view(torch.uint8)
-        if len(staged):
-            staged[: values.nbytes].view(self._dtype).copy_(values)
-            self._link.to_host += values.nbytes if self._pinned else 0
-        self._file.finish(self._writes, self._file.start_write(self._writes, self._regions[unit], memory))
+        region, flat = self._regions[unit], values.view(torch.uint8)
+        writes = []
+        for start, memory in self._parts(flat, self._going):
+            if not self._direct:
+                end = min(start + memory.nbytes, flat.nbytes)
+                memory[: end - start].copy_(flat[start:end])
+            writes += self._file.start_write(self._writes, region, memory, start)
+        self._link.to_host += values.nbytes if self._pinned else 0
+        self._file.finish(self._writes, writes)
+
+    def _parts(self, flat: Tensor, staging: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the first byte of each part of a shard, and the host's memory for it. flat: uint8, on the device."""
+        if self._direct:
+            return [(0, flat)]
+        nbytes = in_pages(flat.nbytes)
+        return [(start, staging[start : min(start + _PART, nbytes)]) for start in range(0, nbytes, _PART)]
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore; the copy is the caller's. It is not counted in `usage`."""
