@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import ceil_div, device_of
 
 TILE = 2048
 OPTIONS = {"num_warps": 4}
@@ -28,7 +28,7 @@ def accumulate(flat: Tensor, starts: list[int], gradients: list[Tensor], overwri
         return
     # Tiles begin at a multiple of their size, so that accesses to the sum are aligned.
     first = places[0][0] // TILE
-    last = triton.cdiv(places[-1][0] + places[-1][1].numel(), TILE)
+    last = ceil_div(places[-1][0] + places[-1][1].numel(), TILE)
     sizes = tuple(one.numel() for _, one in places)
     with device_of(flat):
         _accumulate[(last - first,)](

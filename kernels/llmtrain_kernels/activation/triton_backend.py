@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import ceil_div, device_of
 
 TILE = 2048
 OPTIONS = {"num_warps": 4}
@@ -58,8 +58,8 @@ def _(x: Tensor, grad: Tensor, kind: str) -> Tensor:
 def backward_and_sums(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the gradient of `x`, and its sum over the rows, fp32 `[width]`. kind: gelu or gelu_tanh."""
     (rows, width), grad_x = x.shape, torch.empty_like(x)
-    ranges = triton.cdiv(width, SUMMED["tile"])
-    programs = min(triton.cdiv(rows, SUMMED["group"]), max(1, PROGRAMS // max(1, ranges)))
+    ranges = ceil_div(width, SUMMED["tile"])
+    programs = min(ceil_div(rows, SUMMED["group"]), max(1, PROGRAMS // max(1, ranges)))
     partial = x.new_empty(programs, width, dtype=torch.float32)
     if x.numel():
         with device_of(x):
@@ -79,7 +79,7 @@ def _launch(kernel: Any, kind: str, result: Tensor, *tensors: Tensor) -> None:
     rows, width = result.shape if kind == "swiglu" else (1, result.numel())
     if result.numel():
         with device_of(result):
-            kernel[(rows * triton.cdiv(width, TILE),)](*tensors, width, kind=kind, tile=TILE, **OPTIONS)
+            kernel[(rows * ceil_div(width, TILE),)](*tensors, width, kind=kind, tile=TILE, **OPTIONS)
 
 
 @triton.jit

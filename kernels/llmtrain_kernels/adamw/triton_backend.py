@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain_kernels.adamw.step import AdamWStep, factors
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import ceil_div, device_of
 
 TILE = 1024
 # No fused multiply-add: products and sums round separately, as in the reference.
@@ -48,7 +48,7 @@ def _step(
         return
     places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
     with device_of(gradient):
-        grid = (triton.cdiv(numel, TILE),)
+        grid = (ceil_div(numel, TILE),)
         _adamw[grid](
             *before, *after, gradient, weight, given, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS
         )

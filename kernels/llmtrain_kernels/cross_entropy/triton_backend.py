@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import ceil_div, device_of, power_of_2_from
 
 # Logits that a program processes at once.
 TILE = 4096
@@ -78,9 +78,9 @@ def _launch(kernel: Any, logits: Tensor, *tensors: Tensor, **constants: bool) ->
         return
     if logits.stride(1) != 1:
         raise ValueError("the logits of a row are not contiguous: expected stride 1 within rows")
-    apart, whole = logits.stride(0), triton.cdiv(vocab, 16) * 16
+    apart, whole = logits.stride(0), ceil_div(vocab, 16) * 16
     end = whole if apart >= whole else vocab
-    tile = min(TILE, triton.next_power_of_2(vocab))
+    tile = min(TILE, power_of_2_from(vocab))
     with device_of(logits):
         kernel[(rows,)](logits, *tensors, apart, end, vocab, tile=tile, **constants, **OPTIONS)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of, empty_joined
+from llmtrain_kernels.triton_launch import ceil_div, device_of, empty_joined
 
 # Columns of a program, tokens at once, and the most programs. Their number fixes the bits of the sums.
 CONSTANTS = {"tile": 256, "group": 8}
@@ -28,8 +28,8 @@ def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor
     joined = empty_joined(grad_q, grad_k)
     batch, sequence, heads, dim = grad_q.shape
     tokens, width, kv_heads = batch * sequence, joined.shape[2] * dim, grad_k.shape[2]
-    ranges = triton.cdiv(heads * dim, CONSTANTS["tile"])
-    programs = min(triton.cdiv(tokens, CONSTANTS["group"]), max(1, PROGRAMS // max(1, 3 * ranges)))
+    ranges = ceil_div(heads * dim, CONSTANTS["tile"])
+    programs = min(ceil_div(tokens, CONSTANTS["group"]), max(1, PROGRAMS // max(1, 3 * ranges)))
     partial = joined.new_empty(programs, width, dtype=torch.float32)
     if joined.numel():
         strides = (*grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3])

@@ -71,9 +71,9 @@ class _ResidualNorm(torch.autograd.Function):
         total, weight, statistics = ctx.saved_tensors
         add = None if above is None else _rows(above)
         grad_x, sums = ctx.backend.backward(_rows(total), weight.contiguous(), statistics, _rows(grad), add)
-        of_weight, of_bias = sums[0].to(weight.dtype), sums[1].to(weight.dtype) if ctx.has_bias else None
-        grad_x = grad_x.view(total.shape)
-        return grad_x, grad_x if ctx.adds else None, of_weight, of_bias, None
+        of_parameters, grad_x = sums.to(weight.dtype), grad_x.view(total.shape)
+        of_bias = of_parameters[1] if ctx.has_bias else None
+        return grad_x, grad_x if ctx.adds else None, of_parameters[0], of_bias, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of
+from llmtrain_kernels.triton_launch import ceil_div, device_of, power_of_2_from
 
 # Elements of a program's rows at once, of a thread, and of the widest row.
 ELEMENTS, PER_WARP, WIDEST = 4096, 512, 8192
@@ -21,7 +21,7 @@ FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 512, 256
 
 def tile_constants(width: int) -> dict[str, int]:
     """Return the constants of both kernels. tile: elements of a row; group: rows at once; both powers of 2."""
-    tile = triton.next_power_of_2(width)
+    tile = power_of_2_from(width)
     group = max(1, ELEMENTS // tile)
     return {"tile": tile, "group": group, "num_warps": max(1, tile * group // PER_WARP)}
 
@@ -39,7 +39,7 @@ def forward(
     total, y, statistics = _results(x, added, bias)
     (rows, width), constants = x.shape, tile_constants(x.shape[1])
     if x.numel():
-        programs = min(triton.cdiv(rows, constants["group"]), FORWARD_PROGRAMS)
+        programs = min(ceil_div(rows, constants["group"]), FORWARD_PROGRAMS)
         with device_of(x):
             _forward[(programs,)](x, added, weight, bias, total, y, statistics, eps, rows, width, **constants)
     return total, y, statistics
@@ -67,7 +67,7 @@ def backward(
     part is added. Both are like `total`.
     """
     (rows, width), constants = total.shape, tile_constants(total.shape[1])
-    programs = min(triton.cdiv(rows, constants["group"]), BACKWARD_PROGRAMS)
+    programs = min(ceil_div(rows, constants["group"]), BACKWARD_PROGRAMS)
     grad_x, partial = torch.empty_like(total), statistics.new_empty(len(statistics), programs, width)
     if total.numel():
         centered = len(statistics) == 2

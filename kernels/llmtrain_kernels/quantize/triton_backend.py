@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmtrain_kernels.quantize.format import GOLDEN, SMALLEST
 from llmtrain_kernels.quantize.packed_size import MAX_CODE
+from llmtrain_kernels.triton_launch import ceil_div, power_of_2_from
 
 TILE = 2048
 # No fused multiply-add: products and sums round separately, as in the reference.
@@ -48,7 +49,7 @@ def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulat
 
 def tile_constants(bits: int, block: int) -> dict[str, int]:
     """Return the constants of both kernels. width: bytes of a block; group: blocks of a tile; both powers of 2."""
-    width = triton.next_power_of_2(block * bits // 8)
+    width = power_of_2_from(block * bits // 8)
     return {"bits": bits, "block": block, "width": width, "group": max(1, TILE // width)}
 
 
@@ -65,7 +66,7 @@ def _parts(packed: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
 
 def _launch(kernel: Any, rows: int, constants: dict[str, Any], *tensors_and_numbers: Any) -> None:
     x, _, scales = tensors_and_numbers[:3]
-    grid = triton.cdiv(scales.shape[1], constants["group"]), rows
+    grid = ceil_div(scales.shape[1], constants["group"]), rows
     if 0 in grid:
         return
     # Triton launches on the current device, not on the device of its arguments.

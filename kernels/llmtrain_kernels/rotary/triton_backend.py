@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of, empty_joined
+from llmtrain_kernels.triton_launch import device_of, empty_joined, power_of_2_from
 
 # Elements of a tile: some heads, with a power of 2 of channels.
 ELEMENTS = 2048
@@ -44,7 +44,7 @@ def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: T
     batch, sequence, heads, dim = grad_q.shape
     if grad.numel():
         strides = (*grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3])
-        constants = tile_constants(heads, cos.shape[-1], dim) | {"dim": dim, "whole": triton.next_power_of_2(dim)}
+        constants = tile_constants(heads, cos.shape[-1], dim) | {"dim": dim, "whole": power_of_2_from(dim)}
         with device_of(grad):
             _collect[(batch * sequence, 3)](
                 grad_q, grad_k, grad_v, grad, cos, sin, *strides, sequence, heads, grad_k.shape[2], **constants,
@@ -61,8 +61,8 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
 def tile_constants(heads: int, half: int, channels: int) -> dict[str, int]:
     """Return the constants of both kernels. half: pairs of channels that are rotated; tile: as a power of 2. channels:
     of a head that the kernel moves. group: heads at once."""
-    group = max(1, ELEMENTS // triton.next_power_of_2(channels))
-    return {"half": half, "tile": triton.next_power_of_2(half), "group": min(triton.next_power_of_2(heads), group)}
+    group = max(1, ELEMENTS // power_of_2_from(channels))
+    return {"half": half, "tile": power_of_2_from(half), "group": min(power_of_2_from(heads), group)}
 
 
 @triton.jit
