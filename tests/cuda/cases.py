@@ -90,6 +90,10 @@ PARALLEL = {
     "zero bubble, stage 3": Case(4, ("pipeline.schedule=zero-bubble", _stage(3)), pipeline=2),
     "zero bubble v": Case(2, ("pipeline.schedule=zero-bubble-v", "model.layers=4"), pipeline=2, accumulation=4),
     "message-driven": Case(2, ("pipeline.schedule=message-driven",), pipeline=2),
+    "message-driven, tensor": Case(4, ("pipeline.schedule=message-driven",), pipeline=2, tensor=2),
+    "message-driven, tensor, sequence, stage 1": Case(
+        8, ("pipeline.schedule=message-driven", SEQUENCE, _stage(1)), pipeline=2, tensor=2
+    ),
     "recomputed": Case(1, (RECOMPUTED,)),
     "recomputed, stage 3": Case(2, (RECOMPUTED, _stage(3))),
     "recomputed, tensor, sequence": Case(2, (RECOMPUTED, SEQUENCE, NEOX), tensor=2),

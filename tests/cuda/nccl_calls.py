@@ -1,5 +1,6 @@
 """Stands for torch.distributed over NCCL: each communicator has a stream, and a list of what was called."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -150,5 +151,19 @@ class Nccl:
         return Work(machine, group.calls[-1].before) if asynchronous else None
 
 
-def broadcast(chosen: torch.Tensor, group_src: int, group: Group) -> None:
-    """Stand for a broadcast over gloo to the only rank that is rehearsed."""
+class Decisions:
+    """Stands for broadcasts over gloo of what the first rank of a group decides. Ranks are rehearsed one after the
+    other, that rank before the others of its group, which then hear what it decided in the same step."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, list[int]] = {}
+        self._heard: Counter[tuple[str, int]] = Counter()
+
+    def broadcast(self, chosen: torch.Tensor, group_src: int, group: Group) -> None:
+        """See torch. chosen: one number."""
+        made, heard = self._made.setdefault(group.name, []), (group.name, group.own)
+        if group.rank() == group_src:
+            made.append(int(chosen))
+        else:
+            chosen.fill_(made[self._heard[heard]])
+            self._heard[heard] += 1

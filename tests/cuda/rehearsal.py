@@ -34,7 +34,7 @@ from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
 from machine import Event, Machine, Stream, synchronize
-from nccl_calls import Group, Nccl, broadcast
+from nccl_calls import Decisions, Group, Nccl
 from recorder import Recorder
 from threads import standing_for
 from torch import Tensor
@@ -62,12 +62,12 @@ class Rehearsed:
     planned: tuple[int, int]
 
 
-def rehearse(case: Case, rank: int) -> Rehearsed:
-    """Build a rank of a case, run some steps and close it."""
+def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehearsed:
+    """Build a rank of a case, run some steps and close it. decisions: of the ranks that were rehearsed before."""
     machine = Machine()
     calls = Nccl(machine, rank, case.world)
     with machine.turn, ExitStack() as entered:
-        for change in (*_device(machine), *_library(machine, calls), *stand_ins(machine)):
+        for change in (*_device(machine), *_library(machine, calls, decisions or Decisions()), *stand_ins(machine)):
             entered.enter_context(change)
         machine.modes = [Recorder(machine)]
         for mode in machine.modes:
@@ -173,7 +173,7 @@ def _device(machine: Machine) -> list[Any]:
     ]
 
 
-def _library(machine: Machine, calls: Nccl) -> list[Any]:
+def _library(machine: Machine, calls: Nccl, decisions: Decisions) -> list[Any]:
     """Return the changes to torch.distributed and to Python's threads, where the project calls them."""
     stands = standing_for(machine)
     modules = (backend, collectives, messages_nccl, messages_torch, nccl, comm_ranks)
@@ -181,7 +181,7 @@ def _library(machine: Machine, calls: Nccl) -> list[Any]:
         *(mock.patch.object(module, "dist", calls) for module in modules),
         mock.patch.object(nccl, "ALL_GATHER", calls.all_gather_single),
         mock.patch.object(nccl, "REDUCE_SCATTER", calls.reduce_scatter_single),
-        mock.patch.object(action_order.dist, "broadcast", broadcast),
+        mock.patch.object(action_order.dist, "broadcast", decisions.broadcast),
         mock.patch.object(dist, "destroy_process_group", calls.destroy_process_group),
         mock.patch.object(subgroups, "group_over", calls.group_over),
         mock.patch.object(stepper, "threading", stands),

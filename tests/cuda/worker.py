@@ -14,6 +14,7 @@ from tools.fake_cuda.library import load
 load(Path(sys.argv[1]))
 
 from cases import CASES, Case  # noqa: E402
+from nccl_calls import Decisions  # noqa: E402
 from order import deadlock, disagreements  # noqa: E402
 from rehearsal import Rehearsed, rehearse  # noqa: E402
 from twins import TWINS  # noqa: E402
@@ -21,7 +22,8 @@ from twins import TWINS  # noqa: E402
 
 def found_in(case: Case) -> dict[str, Any]:
     """Rehearse all ranks of a case."""
-    ranks = [rehearse(case, rank) for rank in range(case.world)]
+    decisions = Decisions()
+    ranks = [rehearse(case, rank, decisions) for rank in range(case.world)]
     groups = [one.groups for one in ranks]
     # Message-driven ranks rehearsed one by one take messages as early as none could be there.
     ordered = "message-driven" in str(case.keys)
