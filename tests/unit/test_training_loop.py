@@ -13,6 +13,7 @@ from in_process import train_here
 from llmtrain.checkpoint import save
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
+from llmtrain.sharding.engine import Engine
 from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
 from llmtrain.training.passes import Passes
@@ -362,3 +363,12 @@ def test_the_library_of_products_keeps_the_curve(train: Train, monkeypatch: pyte
         curves[wider] = train(f"name=wider-{wider}", f"model.family={family}")
         assert bool(made) is wider
     assert curves[True] == pytest.approx(curves[False], rel=1e-5)
+
+
+def test_a_row_has_the_time_that_a_step_waits_for_offloaded_states(
+    train: Train, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Engine.finish_steps
+    monkeypatch.setattr(Engine, "finish_steps", lambda engine: time.sleep(0.2) or finish(engine))
+    train("train.steps=2", "train.eval_every=0", "optimizer.warmup=0")
+    assert min(row["step_time_s"] for row in rows(folder / "runs" / "tiny") if "event" not in row) >= 0.2

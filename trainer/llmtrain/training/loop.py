@@ -167,6 +167,8 @@ def train_step(run: Run, step: int) -> bool:
     run.progress.tokens += plan.batch.tokens
     note_skipped(run, finite, spike)
     run.lock.check()
+    # First: it waits for the steps of offloaded states, which take their time of this step.
+    moved = offload_usage(run, step)
     run.log.step(
         StepRecord(
             step=step + 1,
@@ -179,7 +181,7 @@ def train_step(run: Run, step: int) -> bool:
             passed_batches=run.progress.passed,
             rank_seconds=ended.rank_seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
-            offload=offload_usage(run, step),
+            offload=moved,
             save_held=held,
         )
     )
