@@ -114,7 +114,16 @@ OFFLOAD = {
     "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),
     "weights on the host, optimizer on the device": Case(2, (_stage(3), *WEIGHTS)),
     "weights on the host, one rank": Case(1, (*WEIGHTS, *HOST)),
+    "weights on the host, some states": Case(2, (_stage(3), *WEIGHTS, *HOST, "offload.share=0.5")),
+    "weights on the host, some states ahead": Case(
+        1, (*WEIGHTS, *HOST, "offload.gradients=none", "offload.share=0.5", "offload.spare=1")
+    ),
+    # Ranks step parts of what each of them stores.
+    "weights on the host, stage 1": Case(2, (_stage(1), *WEIGHTS, *HOST)),
     # All buckets are stepped ahead: no step lets the thread that publishes know of the stores before.
+    "weights on the host, stage 1, stepped ahead": Case(
+        2, (_stage(1), *WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")
+    ),
     "weights on the host, stepped ahead": Case(1, (*WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")),
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),

@@ -109,15 +109,18 @@ RACES = {
         CASES["optimizer on the host"], mock.patch.object(Copies, "after", _after_nothing)
     ),
     "weights that come after stores": Twin(
-        CASES["weights on the host"], mock.patch.object(Copies, "after", _after_nothing)
+        CASES["weights on the host, stage 1"], mock.patch.object(Copies, "after", _after_nothing)
     ),
     "published weights that come after stores": Twin(
-        CASES["weights on the host, stepped ahead"], mock.patch.object(Copies, "publish", _publish_at_once)
+        CASES["weights on the host, stage 1, stepped ahead"], mock.patch.object(Copies, "publish", _publish_at_once)
     ),
     "gradients on the host": Twin(CASES["optimizer on the host"], deaf(Copies, "wait")),
     "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(Copies, "wait")),
     "stepped weights": Twin(CASES["optimizer on the host"], mock.patch.object(StepTicket, "wait", _nothing)),
-    "stored weights": Twin(CASES["weights on the host"], deaf(GatheredWeights, "_wait_until_stored")),
+    "stored weights": Twin(CASES["weights on the host, stage 1"], deaf(GatheredWeights, "_wait_until_stored")),
+    "stored parts of weights": Twin(
+        CASES["weights on the host, some states"], deaf(GatheredWeights, "_wait_until_stored")
+    ),
     "sums on the host": Twin(
         CASES["gradients on the host, one rank"], mock.patch.object(CudaThreadStream, "submit", _thread_at_once)
     ),

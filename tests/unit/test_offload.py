@@ -60,7 +60,7 @@ def offloaded(
     found = open_states(offload, buckets, CPU, dtype, units[0].gradient.dtype)
     assert found is not None
     for unit in units:
-        found.take(unit)
+        found.take(unit, {})
     yield units, found
     found.close()
 

@@ -49,13 +49,16 @@ class Stepped:
 
 class Rank:
     """One of two ranks. events: waits of the host, and gathers that began. degrees: of the units' weights, whose
-    masters are cut over both ranks. moves: whether weights rest elsewhere. packing: of the updates."""
+    masters are cut over both ranks. moves: whether weights rest elsewhere. at_rest: whether steps write them there.
+    packing: of the updates."""
 
-    def __init__(self, weights: int = 1, moves: bool = False, packing: Packing | None = None) -> None:
+    def __init__(
+        self, weights: int = 1, moves: bool = False, at_rest: bool = False, packing: Packing | None = None
+    ) -> None:
         self.events = list[str]()
         in_flight = InFlight(CPU, 2, {"packed": 2 * PACKED.row_bytes(NUMEL // 2)})
         self.updates = WeightUpdates(packing, {}, None, in_flight, lambda calls: None)
-        self._units = [self._unit(name, weights, moves) for name in NAMES]
+        self._units = [self._unit(name, weights, moves, at_rest) for name in NAMES]
 
     def start(self, done: bool = False) -> None:
         """Start the updates of all units. done: whether they are stepped."""
@@ -69,7 +72,7 @@ class Rank:
             self.updates.wait(name)
         return [*self.events]
 
-    def _unit(self, name: str, weights: int, moves: bool) -> ShardedUnit:
+    def _unit(self, name: str, weights: int, moves: bool, at_rest: bool) -> ShardedUnit:
         def all_gather(region: Tensor) -> GpuStream:
             self.events.append(f"gather {name}")
             return GpuStream()
@@ -82,7 +85,8 @@ class Rank:
         )
         made: Any = SimpleNamespace(
             spec=SimpleNamespace(name=name), hops=hops, degrees=SimpleNamespace(weights=weights, optimizer=2),
-            weight=torch.zeros(NUMEL), masters=torch.zeros(NUMEL // 2),
+            weight=torch.zeros(0 if at_rest else NUMEL), masters=torch.zeros(NUMEL // 2),
+            at_rest=torch.zeros(NUMEL) if at_rest else None,
         )  # fmt: skip
         return cast(ShardedUnit, made)
 
@@ -143,3 +147,11 @@ def test_weights_that_rest_elsewhere_leave_at_once() -> None:
     rank = Rank(moves=True)
     rank.start()
     assert rank.events == [f"{what} {name}" for name in NAMES for what in ("wait", "gather")]
+
+
+def test_steps_that_write_weights_at_rest_are_waited_for_where_these_are_needed() -> None:
+    rank = Rank(weights=2, moves=True, at_rest=True)
+    rank.start()
+    assert rank.events == []
+    assert rank.happened("b") == ["wait b"]
+    assert rank.happened("a", "a") == ["wait a"]

@@ -175,7 +175,7 @@ def memory_rows() -> list[Sequence[str]]:
             states = open_states(plan.sharding.offload, rank_buckets(plan, 0), cpu, dtype, torch.float32)
             assert states is not None
             for unit in units:
-                states.take(unit)
+                states.take(unit, {})
             counted = sum(unit.nbytes for unit in units) + states.stepper.nbytes
             states.close()
             said = " ".join((*keys, f"offload.step={step}"))

@@ -1,9 +1,10 @@
 """The optimizer states of a rank that rest outside of its device, and the threads that step them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
@@ -50,13 +51,14 @@ class OffloadedStates:
         parts = zip(self._memory.split(sizes), buckets, strict=True)
         self._spare = [part if bucket.spare else None for part, bucket in parts]
 
-    def take(self, unit: ShardedUnit) -> None:
-        """Move a part of a new unit's optimizer states there."""
+    def take(self, unit: ShardedUnit, shards: Mapping[str, Tensor]) -> None:
+        """Move a part of a new unit's optimizer states there. shards: weight shards in the host's memory, by unit."""
         own = [number for number, bucket in enumerate(self._buckets) if bucket.unit == unit.spec.name]
         if not own:
             return
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
-        outside = OutsideBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1])
+        unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
+        outside = OutsideBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1], unit.at_rest)
         (start, end), cut = before.held, before.held[0] + buckets[0].start
         together = unit.masters_are_weights
         masters = before.read("master", start, end)

@@ -1,8 +1,10 @@
 """From a plan to the memory and files outside of this rank's device, and to the units whose states rest there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from llmtrain.comm.device import give_freed_memory_back, is_cpu
 from llmtrain.comm.ranks import Ranks
@@ -26,12 +28,13 @@ from llmtrain.sharding.unit import ShardedUnit
 @dataclass(frozen=True)
 class Outside:
     """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. gradients: sums
-    of gradients. None: nothing. moving: all of it."""
+    of gradients. None: nothing. moving: all of it. shards: the weight shards in the host's memory, by unit."""
 
     states: OffloadedStates | None
     weights: OutsideWeights | None
     gradients: GradientTier | None
     moving: Sequence["Moving"]
+    shards: Mapping[str, Tensor]
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
@@ -72,7 +75,8 @@ def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
         states.stepper.moving = ranks.activity.moving
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
-    return Outside(states, weights, gradients, [one for one in (states, store, gradients) if one is not None])
+    moving = [one for one in (states, store, gradients) if one is not None]
+    return Outside(states, weights, gradients, moving, store.shards if isinstance(store, HostWeights) else {})
 
 
 def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTier | None:
@@ -123,6 +127,6 @@ def place_units(units: Iterable[ShardedUnit], outside: Outside) -> list[ShardedU
     for unit in units:
         # One unit after the other: together, the states of all units may not fit the memory.
         if outside.states is not None:
-            outside.states.take(unit)
+            outside.states.take(unit, outside.shards)
         found.append(unit)
     return found

@@ -17,12 +17,14 @@ from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, Ste
 @dataclass(frozen=True)
 class OutsideBuckets:
     """The buckets of one unit. stepper: steps them, and knows where their states are. first: number of the first of
-    them. spare: for each, memory for the weights of a step ahead, or None if it is not stepped ahead."""
+    them. spare: for each, memory for the weights of a step ahead, or None if it is not stepped ahead. at_rest: the
+    unit's weight shard in the host's memory, if steps write it there; None if they write the `weight` that they get."""
 
     stepper: Stepper
     first: int
     buckets: Sequence[Bucket]
     spare: Sequence[Tensor | None]
+    at_rest: Tensor | None = None
 
 
 class OffloadedShard:
@@ -107,6 +109,8 @@ class OffloadedShard:
     def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[Work]:
         on_gpu = gradient.is_cuda or (weight is not None and weight.is_cuda)
         computed = torch.cuda.current_stream().record_event() if on_gpu else None
+        if self._outside.at_rest is not None:
+            weight = self._outside.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
         found = []
         for number, part, own in self._parts(*within):
             bucket = self._outside.buckets[number - self._outside.first]

@@ -23,11 +23,11 @@ class Work:
     """A bucket, or a part of one, to be stepped. bucket: its number. part: of its elements; parts of a bucket come in
     order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
 
-    gradient: `[n]`, fp32 or of the compute dtype, on the device. weight: `[n]` of the compute dtype, on the device,
-    which receives the rounded masters; None if the masters are the weights. masters: fp32 `[n]`, if they are the
-    weights; else None. spare: memory of the host for what a step ahead writes to `weight`, or to `masters`. computed:
-    when the device has computed the gradient, and no longer uses what was in the memory of the weight before; None on a
-    CPU.
+    gradient: `[n]`, fp32 or of the compute dtype, on the device. weight: `[n]` of the compute dtype, which receives the
+    rounded masters, on the device or where it rests in the host's memory; None if the masters are the weights. masters:
+    fp32 `[n]`, if they are the weights; else None. spare: memory of the host for what a step ahead writes to `weight`,
+    or to `masters`. computed: when the device has computed the gradient, and no longer uses what was in the memory of
+    the weight before; None on a CPU.
     """
 
     bucket: int
@@ -122,7 +122,7 @@ class Copies:
 
     def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
         """Copy weights behind an event; return when they are there, None if that is now."""
-        if self._publishing is None:
+        if self._publishing is None or in_host_memory(to):
             to.copy_(values)
             return None
         self.link.to_device += values.nbytes
@@ -169,10 +169,11 @@ class Pinned:
         self.link.to_host += 0 if in_host_memory(work.gradient) else gradient.nbytes
         # The weight of the bucket before has left its slot after this, too.
         self._copies.wait()
-        written = work.spare if ahead else weight
+        at_rest = in_host_memory(work.weight)
+        written = work.spare if ahead else work.weight if at_rest else weight
         states, into = _by_name(work, old, None), _by_name(work, new, None)
         _step(work, states, gradient, numbers, written, into, self._threads)
-        if ahead:
+        if ahead or at_rest:
             return None
         with self._copies.after(None):
             work.weight.copy_(weight, non_blocking=True)

@@ -18,31 +18,35 @@ _PART = 8 * 2**20
 
 class HostWeights:
     """Weight shards in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`. See
-    WeightStore."""
+    WeightStore. shards: by unit."""
 
     def __init__(self, sizes: Mapping[str, int], dtype: torch.dtype, pinned: bool) -> None:
         """sizes: elements of each unit's shard."""
         self._pinned, self._link = pinned, LinkCount()
         memory = host_zeros(sum(sizes.values()), dtype, pinned)
-        self._shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
+        self.shards = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
         self.nbytes = memory.nbytes
 
     def load(self, unit: str, into: Tensor) -> None:
         """See WeightStore."""
-        into.copy_(self._shards[unit], non_blocking=True)
+        into.copy_(self.shards[unit], non_blocking=True)
         self._link.to_device += into.nbytes if self._pinned else 0
 
     def store(self, unit: str, values: Tensor) -> None:
         """See WeightStore."""
-        self._shards[unit].copy_(values, non_blocking=True)
+        self.shards[unit][: len(values)].copy_(values, non_blocking=True)
         self._link.to_host += values.nbytes if self._pinned else 0
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore."""
+        self.settle()
+        return self.shards[unit][start:end]
+
+    def settle(self) -> None:
+        """See WeightStore."""
         if self._pinned:
-            # Writes are done in the order of the current stream, for which the host has not waited.
+            # Reads and writes are done in the order of the current stream, for which the host has not waited.
             torch.cuda.current_stream().synchronize()
-        return self._shards[unit][start:end]
 
     def usage(self) -> TierUsage:
         """Return what was moved: nothing passes through files."""
@@ -121,6 +125,9 @@ class FileWeights:
         into = aligned_bytes(last - first)
         self._file.read(self._regions[unit], first, into)
         return into.view(self._dtype)[start - first // size : end - first // size]
+
+    def settle(self) -> None:
+        """See WeightStore. `load` and `store` wait for the device."""
 
     def usage(self) -> TierUsage:
         """Return what was moved."""

@@ -38,8 +38,8 @@ def _sum(copied: Iterator[Copied]) -> Copied:
 
 def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
     shards = {unit: numel * plan.compute_bytes for unit, numel in outside_shards(plan, rank).items()}
-    # After the step, each shard goes down once.
-    yield sum(shards.values()), 0
+    # What the device has of each shard after the step goes down once.
+    yield sum(programs.spec.stored.values()) * plan.compute_bytes, 0
     for issue in programs.step.issues if shards else ():
         if isinstance(issue, Gather) and not issue.secondary:
             yield 0, shards.get(issue.unit, 0)

@@ -107,12 +107,16 @@ def placed_outside(
     apart = (offload.share > 0 and device != "cpu") or offload.parameters != "device"
     # Whole pages are read without a copy. But what ranks round depends on which of them holds an element.
     paged = PAGE // compute_bytes if offload.parameters == "nvme" and not quantized else 1
+    # A rank then steps all of its weight shard, and what it steps on the host need not pass through the device.
+    same = placement.degrees.weights == placement.degrees.optimizer
+    at_rest = offload.parameters == "host" and offload.share > 0 and not offload.on_device and same
     return replace(
         placement,
         masters="separate" if apart else placement.masters,
         alignment=lcm(placement.alignment, paged),
         weights_on=offload.parameters,
         gradients_on=offload.gradients,
+        writes_at_rest=at_rest,
     )
 
 

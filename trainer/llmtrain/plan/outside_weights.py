@@ -1,6 +1,7 @@
 """Weight shards that rest elsewhere than on the device of a rank. No torch in here."""
 
-from llmtrain.plan.placement import PAGE
+from llmtrain.plan.offload import Offload
+from llmtrain.plan.placement import PAGE, Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_units import rank_units
 
@@ -18,3 +19,10 @@ def outside_shards(plan: Plan, rank: int) -> dict[str, int]:
         for spec, placement in placed
         if placement.moves_weights
     }
+
+
+def stored_elements(placement: Placement, offload: Offload, numel: int) -> int:
+    """Return how many elements of a rank's weight shard lie on the device after a step, from the first one, and are
+    then stored where the shard rests. numel: of the unit."""
+    shard = placement.padded(numel) // placement.degrees.weights
+    return offload.resident(shard) if placement.writes_at_rest else shard

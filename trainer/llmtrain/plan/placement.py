@@ -31,7 +31,8 @@ class Placement:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
     the sums of gradients: fp32, or that of computation. backend: kernel of the optimizer step. alignment: every shard
     begins at a multiple of this many elements. weights_on: where weight shards rest; elsewhere than on the device, they
-    are brought to it before they are used. gradients_on: where the sums of gradients rest.
+    are brought to it before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the
+    CPU that steps writes the rounded weights where they rest, in the host's memory.
     """
 
     axes: tuple[Axis, ...]
@@ -44,6 +45,7 @@ class Placement:
     alignment: int = ALIGNMENT
     weights_on: Memory = "device"
     gradients_on: Memory = "device"
+    writes_at_rest: bool = False
 
     @property
     def moves_weights(self) -> bool:

@@ -151,6 +151,7 @@ class Engine:
 
     def update(self) -> None:
         """Update all weights from masters that something else than a step wrote. Collective."""
+        self.weights.settle()
         for unit in self.units.values():
             self.weights.open(unit)
             unit.publish()

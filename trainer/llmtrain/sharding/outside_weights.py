@@ -22,11 +22,14 @@ class WeightStore(Protocol):
         """Copy a unit's shard to `into`, `[n]` of the compute dtype on the device. Runs on the stream of reads."""
 
     def store(self, unit: str, values: Tensor) -> None:
-        """Replace a unit's shard by `values`, `[n]` of the compute dtype on the device. Runs on the stream of
-        writes."""
+        """Replace the first elements of a unit's shard by `values`, `[n]` of the compute dtype on the device. Runs on
+        the stream of writes."""
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """Return the elements `[start, end)` of a unit's shard in the host's memory, once the writes are done."""
+
+    def settle(self) -> None:
+        """Wait until the device no longer reads or writes what the store holds."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class ShardedUnit:
     hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
     it rests elsewhere than on the device. gradient: sum over microbatches, in fp32 or in the
     compute dtype; `[0]` where it rests elsewhere. optimizer: the fp32 masters and AdamW's moments. parameters: the
-    module's.
+    module's. at_rest: the weight shard in the host's memory, if steps on the host write it there; `weight` then has, in
+    a step, only the first elements, which the device steps. Else None.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardedUnit:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
         self.optimizer: OptimizerStates = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
         self.parameters = UnitParameters(spec, module, self.weight, held == ranges.padded)
+        self.at_rest: Tensor | None = None
         if held:
             self.publish()
 
@@ -127,13 +129,16 @@ class ShardedUnit:
         return JoinedTicket(tickets) if tickets else None
 
     def publish(self) -> None:
-        """Round the masters into `owned_weight`, after something else than a step wrote them."""
+        """Round the masters into `owned_weight`, after something else than a step wrote them; into `at_rest` too, which
+        nothing may read meanwhile."""
         if self.masters_are_weights:
             return
-        (start, end), weight = self.ranges.optimizer, self.owned_weight
+        (start, end), weight = self.ranges.optimizer, self.owned_weight if self.at_rest is None else self.at_rest
         for first in range(start, end, CHUNK):
             last = min(first + CHUNK, end)
             weight[first - start : last - start].copy_(self.optimizer.read("master", first, last))
+        if self.at_rest is not None:
+            self.weight.copy_(weight[: len(self.weight)])
 
     @property
     def nbytes(self) -> int:

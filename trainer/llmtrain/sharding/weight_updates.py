@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from llmtrain.comm.device import stays_for_stream
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.stream import JoinedTicket, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.stepped import UPDATED_TOGETHER
 from llmtrain.plan.traffic import Count, gather_traffic
@@ -53,8 +53,9 @@ class WeightUpdates:
     def _begin(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
         packing, replicated, outside = self._packing, self._replicated.get(unit.spec.name), self._outside
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
-        moves, weight = unit.hops.placement.moves_weights, unit.weight
-        if not hops and replicated is None and not moves:
+        weight = unit.weight
+        stores = unit.hops.placement.moves_weights and len(weight) > 0
+        if not hops and replicated is None and not stores:
             if stepped is not None:
                 self._tickets[unit.spec.name] = stepped
             return
@@ -66,16 +67,19 @@ class WeightUpdates:
         def steps(workspace: Workspace) -> list[HopStep]:
             found = _gathers(unit, hops, packing, workspace) if hops else []
             found += [] if replicated is None else replicated.steps(all_hops)
-            if moves and outside is not None:
+            if stores and outside is not None:
                 found.append(HopStep(outside.writes, lambda: outside.store.store(unit.spec.name, weight)))
-            if stepped is not None:
+            if stepped is not None and unit.at_rest is None:
                 found[0] = found[0].first(stepped.wait)
             return found
 
         self._count(gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
         if replicated is not None:
             self._count(replicated.traffic(all_hops))
-        self._tickets[unit.spec.name] = self._in_flight.start(steps)[-1]
+        ticket: Ticket = self._in_flight.start(steps)[-1]
+        # What the host steps is written at rest beside what the device has stepped.
+        apart = stepped is not None and unit.at_rest is not None
+        self._tickets[unit.spec.name] = JoinedTicket([stepped, ticket]) if stepped and apart else ticket
 
     def take(self, name: str) -> Ticket | None:
         """Return the ticket of a unit's pending update, or None; the caller waits for it. Collective."""

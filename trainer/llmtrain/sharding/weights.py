@@ -25,13 +25,15 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 class WeightPolicy:
     """How weights travel. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
     tensor-parallel ranks hold replicated parameters, which are then sent unpacked. outside: where the shards rest that
-    are not on the device. updated: by unit with such a shard, the first element of the arena that holds its new shard
-    after a step until it is stored."""
+    are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after a
+    step, until they are stored. updated: the first element of the arena that holds them; units without any are left
+    out."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     tensor_parallel: bool = False
     outside: OutsideWeights | None = None
+    stored: Mapping[str, int] = field(default_factory=dict)
     updated: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -106,14 +108,15 @@ class GatheredWeights:
         return None
 
     def open(self, unit: ShardedUnit) -> None:
-        """Give a unit whose shard rests elsewhere memory for a new shard, in which `update` finds it."""
+        """Give a unit whose shard rests elsewhere memory for what the device steps of it, where `update` finds it."""
         name = unit.spec.name
         if not unit.hops.placement.moves_weights:
             return
-        (start, end), offset = unit.ranges.weights, self._policy.updated[name]
-        place = self.arena[offset : offset + end - start]
-        self._wait_until_stored(place)
-        unit.weight = self._storing[name] = place
+        offset, elements = self._policy.updated.get(name, 0), self._policy.stored[name]
+        unit.weight = self.arena[offset : offset + elements]
+        if elements:
+            self._wait_until_stored(unit.weight)
+            self._storing[name] = unit.weight
 
     def update(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
         """Update the weights of all ranks after a step of the unit's masters. stepped: a ticket of the step; None if it
@@ -123,6 +126,11 @@ class GatheredWeights:
         self.updates.start(unit, stepped)
         if unit.hops.placement.moves_weights:
             unit.weight = unit.weight[:0]
+
+    def settle(self) -> None:
+        """Wait until the device no longer uses weight shards that rest in the host's memory."""
+        if self._policy.outside is not None:
+            self._policy.outside.store.settle()
 
     def read(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
         """Return the elements `[start, end)` of a unit, of its shard on this rank, after all updates."""

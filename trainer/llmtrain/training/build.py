@@ -146,7 +146,8 @@ def _weight_policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPo
         secondary=_packing(quantization.secondary, quantization.block),
         tensor_parallel=plan.grid.degree(Axis.TENSOR) > 1,
         outside=outside.weights,
-        updated=stored_offsets(programs.spec, programs.step.weights) if outside.weights else {},
+        stored=programs.spec.stored,
+        updated=stored_offsets(programs.spec, programs.step.weights),
     )
 
 

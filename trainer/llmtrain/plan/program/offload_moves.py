@@ -76,13 +76,15 @@ def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
     in_files = offload.tier == "nvme"
     files = striped([one.nbytes for one in buckets], offload.weights) if in_files else repeat(())
     for bucket, parts in zip(buckets, files, strict=False):
-        numel, brought = bucket.numel, plan.sharding.placements[bucket.unit].moves_gradients
+        numel, placement = bucket.numel, plan.sharding.placements[bucket.unit]
+        brought = placement.moves_gradients
         weight, states, gradient = plan.compute_bytes * numel, 4 * bucket.states * numel, plan.gradient_bytes * numel
         if offload.on_device:
             # A device that steps writes its weights itself, but those of a step ahead wait on the host.
             moved = (states + gradient * brought, states, states + weight, weight)
         else:
-            moved = (gradient * (not brought), weight, 0, weight)
+            up = weight * (not placement.writes_at_rest)
+            moved = (gradient * (not brought), up, 0, up)
         link = (0, 0, 0, 0) if device == "cpu" else moved
         found.append(Moves(places[bucket.unit], bucket.spare, numel, offload.on_device, *link, tuple(parts)))
     return found

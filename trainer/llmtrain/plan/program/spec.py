@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
+from llmtrain.plan.outside_weights import stored_elements
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.placement import PAGE, Placement
@@ -22,7 +23,8 @@ class ProgramSpec:
     gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
     degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
     elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. outside: units whose
-    weights rest elsewhere than on the device. gradients_outside: units whose sums of gradients do. granule: buffers of
+    weights rest elsewhere than on the device. stored: by such a unit, the elements of its shard that the device has
+    after a step, and that are then stored. gradients_outside: units whose sums of gradients do. granule: buffers of
     gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
     before the reduction. finish: sums after the last pass.
     """
@@ -37,6 +39,7 @@ class ProgramSpec:
     rounded: bool = False
     resident: int = 0
     outside: frozenset[str] = frozenset()
+    stored: Mapping[str, int] = field(default_factory=dict)
     gradients_outside: frozenset[str] = frozenset()
     granule: int = 1
     partial: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +62,11 @@ class ProgramSpec:
             rounded=plan.sharding.quantization.secondary > 0,
             resident=plan.sharding.resident // plan.compute_bytes,
             outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
+            stored={
+                spec.name: stored_elements(placements[spec.name], plan.sharding.offload, spec.numel)
+                for spec in specs
+                if placements[spec.name].moves_weights
+            },
             gradients_outside=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=_granule(placements.values(), plan.compute_bytes),
             partial=partial_elements(plan, specs),

@@ -8,12 +8,12 @@ from llmtrain.plan.program.spec import ProgramSpec
 
 
 def stored_offsets(spec: ProgramSpec, elements: int) -> Mapping[str, int]:
-    """Return the first element, in the arena of gathered weights, of each unit's new shard.
+    """Return the first element, in the arena of gathered weights, of what lies there of each unit's new shard.
 
     Nothing is gathered then. A unit's shard lies beside that of the unit before it, which is being stored, if the arena
     has room for both. elements: of the arena.
     """
-    sizes = {unit: size // spec.degrees[unit].weights for unit, size in spec.padded.items() if unit in spec.outside}
+    sizes = {unit: size for unit, size in spec.stored.items() if size}
     offsets = [0] * len(sizes)
     if paired_size(list(sizes.values())) <= elements:
         offsets = paired_offsets(list(sizes.values()))
