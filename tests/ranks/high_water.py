@@ -21,7 +21,7 @@ RECEIVE, EXPECT, NEXT = Transport.receive, Transport.expect, Transport._next
 class HighWater:
     """The most bytes that have been taken of each buffer, as plain data after `noted`.
 
-    pools: bytes of the pools as they were built. arenas: the ends of the highest places. workspaces, rounds: by the
+    pools: bytes of the pools as they were built. buffers: the ends of the highest places. workspaces, rounds: by the
     name of what uses them; of the slots, the most bytes of one round.
     """
 
@@ -34,7 +34,7 @@ class HighWater:
         Transport.receive = self._watched(RECEIVE)  # type: ignore[method-assign]
         Transport.expect = self._watched(EXPECT)  # type: ignore[method-assign]
         Transport._next = self._watched(NEXT)  # type: ignore[method-assign]
-        self.arenas = {"gathered_weights": 0, "gradient_buffers": 0}
+        self.buffers = {"gathered_weights": 0, "gradient_buffers": 0}
         Workspace.take = self._take(TAKE)  # type: ignore[method-assign]
         SharedMemoryCollectives._start = self._start(START)  # type: ignore[method-assign]
         GatheredWeights.gather = self._gather(GATHER)  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ class HighWater:
         }
         last = self._assembly.pools
         return {
-            "built": self.pools, "last": last, "arenas": self.arenas, "workspaces": workspaces, "rounds": rounds,
+            "built": self.pools, "last": last, "buffers": self.buffers, "workspaces": workspaces, "rounds": rounds,
             "receives": self.receives,
         }  # fmt: skip
 
@@ -104,7 +104,7 @@ class HighWater:
     def _gather(self, gather: Callable[..., None]) -> Callable[..., None]:
         def counted(weights: GatheredWeights, issue: Any) -> None:
             end = issue.offset + weights._units[issue.unit].ranges.padded
-            self._reach("gathered_weights", end * weights.arena.itemsize)
+            self._reach("gathered_weights", end * weights.pool.itemsize)
             gather(weights, issue)
 
         return counted
@@ -117,8 +117,8 @@ class HighWater:
 
         return counted
 
-    def _reach(self, arena: str, end: int) -> None:
-        self.arenas[arena] = max(self.arenas[arena], end)
+    def _reach(self, name: str, end: int) -> None:
+        self.buffers[name] = max(self.buffers[name], end)
 
 
 def merge(most: dict[str, int], found: dict[str, int]) -> None:

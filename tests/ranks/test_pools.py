@@ -55,9 +55,9 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
     for rank, found in enumerate(result.notes("high_water")):
         programs = Programs(ProgramSpec.of(plan, rank))
         pools = Pools.of(plan, rank, programs, "cpu")
-        arenas = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
-        arenas = {name: elements * plan.compute_bytes for name, elements in arenas.items()}
-        planned = {**arenas, **pool_bytes(plan, rank, programs, "cpu")}
+        buffers = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
+        buffers = {name: elements * plan.compute_bytes for name, elements in buffers.items()}
+        planned = {**buffers, **pool_bytes(plan, rank, programs, "cpu")}
         # Slots of messages and posted receives count from the first message on.
         if plan.pipeline.schedule.message_driven:
             # How many receives are posted depends on the order in which messages arrive.
@@ -66,7 +66,7 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
         assert found["receives"] == planned["receives"]
         assert found["last"] == planned
         assert found["built"] == {**planned, "messages": 0, "receives": 0}
-        assert found["arenas"] == arenas
+        assert found["buffers"] == buffers
         (lanes,) = pools.lanes.values()
         named = {f"{lane.kind} {lane.span}": buffers for lane, buffers in lanes.items()}
         taken = found["workspaces"]

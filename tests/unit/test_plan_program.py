@@ -13,7 +13,7 @@ from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule, one_forward_one_backward
 from llmtrain.plan.pipeline.stage_layout import StageLayout
-from llmtrain.plan.program.arena import Arena, paired_offsets, paired_size
+from llmtrain.plan.program.buffer_pool import BufferPool, paired_offsets, paired_size
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
@@ -206,17 +206,17 @@ def test_gradients_never_overlap_those_before_them() -> None:
     assert paired_size([5]) == 5
 
 
-def test_an_arena_has_gaps_at_both_ends() -> None:
-    arena = Arena(10)
-    assert [arena.take(2, low=False), arena.take(2, low=False), arena.take(6, low=True)] == [8, 6, 0]
-    assert not arena.fits(1)
-    arena.give_back(8)
-    assert arena.fits(2)
-    assert not arena.fits(3)
-    assert arena.take(1, low=False) == 9
-    assert arena.high == 10
-    assert arena.take(3, low=True) == 10, "what has no room lies behind"
-    assert arena.high == 13
+def test_a_buffer_pool_has_gaps_at_both_ends() -> None:
+    pool = BufferPool(10)
+    assert [pool.take(2, low=False), pool.take(2, low=False), pool.take(6, low=True)] == [8, 6, 0]
+    assert not pool.fits(1)
+    pool.give_back(8)
+    assert pool.fits(2)
+    assert not pool.fits(3)
+    assert pool.take(1, low=False) == 9
+    assert pool.high == 10
+    assert pool.take(3, low=True) == 10, "what has no room lies behind"
+    assert pool.high == 13
 
 
 @pytest.mark.parametrize("extra", [[], ["model.tie_embeddings=true"], ["activation_checkpointing={every: 2}"]])

@@ -84,7 +84,7 @@ EVALUATION_FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     ),
     "more memory than a step": (
         "stage3", on_alike(0, lambda program: replace(program, weights=program.weights + 10**6)),
-        [r"rank 0, the arena of gathered weights has \d+ elements, above the 86400 of a step"],
+        [r"rank 0, the pool of gathered weights has \d+ elements, above the 86400 of a step"],
     ),
     "missing microbatch": (
         "pipeline", on_alike(0, lambda program: replace(program, passes=program.passes[:-1])),

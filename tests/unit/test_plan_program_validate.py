@@ -72,17 +72,17 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         "stage3", on_alike(0, altered(Gather, "blocks.2", offset=1)),
         [r"pass F0, done embedding: the buffer of blocks.2 takes elements 1 to 28801, which overlap that of blocks.\d"],
     ),
-    "offset behind the arena": (
+    "offset behind the buffer pool": (
         "stage3", on_alike(0, altered(Gather, "head", offset=86400)),
-        ["pass F0, done blocks.1: the buffer of head takes elements 86400 to .*, outside of the arena of 86400 el"],
+        ["pass F0, done blocks.1: the buffer of head takes elements 86400 to .*, outside of the pool of 86400 el"],
     ),
-    "arena too small": (
+    "buffer pool too small": (
         "stage3", on_alike(0, lambda program: replace(program, weights=program.weights - 1)),
-        [r"the buffer of blocks.\d takes .* outside of the arena of 86399 elements"],
+        [r"the buffer of blocks.\d takes .* outside of the pool of 86399 elements"],
     ),
     "budget exceeded": (
         "resident", on_alike(0, lambda program: replace(program, weights=50001)),
-        ["ranks 0, 1, 2, 3, the arena of gathered weights has 50001 elements, above the budget of 50000"],
+        ["ranks 0, 1, 2, 3, the pool of gathered weights has 50001 elements, above the budget of 50000"],
     ),
     "early drop": (
         "stage3", on_alike(0, at("B0 gradients blocks.3", adds(Drop("blocks.3")))),
@@ -195,9 +195,9 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         "stage3", on_alike(0, in_pass("F2", lambda one: replace(one, points=(*one.points, Point(At.USE, "head"))))),
         ["pass F2: point 13 is use head; expected missing"],
     ),
-    "arena of gradients too small": (
+    "buffer pool of gradients too small": (
         "stage3", on_alike(0, lambda program: replace(program, gradients=program.gradients - 1)),
-        ["pass B0, gradients blocks.3: the gradients of blocks.3 take .* outside of their arena of 57599 elements"],
+        ["pass B0, gradients blocks.3: the gradients of blocks.3 take .* outside of their pool of 57599 elements"],
     ),
     "gradients over those before": (
         "stage3", on_alike(0, altered(Reduce, "blocks.2", offset=1)),

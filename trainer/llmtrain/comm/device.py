@@ -229,7 +229,7 @@ class DeviceCopies:
         return self._buffers[self._at]
 
 
-def new_arena(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_buffer_pool(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeroed memory: `[elements]`. On a CPU it begins at a page, so that files are read into it directly."""
     if not is_cpu(device):
         return torch.zeros(elements, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """The buffers of a rank's collectives and messages, which are allocated once, before the first step. No torch in here.
 
-Gathered weights and whole gradients lie in arenas of their own, which the program plans.
+Gathered weights and unsharded gradients lie in buffer pools of their own, which the program plans.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -173,8 +173,8 @@ class Engine:
     def pools(self) -> dict[str, int]:
         """Bytes of this rank's buffers for gathered units and for communication, by what uses them."""
         return {
-            "gathered_weights": self.weights.arena.nbytes,
-            "gradient_buffers": self.gradients.arena.nbytes,
+            "gathered_weights": self.weights.pool.nbytes,
+            "gradient_buffers": self.gradients.pool.nbytes,
             "in_flight": self.weights.in_flight.nbytes + self.gradients.in_flight.nbytes,
             "hops": sum(hops.nbytes for hops in self._hops),
             "groups": self.gradients.replica_groups.nbytes,

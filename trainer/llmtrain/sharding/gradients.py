@@ -17,7 +17,7 @@ from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.arena import overlap
+from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
 from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
@@ -47,7 +47,7 @@ class GradientReducer:
         self._units, self.replica_groups, self._outside = units, replica_groups, policy.outside
         self._count, self._complete = count, complete
         some = next(iter(units.values()))
-        self.arena = some.weight.new_zeros(0)
+        self.pool = some.weight.new_zeros(0)
         self.in_flight = in_flight
         self._sums: dict[str, GradientSum] = {
             name: BufferedSum(unit, partial(self._new_buffer, name)) if _is_buffered(unit) else WholeSum(unit)
@@ -87,8 +87,8 @@ class GradientReducer:
             self._listen(name, True)
 
     def allocate(self, elements: int) -> None:
-        """Allocate the arena of whole gradients, in the dtype of the weights."""
-        self.arena = self.arena.new_zeros(elements)
+        """Allocate the buffer pool of unsharded gradients, in the dtype of the weights."""
+        self.pool = self.pool.new_zeros(elements)
 
     def begin(self) -> None:
         """Begin an optimizer step."""
@@ -207,7 +207,7 @@ class GradientReducer:
         """Return the squared norm of the elements `[start, end)` of a unit that this rank steps, fp64 scalar."""
         if unit.hops.placement.moves_gradients and self._outside is not None:
             found = self._outside.store.squares(unit.spec.name, (start, end))
-            return torch.full((), found, dtype=torch.float64, device=self.arena.device)
+            return torch.full((), found, dtype=torch.float64, device=self.pool.device)
         offset = unit.ranges.optimizer[0]
         return squared_sum(unit.owned_gradient[start - offset : end - offset], start)
 
@@ -256,7 +256,7 @@ class GradientReducer:
         """Return the buffer of this pass's gradients of a unit, once no other reduction reads its place."""
         offset, size = self._reduces[name].offset, self._units[name].ranges.padded
         assert offset is not None
-        buffer = self.arena[offset : offset + size]
+        buffer = self.pool[offset : offset + size]
         while any(overlap(buffer, sent) for _, sent in self._sent):
             self._sent.popleft()[0].wait()
         return buffer

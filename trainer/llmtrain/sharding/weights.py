@@ -1,16 +1,16 @@
-"""The gathered weights of units, in one arena at the offsets that the program has."""
+"""The gathered weights of units, in one buffer pool at the offsets that the program has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from llmtrain.comm.device import new_arena
+from llmtrain.comm.device import new_buffer_pool
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Drop, Gather
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.arena import overlap
+from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.outside_weights import OutsideGather, OutsideWeights
@@ -26,7 +26,7 @@ class WeightPolicy:
     """How weights travel. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
     tensor-parallel ranks hold replicated parameters, which are then sent unpacked. outside: where the shards rest that
     are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after a
-    step, until they are stored. updated: the first element of the arena that holds them; units without any are left
+    step, until they are stored. updated: the first element of the buffer pool that holds them; units without any are left
     out."""
 
     packing: Packing | None = None
@@ -44,17 +44,17 @@ class _Gathered:
 
 
 class GatheredWeights:
-    """Gathers the weights of units into an arena, and updates the shards after an optimizer step."""
+    """Gathers the weights of units into a buffer pool, and updates the shards after an optimizer step."""
 
     def __init__(
         self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, elements: int, in_flight: InFlight, count: Count
     ) -> None:
-        """elements: of the arena."""
+        """elements: of the buffer pool."""
         self._units, self._policy, self._count = units, policy, count
         some = next(iter(units.values())).weight
         outside = {name for name, unit in units.items() if unit.hops.placement.moves_weights}
         self.gathered = {name: unit for name, unit in units.items() if unit.degrees.weights > 1 or name in outside}
-        self.arena = new_arena(elements, some.dtype, some.device)
+        self.pool = new_buffer_pool(elements, some.dtype, some.device)
         self.in_flight = in_flight
         self._gathered: dict[str, _Gathered] = {}
         self._secondary = {
@@ -69,7 +69,7 @@ class GatheredWeights:
             name: OutsideGather(units[name], policy.packing, policy.outside) for name in outside if policy.outside
         }
         self._sources: dict[str, WeightSource] = {**gathers, **self._shared, **brought}
-        # The parts of the arena from which new shards are being stored.
+        # The parts of the buffer pool from which new shards are being stored.
         self._storing: dict[str, Tensor] = {}
 
     @property
@@ -99,7 +99,7 @@ class GatheredWeights:
 
     def owner_of(self, tensor: Tensor) -> str | None:
         """Return the unit whose gathered weights `tensor` is a part of, if any."""
-        if tensor.untyped_storage().data_ptr() != self.arena.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() != self.pool.untyped_storage().data_ptr():
             return None
         place = tensor.storage_offset()
         for name, gathered in self._gathered.items():
@@ -113,7 +113,7 @@ class GatheredWeights:
         if not unit.hops.placement.moves_weights:
             return
         offset, elements = self._policy.updated.get(name, 0), self._policy.stored[name]
-        unit.weight = self.arena[offset : offset + elements]
+        unit.weight = self.pool[offset : offset + elements]
         if elements:
             self._wait_until_stored(unit.weight)
             self._storing[name] = unit.weight
@@ -140,16 +140,16 @@ class GatheredWeights:
         return unit.weight[start - first : end - first]
 
     def drop(self, drop: Drop) -> None:
-        """Free the place of a unit in the arena."""
+        """Free the place of a unit in the buffer pool."""
         # A gather that nobody waited for may still write there.
         self._gathered.pop(drop.unit).ticket.wait()
 
     def gather(self, gather: Gather) -> None:
-        """Start to gather a unit. Raises RuntimeError if the arena has no such place."""
+        """Start to gather a unit. Raises RuntimeError if the buffer pool has no such place."""
         name, unit = gather.unit, self._units[gather.unit]
-        buffer = self.arena[gather.offset : gather.offset + unit.ranges.padded]
+        buffer = self.pool[gather.offset : gather.offset + unit.ranges.padded]
         if len(buffer) < unit.ranges.padded:
-            raise RuntimeError(f"{name} is to be gathered at element {gather.offset} of {len(self.arena)}")
+            raise RuntimeError(f"{name} is to be gathered at element {gather.offset} of {len(self.pool)}")
         source = self._secondary[name] if gather.secondary else self._sources[name]
         replicated = self._replicated.get(name)
         fills = self._secondary[name] if gather.fills else None
@@ -172,7 +172,7 @@ class GatheredWeights:
         self._gathered[name] = _Gathered(buffer, self.in_flight.start(steps)[-1])
 
     def _wait_until_stored(self, place: Tensor) -> None:
-        """Wait until no new shard that lies in a part of the arena is still being stored."""
+        """Wait until no new shard that lies in a part of the buffer pool is still being stored."""
         for name in [name for name, other in self._storing.items() if overlap(place, other)]:
             self.updates.wait(name)
             del self._storing[name]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmtrain.plan.pipeline.actions import Action, Kind
-from llmtrain.plan.program.arena import paired_offsets, paired_size
+from llmtrain.plan.program.buffer_pool import paired_offsets, paired_size
 from llmtrain.plan.program.instructions import At, BackwardPass, Gather, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
 from llmtrain.plan.program.repeats import shorten

@@ -20,7 +20,7 @@ class At(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Gather a unit's weights. offset: first element of its buffer in the arena. secondary: from the secondary copy.
+    """Gather a unit's weights. offset: first element of its buffer in the pool. secondary: from the secondary copy.
     fills: whether this fills the secondary copy."""
 
     unit: str
@@ -40,8 +40,8 @@ class Drop:
 class Reduce:
     """Reduce a unit's gradients over the ranks that share it.
 
-    offset: first element of the buffer, in the arena of gradients, that holds the gradients of this pass; None if they
-    are summed in the unit's own gradient. first, last: whether this pass is the unit's first or last of the step.
+    offset: first element of the buffer, in the buffer pool of gradients, that holds the gradients of this pass; None if
+    they are summed in the unit's own gradient. first, last: whether this pass is the unit's first or last of the step.
     partial: elements of TP-replicated gradients that are summed over the tensor-parallel ranks before, as each of them
     has computed a part (sequence parallelism).
     """
@@ -118,8 +118,8 @@ class Program:
     """The passes of one optimizer step, or of an evaluation, of one rank.
 
     start: what is issued before the first pass. passes: in order; with message-driven, arriving messages decide the
-    order of forward and backward passes, and only messages depend on it. weights, gradients: elements of the arenas of
-    gathered weights and of whole gradients. finish: sums over replicas after the passes, in order.
+    order of forward and backward passes, and only messages depend on it. weights, gradients: elements of the buffer
+    pools of gathered weights and of whole gradients. finish: sums over replicas after the passes, in order.
     """
 
     start: tuple[Issue, ...]

@@ -7,7 +7,7 @@ furthest away goes first, which is exact for units of equal size (Belady 1966). 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmtrain.plan.program.arena import Arena
+from llmtrain.plan.program.buffer_pool import BufferPool
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue
 
 NEVER = 1 << 60
@@ -38,7 +38,7 @@ class Units:
 
 @dataclass
 class _Held:
-    """A unit in the arena. next: place of its next use, which is the current one while `busy`."""
+    """A unit in the buffer pool. next: place of its next use, which is the current one while `busy`."""
 
     offset: int
     secondary: bool
@@ -50,8 +50,8 @@ class _Held:
 class Residency:
     """Decides, event by event, what to gather and what to drop.
 
-    events: of one step. capacity: elements of the arena; it takes more only if the units in use at once need more.
-    `issues(k)` has to be called for k = -1, the start, and then for each event in order.
+    events: of one step. capacity: elements of the buffer pool; it takes more only if the units in use at once need
+    more. `issues(k)` has to be called for k = -1, the start, and then for each event in order.
     """
 
     events: Sequence[Event]
@@ -61,7 +61,7 @@ class Residency:
     _filled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._arena = Arena(self.capacity)
+        self._pool = BufferPool(self.capacity)
         largest = max(self.units.sizes.values(), default=0)
         # Small buffers that come and go must not split the room of a large one, nor of one that stays during others.
         self._low = {unit for unit, size in self.units.sizes.items() if size == largest} | _spanning(self.events)
@@ -71,8 +71,8 @@ class Residency:
 
     @property
     def high(self) -> int:
-        """Elements of the arena."""
-        return self._arena.high
+        """Elements of the buffer pool."""
+        return self._pool.high
 
     def issues(self, place: int) -> list[Issue]:
         """Return what is issued at event `place`."""
@@ -92,7 +92,7 @@ class Residency:
             if event.unit in self._held:
                 self._drop(event.unit, found)
             idle = [(one.next, name) for name, one in self._held.items() if not one.busy]
-            while idle and not self._arena.fits(self.units.sizes[event.unit]):
+            while idle and not self._pool.fits(self.units.sizes[event.unit]):
                 idle.remove(furthest := max(idle))
                 self._drop(furthest[1], found)
             self._gather(place, found)
@@ -119,7 +119,7 @@ class Residency:
     def _make_room(self, use: int, found: list[Issue]) -> bool:
         """Make room for a use to come by dropping units that are used later. Return whether there is room."""
         size = self.units.sizes[self.events[use].unit]
-        while not self._arena.fits(size):
+        while not self._pool.fits(size):
             later = [(self._furthest(one), name) for name, one in self._held.items() if self._ends_before(one, use)]
             furthest, name = max(later, default=(0, ""))
             if furthest <= use:
@@ -140,7 +140,7 @@ class Residency:
 
     def _gather(self, use: int, found: list[Issue]) -> None:
         event = self.events[use]
-        offset = self._arena.take(self.units.sizes[event.unit], event.unit in self._low)
+        offset = self._pool.take(self.units.sizes[event.unit], event.unit in self._low)
         fills = not event.secondary and event.unit in self.units.filled - self._filled
         if fills:
             self._filled.add(event.unit)
@@ -148,20 +148,20 @@ class Residency:
         found.append(Gather(event.unit, offset, event.secondary, fills))
 
     def _drop(self, unit: str, found: list[Issue]) -> None:
-        self._arena.give_back(self._held.pop(unit).offset)
+        self._pool.give_back(self._held.pop(unit).offset)
         found.append(Drop(unit))
 
     def _holds(self, event: Event) -> bool:
-        """Whether the arena has the weights that an event uses."""
+        """Whether the buffer pool has the weights that an event uses."""
         held = self._held.get(event.unit)
         return held is not None and (not self.units.rounded or held.secondary == event.secondary)
 
 
 def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
-    """Return what is issued at the start and at each event, and the elements of the arena.
+    """Return what is issued at the start and at each event, and the elements of the buffer pool.
 
     Units of unlike sizes may leave gaps that are too small for the units in use at once. Then less is gathered ahead,
-    so that the arena has `capacity` elements at most, if the units in use at once allow it.
+    so that the buffer pool has `capacity` elements at most, if the units in use at once allow it.
     """
     for eighths in range(8, -1, -1):
         room = capacity * eighths // 8 // units.granule * units.granule

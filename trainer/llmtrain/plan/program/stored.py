@@ -3,15 +3,15 @@ here."""
 
 from collections.abc import Mapping
 
-from llmtrain.plan.program.arena import paired_offsets, paired_size
+from llmtrain.plan.program.buffer_pool import paired_offsets, paired_size
 from llmtrain.plan.program.spec import ProgramSpec
 
 
 def stored_offsets(spec: ProgramSpec, elements: int) -> Mapping[str, int]:
-    """Return the first element, in the arena of gathered weights, of what lies there of each unit's new shard.
+    """Return the first element, in the buffer pool of gathered weights, of what lies there of each unit's new shard.
 
-    Nothing is gathered then. A unit's shard lies beside that of the unit before it, which is being stored, if the arena
-    has room for both. elements: of the arena.
+    Nothing is gathered then. A unit's shard lies beside that of the unit before it, which is being stored, if the
+    buffer pool has room for both. elements: of the buffer pool.
     """
     sizes = {unit: size for unit, size in spec.stored.items() if size}
     offsets = [0] * len(sizes)

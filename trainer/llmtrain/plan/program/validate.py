@@ -54,7 +54,7 @@ def _evaluation_problems(ranks: RankPrograms) -> Iterator[str]:
     for rank, step in steps.items():
         if ranks.programs[rank].weights > step.weights:
             yield (
-                f"rank {rank}, the arena of gathered weights has {ranks.programs[rank].weights} elements, above the "
+                f"rank {rank}, the pool of gathered weights has {ranks.programs[rank].weights} elements, above the "
                 f"{step.weights} of a step"
             )
 

@@ -1,4 +1,4 @@
-"""Whether a rank has the weights that it uses, and whether its buffers lie in their arenas without overlapping.
+"""Whether a rank has the weights that it uses, and whether its buffers lie in their buffer pools without overlapping.
 
 No torch in here.
 """
@@ -17,7 +17,7 @@ def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
     """Yield the problems of a program's gathered weights."""
     if 0 < spec.resident < program.weights:
         yield (
-            f"the arena of gathered weights has {program.weights} elements, above the budget of {spec.resident} "
+            f"the pool of gathered weights has {program.weights} elements, above the budget of {spec.resident} "
             "(zero.resident)"
         )
     following = _Weights(spec, program.weights)
@@ -44,7 +44,7 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
         held = issue.offset, issue.offset + spec.padded[issue.unit]
         if held[0] < 0 or held[1] > program.gradients:
             yield (
-                f"{place}: the gradients of {issue.unit} take {_said(held)}, outside of their arena of "
+                f"{place}: the gradients of {issue.unit} take {_said(held)}, outside of their pool of "
                 f"{program.gradients} elements"
             )
         if before is not None and overlap(held, before[1]):
@@ -57,8 +57,9 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
 
 @dataclass
 class _Weights:
-    """The gathered weights at a place of a program. elements: of the arena. held: by unit, its last gather and where it
-    was issued. busy: units in use. used: units that were used before. filled: units whose secondary copy is filled."""
+    """The gathered weights at a place of a program. elements: of the buffer pool. held: by unit, its last gather and
+    where it was issued. busy: units in use. used: units that were used before. filled: units whose secondary copy is
+    filled."""
 
     spec: ProgramSpec
     elements: int
@@ -115,9 +116,7 @@ class _Weights:
         if unit in self.held:
             yield f"{place}: {unit} is gathered already, since {self.held[unit][1]}"
         if own[0] < 0 or own[1] > self.elements:
-            yield (
-                f"{place}: the buffer of {unit} takes {_said(own)}, outside of the arena of {self.elements} elements"
-            )
+            yield (f"{place}: the buffer of {unit} takes {_said(own)}, outside of the pool of {self.elements} elements")
         for other, (held, _) in self.held.items():
             if other != unit and overlap(own, self._range(held)):
                 yield (

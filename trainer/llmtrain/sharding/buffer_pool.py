@@ -1,9 +1,9 @@
-"""Parts of memory in which buffers lie at planned offsets."""
+"""Buffers at planned offsets of one buffer pool."""
 
 from torch import Tensor
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two parts of one arena share elements."""
+    """Whether two one-dimensional views of one buffer pool share elements."""
     start, end = first.storage_offset(), first.storage_offset() + first.numel()
     return start < second.storage_offset() + second.numel() and second.storage_offset() < end

@@ -1,4 +1,4 @@
-"""Places for buffers of unlike sizes in one arena of memory. No torch in here."""
+"""Offsets for buffers of unlike sizes in one buffer pool. No torch in here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 
 @dataclass
-class Arena:
+class BufferPool:
     """Places buffers at offsets below `capacity`, in elements. high: the end of the highest place that was taken."""
 
     capacity: int
@@ -44,12 +44,12 @@ class Arena:
 
 
 def paired_size(sizes: Sequence[int]) -> int:
-    """Return the elements of an arena in which each buffer of `sizes` fits beside the one before it."""
+    """Return the elements of a buffer pool in which each buffer of `sizes` fits beside the one before it."""
     return max([first + second for first, second in pairwise(sizes)] or sizes or [0])
 
 
 def paired_offsets(sizes: Sequence[int]) -> list[int]:
-    """Return an offset for each buffer of a sequence, in an arena of `paired_size`: at its start and at its end in
+    """Return an offset for each buffer of a sequence, in a buffer pool of `paired_size`: at its start and at its end in
     turn, so that no buffer overlaps the one before it."""
     capacity = paired_size(sizes)
     return [capacity - size if place % 2 else 0 for place, size in enumerate(sizes)]
