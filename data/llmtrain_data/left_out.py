@@ -30,11 +30,11 @@ class LeftOut:
         """Return the lines for the command line, one per reason. every: list the paths of all files."""
         found = list[str]()
         for why, files in self._most_first():
-            found += _told(f"left out   {_some(why, files)}", files, every)
+            found += _listed(f"left out   {_some(why, files)}", files, every)
         if self._replaced:
             have = "has" if len(self._replaced) == 1 else "have"
             said = f"{units.count(len(self._replaced), 'file')} {have} bytes that are not UTF-8, which became U+FFFD"
-            found += _told(f"note       {said} (iconv converts other encodings)", self._replaced, every)
+            found += _listed(f"note       {said} (iconv converts other encodings)", self._replaced, every)
         return found
 
     def clause(self) -> str:
@@ -49,7 +49,7 @@ def _some(why: str, files: list[Path]) -> str:
     return f"{units.count(len(files), 'file')}, {why}"
 
 
-def _told(said: str, files: list[Path], every: bool) -> list[str]:
+def _listed(said: str, files: list[Path], every: bool) -> list[str]:
     """Return what is said about files, and their names or, with `every`, their paths on lines of their own."""
     if every:
         return [f"{said}:", *map(str, files)]

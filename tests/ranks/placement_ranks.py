@@ -35,7 +35,7 @@ from llmtrain.plan.program.transfers import UnitTraffic
 from llmtrain.plan.program.workspaces import in_flight_buffers, lane_buffers
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import make_hops
-from llmtrain.sharding.unit import ShardedUnit, whole_unit
+from llmtrain.sharding.unit import ShardedUnit, unsharded_unit
 from programs import whole_model
 from torch import Tensor, nn
 
@@ -145,7 +145,7 @@ def reference() -> tuple[list[float], list[dict[str, Tensor]]]:
     models = [GPT(CONFIG, CPU) for _ in range(2)]
     for expert, model in enumerate(models):
         for spec in model_units(CONFIG):
-            whole_unit(spec, model.unit(spec.name), CPU, torch.float32, seed_of(spec, expert))
+            unsharded_unit(spec, model.unit(spec.name), CPU, torch.float32, seed_of(spec, expert))
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 shared = models[0].get_parameter(parameter_name(model, module, name))

@@ -26,7 +26,7 @@ from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.traffic import Traffic
-from llmtrain.sharding.unit import ShardedUnit, whole_unit
+from llmtrain.sharding.unit import ShardedUnit, unsharded_unit
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
 from tensor_memory import kept_bytes
 from torch import Tensor
@@ -87,7 +87,7 @@ def build(
     units = []
     for full in model_units(config):
         spec = full.slice(mesh.place, mesh.degree)
-        units.append(whole_unit(spec, model.unit(spec.name), CPU, dtype, seed=1))
+        units.append(unsharded_unit(spec, model.unit(spec.name), CPU, dtype, seed=1))
     return Built(model, units, mesh)
 
 

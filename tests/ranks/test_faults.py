@@ -115,7 +115,7 @@ def test_a_flipped_bit(
     assert ended.codes == [1] * world, ended.output
     (sentence,) = ended.sentences
     assert said.format(host=socket.gethostname()) in sentence
-    assert "all were alike after step 4" in sentence
+    assert "all were equal after step 4" in sentence
     assert sentence.endswith("; the same command resumes from the newest checkpoint, if there is one")
     assert [path.name for path in (ended.folder / "checkpoints").iterdir()] == ["step-00000004"]
 

@@ -16,7 +16,7 @@ def on(rank: int, change: Change) -> Fault:
     return lambda programs: {**programs, rank: change(programs[rank])}
 
 
-def on_alike(rank: int, change: Change) -> Fault:
+def on_role(rank: int, change: Change) -> Fault:
     """Return a fault of the program of a rank and of all that are alike."""
 
     def fault(programs: Programs) -> Programs:

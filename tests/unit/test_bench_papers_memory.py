@@ -6,7 +6,16 @@ import sys
 import pytest
 
 from tools.bench.axonn_memory import axonn
-from tools.bench.node_memory import CONSOLIDATED, LARGEST, METHODS, OUTSIDE, Method, layers_of, node_alike, of_layers
+from tools.bench.node_memory import (
+    CONSOLIDATED,
+    LARGEST,
+    METHODS,
+    OUTSIDE,
+    Method,
+    comparable_bytes,
+    layers_of,
+    of_layers,
+)
 from tools.bench.planned import GIB
 
 # Methods whose activations the paper's text decides; it does not say whether Megatron-LM and DDP recompute them.
@@ -21,12 +30,12 @@ def test_axonn() -> None:
     """520 GB without and 130.24 GB with the optimization; what only one of both holds is taken out line by line."""
     for one in axonn():
         assert one.ratio == pytest.approx(1, abs=0.1)
-        assert one.alike < one.total
+        assert one.comparable < one.total
 
 
 @pytest.mark.parametrize("method", ONE_NODE, ids=lambda method: method.name)
 def test_the_largest_models_of_one_node(method: Method) -> None:
-    assert node_alike(method, of_layers(method, layers_of(method.billions)))[1] == pytest.approx(1, abs=0.1)
+    assert comparable_bytes(method, of_layers(method, layers_of(method.billions)))[1] == pytest.approx(1, abs=0.1)
 
 
 def test_states_outside_of_the_gpus() -> None:

@@ -51,7 +51,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         monkeypatch.setattr(collective_buffers, "ONE_ROUND", 0)
     kind = GlooCollectives if request.param.startswith("gloo") else NcclCollectives
     reused = request.param in ("gloo in large", "NCCL")
-    sizes = dict.fromkeys(("sent", "received", "whole", "gathered"), 1000)
+    sizes = dict.fromkeys(("sent", "received", "gathered"), 1000)
     return lambda group, order=None: kind(group, order, Workspace(CPU, sizes) if reused else None)
 
 

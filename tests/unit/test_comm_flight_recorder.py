@@ -37,7 +37,7 @@ queued = recorder([entry(1, "completed"), entry(2, "scheduled")], moving), recor
 activities = [Activity(rank) for rank in (0, 1)]
 watchdogs = [Watchdog(activities[rank], store, 2, 2.0, True, queued[rank]) for rank in (1, 0)]
 # The sentence is printed before it is told: the other rank ends this process as soon as it reads the verdict.
-watchdogs[1].tell = lambda sentence: time.sleep(9)
+watchdogs[1].on_failure = lambda sentence: time.sleep(9)
 time.sleep(0.1)
 activities[1].record("computing", 3)
 activities[0].record("all_reduce", 3)

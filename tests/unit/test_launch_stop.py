@@ -33,13 +33,13 @@ def test_a_run_that_has_ended_does_not_die_of_being_asked_to_stop(number: int) -
 
 def test_the_user_sees_that_a_request_arrived() -> None:
     stop = StopRequest()
-    assert stop.told("evaluating 8 samples: 5%") == "evaluating 8 samples: 5%"
+    assert stop.with_request("evaluating 8 samples: 5%") == "evaluating 8 samples: 5%"
     stop.asked = True
     assert (
-        stop.told("evaluating 8 samples: 5%")
+        stop.with_request("evaluating 8 samples: 5%")
         == "told to stop, finishing this step or batch first; evaluating 8 samples: 5%"
     )
-    assert stop.told("") == "told to stop, finishing this step or batch first"
+    assert stop.with_request("") == "told to stop, finishing this step or batch first"
 
 
 TWICE = """
@@ -71,7 +71,7 @@ def press():
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.2)
-    print(request.told("evaluating 1 sample"), flush=True)
+    print(request.with_request("evaluating 1 sample"), flush=True)
     os.kill(os.getpid(), signal.SIGINT)
 
 with stop.StopRequest() as request:

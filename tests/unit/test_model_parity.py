@@ -12,7 +12,7 @@ from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.parameters import parameter_ranges
-from llmtrain.sharding.unit import whole_unit
+from llmtrain.sharding.unit import unsharded_unit
 from programs import BACKWARD, programs_of, whole_model
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def perturbed(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     config = read_hf_config(folder)
     model = GPT(config, torch.device("cpu"), recompute)
-    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    units = [unsharded_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     ranges = {
         t.name: u.weight[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
     }

@@ -20,7 +20,7 @@ from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.unit import whole_unit
+from llmtrain.sharding.unit import unsharded_unit
 from programs import programs_of
 from torch import Tensor
 
@@ -65,7 +65,9 @@ def trained(
     model = GPT(config, CPU)
     keep(model, stage_layouts)
     parallelize(model, TensorMesh(), weight_gradients)
-    units = [whole_unit(spec, model.unit(spec.name), CPU, dtype, 1) for spec in units_of(config, stage_layouts, 0, 1)]
+    units = [
+        unsharded_unit(spec, model.unit(spec.name), CPU, dtype, 1) for spec in units_of(config, stage_layouts, 0, 1)
+    ]
     programs = programs_of(units, stage_layouts, schedule.actions[ranks - 1])
     engine, transport = Engine(model, units, ShardingSpec(), programs, lambda calls: None), Neighbours(dtype)
     links = StageLinks(

@@ -7,7 +7,7 @@ import pytest
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
-from llmtrain.plan.program.build import Programs, whole_program
+from llmtrain.plan.program.build import Programs, full_program
 from llmtrain.plan.program.instructions import Program
 from llmtrain.plan.program.points import backward_passes
 from llmtrain.plan.program.repeats import shorten
@@ -19,7 +19,7 @@ SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bub
 
 def plain(spec: ProgramSpec) -> Program:
     """Return the program with each pass planned."""
-    return whole_program(spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward))
+    return full_program(spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward))
 
 
 def random_spec(random: Random, name: ScheduleName) -> ProgramSpec:

@@ -22,7 +22,7 @@ from tests.unit.program_faults import (
     at,
     from_secondary,
     on,
-    on_alike,
+    on_role,
     swap_passes,
     swap_reductions,
     swap_start,
@@ -56,12 +56,12 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
          "rank 0, end of the passes: it waits forever for the all_reduce of all units .*, which rank 3 does not start"],
     ),
     "a tied embedding summed by the first stage alone": (
-        "tied", on_alike(2, lambda program: replace(program, finish=())),
+        "tied", on_role(2, lambda program: replace(program, finish=())),
         ["ranks 2, 3, end of the passes: sum 1 is missing; expected 1632 elements of embedding over tied ranks",
          "rank 0, end of the passes: it waits forever for the all_reduce of embedding .* which rank 2 does not start"],
     ),
     "parts of a tied embedding of unlike sizes": (
-        "tied", on_alike(2, lambda program: replace(program, finish=(replace(program.finish[0], elements=9),))),
+        "tied", on_role(2, lambda program: replace(program, finish=(replace(program.finish[0], elements=9),))),
         ["end of the passes: number 1 of its tied collectives over 2 ranks .* with 36 bytes, but rank 0 .* 6528 bytes"],
     ),
     "a sum of a rank that has no copy": (
@@ -75,7 +75,7 @@ GROUPS = (4, 4, 1)
 
 EVALUATION_FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "dropped gather": (
-        "stage3", on_alike(0, without(Gather, "blocks.2")),
+        "stage3", on_role(0, without(Gather, "blocks.2")),
         ["ranks 0, 1, 2, 3, pass F0, use blocks.2: blocks.2 is used, but it is not gathered"],
     ),
     "gather missing on one rank": (
@@ -83,32 +83,32 @@ EVALUATION_FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         [r"rank \d, .*: it waits forever for the all_gather of blocks.2 .*, while rank 1 runs the all_gather of blo"],
     ),
     "more memory than a step": (
-        "stage3", on_alike(0, lambda program: replace(program, weights=program.weights + 10**6)),
+        "stage3", on_role(0, lambda program: replace(program, weights=program.weights + 10**6)),
         [r"rank 0, the pool of gathered weights has \d+ elements, above the 86400 of a step"],
     ),
     "missing microbatch": (
-        "pipeline", on_alike(0, lambda program: replace(program, passes=program.passes[:-1])),
+        "pipeline", on_role(0, lambda program: replace(program, passes=program.passes[:-1])),
         ["ranks 0, 1, pass F8: the program lacks it", "rank 2, pass F8: it waits forever for the message of stage 0"],
     ),
     "groups in another order": (
-        "pipeline", on_alike(2, swap_passes(3, 4)),
+        "pipeline", on_role(2, swap_passes(3, 4)),
         ["rank 2, pass F4: it receives the message of microbatch 3, as stage 0 sends that one first"],
     ),
     "a backward pass": (
-        "stage1", on_alike(0, lambda program: replace(program, passes=(
+        "stage1", on_role(0, lambda program: replace(program, passes=(
             *program.passes, Pass(Action(0, 0, Kind.B), ())))),
         ["pass B0: the schedule has no such pass"],
     ),
     "a reduction": (
-        "stage3", on_alike(0, at("F8 done head", adds(Reduce("head", 0, True, True)))),
+        "stage3", on_role(0, at("F8 done head", adds(Reduce("head", 0, True, True)))),
         ["pass F8: it reduces head 1 times; expected 0"],
     ),
     "a sum over replicas": (
-        "tied", on_alike(0, lambda program: replace(program, finish=(ReplicaSum("tied", "embedding", 1632),))),
+        "tied", on_role(0, lambda program: replace(program, finish=(ReplicaSum("tied", "embedding", 1632),))),
         ["end of the passes: sum 1 is 1632 elements of embedding over tied ranks; expected missing"],
     ),
     "secondary copy read before it is filled": (
-        "secondary", on_alike(0, from_secondary),
+        "secondary", on_role(0, from_secondary),
         ["blocks.2 is gathered from its secondary copy before that is filled"],
     ),
     "message-driven: another order on one replica": (

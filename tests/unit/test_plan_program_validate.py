@@ -26,7 +26,7 @@ from tests.unit.program_faults import (
     from_secondary,
     in_pass,
     on,
-    on_alike,
+    on_role,
     ordered,
     removals,
     swap_passes,
@@ -41,7 +41,7 @@ from tests.unit.random_plans import SCHEDULES, RandomPlans
 
 FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "dropped gather": (
-        "stage3", on_alike(0, without(Gather, "blocks.2")),
+        "stage3", on_role(0, without(Gather, "blocks.2")),
         ["ranks 0, 1, 2, 3, pass F0, use blocks.2: blocks.2 is used, but it is not gathered"],
     ),
     "gather missing on one rank": (
@@ -51,7 +51,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
          r"rank \d, .*: it waits forever for the all_gather of blocks.2 .*, while rank 1 runs the all_gather of blo"],
     ),
     "doubled gather": (
-        "stage3", on_alike(0, at("F0 use blocks.0", adds(Gather("blocks.0", 0)))),
+        "stage3", on_role(0, at("F0 use blocks.0", adds(Gather("blocks.0", 0)))),
         ["pass F0, use blocks.0: blocks.0 is gathered already, since start"],
     ),
     "swapped gathers on one rank": (
@@ -69,41 +69,41 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["rank 0, pass B3, gradients blocks.0: the rank holds all weights of blocks.0"],
     ),
     "wrong offset": (
-        "stage3", on_alike(0, altered(Gather, "blocks.2", offset=1)),
+        "stage3", on_role(0, altered(Gather, "blocks.2", offset=1)),
         [r"pass F0, done embedding: the buffer of blocks.2 takes elements 1 to 28801, which overlap that of blocks.\d"],
     ),
     "offset behind the buffer pool": (
-        "stage3", on_alike(0, altered(Gather, "head", offset=86400)),
+        "stage3", on_role(0, altered(Gather, "head", offset=86400)),
         ["pass F0, done blocks.1: the buffer of head takes elements 86400 to .*, outside of the pool of 86400 el"],
     ),
     "buffer pool too small": (
-        "stage3", on_alike(0, lambda program: replace(program, weights=program.weights - 1)),
+        "stage3", on_role(0, lambda program: replace(program, weights=program.weights - 1)),
         [r"the buffer of blocks.\d takes .* outside of the pool of 86399 elements"],
     ),
     "budget exceeded": (
-        "resident", on_alike(0, lambda program: replace(program, weights=50001)),
+        "resident", on_role(0, lambda program: replace(program, weights=50001)),
         ["ranks 0, 1, 2, 3, the pool of gathered weights has 50001 elements, above the budget of 50000"],
     ),
     "early drop": (
-        "stage3", on_alike(0, at("B0 gradients blocks.3", adds(Drop("blocks.3")))),
+        "stage3", on_role(0, at("B0 gradients blocks.3", adds(Drop("blocks.3")))),
         ["pass B0, gradients blocks.3: blocks.3 is dropped while it is in use",
          "pass B0, done blocks.3: blocks.3 is dropped, but it is not gathered"],
     ),
     "missing drop": (
-        "resident", on_alike(0, at("B3 done blocks.0", lambda issues: ())),
+        "resident", on_role(0, at("B3 done blocks.0", lambda issues: ())),
         ["pass .*: blocks.0 is gathered here, and still gathered at the end of the program"],
     ),
     "a use that does not end": (
-        "stage3", on_alike(0, in_pass("B3", lambda one: replace(one, points=tuple(
+        "stage3", on_role(0, in_pass("B3", lambda one: replace(one, points=tuple(
             point for point in one.points if str(point) != "done blocks.0")))),
         ["pass B3: point 15 is gradients embedding; expected done blocks.0", "blocks.0 is still in use at the end"],
     ),
     "missing reduction": (
-        "stage3", on_alike(0, at("B1 gradients blocks.1", lambda issues: ())),
+        "stage3", on_role(0, at("B1 gradients blocks.1", lambda issues: ())),
         ["pass B1: it reduces blocks.1 0 times; expected 1"],
     ),
     "doubled reduction": (
-        "stage3", on_alike(0, at("B1 gradients blocks.1", lambda issues: issues * 2)),
+        "stage3", on_role(0, at("B1 gradients blocks.1", lambda issues: issues * 2)),
         ["pass B1: it reduces blocks.1 2 times; expected 1"],
     ),
     "missing reduction of the last pass": (
@@ -112,11 +112,11 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
          r"rank 2, .*: number \d+ of its reduce collectives .* is the all_to_all of blocks.0 .*, but rank 0"],
     ),
     "reduction of an unfinished sum": (
-        "stage1", on_alike(0, at("B3 gradients head", adds(Reduce("blocks.1", None, False, True)))),
+        "stage1", on_role(0, at("B3 gradients head", adds(Reduce("blocks.1", None, False, True)))),
         ["pass B3, gradients head: it reduces blocks.1 here; expected at its gradients"],
     ),
     "reduction at the start": (
-        "stage3", on_alike(0, lambda program: replace(program, start=(*program.start, Reduce("head", 0, True, False)))),
+        "stage3", on_role(0, lambda program: replace(program, start=(*program.start, Reduce("head", 0, True, False)))),
         ["start: it reduces head before its first backward pass"],
     ),
     "swapped reductions on one rank": (
@@ -126,113 +126,113 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
          r"waits forever for the all_to_all of blocks"],
     ),
     "wrong last flag": (
-        "stage3", on_alike(0, at("B2 gradients head", lambda issues: (replace(issues[0], last=True),))),  # type: ignore
+        "stage3", on_role(0, at("B2 gradients head", lambda issues: (replace(issues[0], last=True),))),  # type: ignore
         ["pass B2, gradients head: the reduction of head has last True; expected False"],
     ),
     "wrong first flag": (
-        "stage3", on_alike(0, at("B0 gradients head", lambda issues: (replace(issues[0], first=False),))),  # type: ignore
+        "stage3", on_role(0, at("B0 gradients head", lambda issues: (replace(issues[0], first=False),))),  # type: ignore
         ["pass B0, gradients head: the reduction of head has first False; expected True"],
     ),
     "a backward pass that overwrites the sum": (
-        "split", on_alike(0, in_pass("W1", lambda one: with_flags(one, first=True))),
+        "split", on_role(0, in_pass("W1", lambda one: with_flags(one, first=True))),
         ["pass W1: the backward pass through embedding has first True; expected False"],
     ),
     "a backward pass through all of a tied embedding": (
-        "split", on_alike(2, in_pass("W1", lambda one: with_flags(one, leading=False))),
+        "split", on_role(2, in_pass("W1", lambda one: with_flags(one, leading=False))),
         ["pass W1: the backward pass through embedding has leading False; expected True"],
     ),
     "a unit without its backward pass": (
-        "stage3", on_alike(0, in_pass("B1", lambda one: replace(one, backward=one.backward[1:]))),
+        "stage3", on_role(0, in_pass("B1", lambda one: replace(one, backward=one.backward[1:]))),
         ["pass B1: it has 0 backward passes through embedding; expected 1"],
     ),
     "secondary copy read before it is filled": (
-        "secondary", on_alike(0, from_secondary),
+        "secondary", on_role(0, from_secondary),
         ["pass F0, done embedding: blocks.2 is gathered from its secondary copy before that is filled"],
     ),
     "secondary copy filled twice": (
-        "secondary", on_alike(0, altered(Gather, "blocks.2", secondary=False, fills=True)),
+        "secondary", on_role(0, altered(Gather, "blocks.2", secondary=False, fills=True)),
         ["pass F1, done embedding: the secondary copy of blocks.2 is filled a second time"],
     ),
     "secondary copy filled from itself": (
-        "secondary", on_alike(0, altered(Gather, "blocks.2", secondary=True, fills=True)),
+        "secondary", on_role(0, altered(Gather, "blocks.2", secondary=True, fills=True)),
         ["a gather of blocks.2 from its secondary copy fills the secondary copy"],
     ),
     "a secondary copy that does not exist": (
-        "stage3", on_alike(0, altered(Gather, "blocks.2", secondary=True)), ["blocks.2 has no secondary copy"],
+        "stage3", on_role(0, altered(Gather, "blocks.2", secondary=True)), ["blocks.2 has no secondary copy"],
     ),
     "one rank reads its secondary copy, the others the shards": (
         "secondary", on(3, altered(Gather, "blocks.1", secondary=False)),
         [r"rank 3, pass B0, done head: number \d+ of its gather collectives .* of blocks.1 for weights .* rank [12] "],
     ),
     "unrounded weights in a backward pass": (
-        "rounded", on_alike(0, altered(Gather, "blocks.1", secondary=False, fills=False)),
+        "rounded", on_role(0, altered(Gather, "blocks.1", secondary=False, fills=False)),
         ["pass B0, use blocks.1: blocks.1 is used as gathered from the weight shards .* needs those of the secondary"],
     ),
     "swapped passes": (
-        "pipeline", on_alike(0, swap_passes(0, 1)),
+        "pipeline", on_role(0, swap_passes(0, 1)),
         ["ranks 0, 1, pass F1: it is number 1 of the program, but the schedule has F0 there",
          "rank 2, pass F0: it receives the message of microbatch 1, as stage 0 sends that one first"],
     ),
     "missing pass": (
-        "pipeline", on_alike(2, lambda program: replace(program, passes=program.passes[:-1])),
+        "pipeline", on_role(2, lambda program: replace(program, passes=program.passes[:-1])),
         ["ranks 2, 3, pass B3: the program lacks it", "rank 0, pass B3: it waits forever for the message of stage 1"],
     ),
     "doubled pass": (
-        "stage3", on_alike(0, lambda program: replace(program, passes=(*program.passes, program.passes[-1]))),
+        "stage3", on_role(0, lambda program: replace(program, passes=(*program.passes, program.passes[-1]))),
         ["pass B3: the program has it 2 times; expected 1"],
     ),
     "foreign pass": (
-        "stage3", on_alike(0, lambda program: replace(program, passes=(
+        "stage3", on_role(0, lambda program: replace(program, passes=(
             *program.passes, Pass(Action(7, 0, Kind.F), ())))),
         ["pass F7: the schedule has no such pass"],
     ),
     "swapped points": (
-        "stage3", on_alike(0, in_pass("F2", swap_points)),
+        "stage3", on_role(0, in_pass("F2", swap_points)),
         ["pass F2: point 1 is done embedding; expected use embedding",
          "pass F2, done embedding: embedding is not in use"],
     ),
     "a point that the pass does not reach": (
-        "stage3", on_alike(0, in_pass("F2", lambda one: replace(one, points=(*one.points, Point(At.USE, "head"))))),
+        "stage3", on_role(0, in_pass("F2", lambda one: replace(one, points=(*one.points, Point(At.USE, "head"))))),
         ["pass F2: point 13 is use head; expected missing"],
     ),
     "buffer pool of gradients too small": (
-        "stage3", on_alike(0, lambda program: replace(program, gradients=program.gradients - 1)),
+        "stage3", on_role(0, lambda program: replace(program, gradients=program.gradients - 1)),
         ["pass B0, gradients blocks.3: the gradients of blocks.3 take .* outside of their pool of 57599 elements"],
     ),
     "gradients over those before": (
-        "stage3", on_alike(0, altered(Reduce, "blocks.2", offset=1)),
+        "stage3", on_role(0, altered(Reduce, "blocks.2", offset=1)),
         ["pass B0, gradients blocks.2: .* overlap those of blocks.3 .*the reduction right before"],
     ),
     "no buffer for sharded gradients": (
-        "stage3", on_alike(0, altered(Reduce, "blocks.2", offset=None)),
+        "stage3", on_role(0, altered(Reduce, "blocks.2", offset=None)),
         ["pass B0, gradients blocks.2: the reduction of blocks.2 has no buffer, but its gradients are sharded"],
     ),
     "a buffer for gradients that are whole": (
-        "stage1", on_alike(0, altered(Reduce, "blocks.2", offset=0)),
+        "stage1", on_role(0, altered(Reduce, "blocks.2", offset=0)),
         ["pass B3, gradients blocks.2: the reduction of blocks.2 has a buffer, but its gradients are not sharded"],
     ),
     "passes that wait for each other": (
-        "pipeline", both(on_alike(0, ordered("F0", "B0", "F1")), on_alike(2, ordered("F0", "F1", "B0"))),
+        "pipeline", both(on_role(0, ordered("F0", "B0", "F1")), on_role(2, ordered("F0", "F1", "B0"))),
         ["rank 0, pass B0: it waits forever for the message of stage 1",
          "rank 2, pass F1: it waits forever for the message of stage 0"],
     ),
     "a backward pass before its forward pass": (
-        "stage3", on_alike(0, swap_passes(0, 1)), ["rank 0, pass B0: it runs before pass F0"],
+        "stage3", on_role(0, swap_passes(0, 1)), ["rank 0, pass B0: it runs before pass F0"],
     ),
     "tensor-parallel ranks in unlike passes": (
         "tensor", both(on(1, swap_passes(0, 2)), on(3, swap_passes(0, 2))),
         ["rank 0, pass F0: it waits forever for tensor-parallel rank 1, which is not there"],
     ),
     "message-driven: a late gather": (
-        "driven", on_alike(0, at("F2 done embedding", adds(Gather("embedding", 0)))),
+        "driven", on_role(0, at("F2 done embedding", adds(Gather("embedding", 0)))),
         ["pass F2, done embedding: it gathers embedding after the first forward pass"],
     ),
     "message-driven: a reduction in a forward pass": (
-        "driven", on_alike(0, at("F2 done embedding", adds(Reduce("embedding", 0, False, False)))),
+        "driven", on_role(0, at("F2 done embedding", adds(Reduce("embedding", 0, False, False)))),
         ["pass F2, done embedding: it reduces embedding in a forward pass"],
     ),
     "message-driven: a drop that some orders do not allow": (
-        "driven", on_alike(0, at("B1 done blocks.0", adds(Drop("blocks.0")))),
+        "driven", on_role(0, at("B1 done blocks.0", adds(Drop("blocks.0")))),
         ["pass B1, done blocks.0: it drops blocks.0, but messages may let pass F2 use blocks.0 later"],
     ),
 }  # fmt: skip

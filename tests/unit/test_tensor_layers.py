@@ -13,7 +13,7 @@ from llmtrain.parallel.tensor.collectives import Pending, TensorMesh
 from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue, gradients
-from llmtrain.sharding.unit import whole_unit
+from llmtrain.sharding.unit import unsharded_unit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -208,7 +208,7 @@ def test_one_rank_can_defer_weight_gradients(name: str) -> None:
         model = GPT(config, torch.device("cpu"))
         parallelize(model, TensorMesh(), queue)
         for unit in model_units(config):
-            whole_unit(unit, model.unit(unit.name), torch.device("cpu"), torch.float32, 0)
+            unsharded_unit(unit, model.unit(unit.name), torch.device("cpu"), torch.float32, 0)
         if queue is None:
             model(tokens, tokens).backward()
         else:

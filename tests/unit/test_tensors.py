@@ -12,7 +12,7 @@ from llmtrain.model.init import initialize
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.unit import whole_unit
+from llmtrain.sharding.unit import unsharded_unit
 from programs import BACKWARD, programs_of, whole_model
 
 TINY = GPTConfig(
@@ -111,7 +111,7 @@ def test_initialisation_does_not_depend_on_the_range(monkeypatch: pytest.MonkeyP
 def test_parameters_are_views_of_the_flat_buffers() -> None:
     config = tiny("llama", tied=True)
     model = GPT(config, torch.device("cpu"))
-    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
+    units = [unsharded_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     tokens = torch.randint(0, config.vocab, (2, 9))
     actions = one_forward_one_backward(1, 3).actions[0]
     programs = programs_of(units, [whole_model(config)], actions)
@@ -131,7 +131,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
 
 def test_parameter_without_gradient_is_an_error() -> None:
     model = GPT(TINY, torch.device("cpu"))
-    units = [whole_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
+    units = [unsharded_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(TINY)]
     engine = Engine(model, units, ShardingSpec(), programs_of(units, [whole_model(TINY)]), lambda calls: None)
     loss = model.embedding(torch.zeros((1, 4), dtype=torch.long)).sum()
     with pytest.raises(RuntimeError, match="without a gradient in blocks"):

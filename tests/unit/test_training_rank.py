@@ -16,7 +16,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import rank
-from llmtrain.training.start import left_open
+from llmtrain.training.start import open_choices
 from tiny import curve, write_corpus
 
 CPU, GPU = (cast(Plan, SimpleNamespace(device=device)) for device in ("cpu", "cuda"))
@@ -138,7 +138,7 @@ def test_deterministic_kernels_change_no_bit_on_cpus(
     for deterministic in (False, True):
         recipe = load_recipe("tiny.yaml", [f"name=run-{deterministic}", f"train.deterministic={deterministic}", *keys])
         facts = Facts(world=1, device="cpu")
-        rank.run_rank(left_open(recipe), check_and_plan(recipe, facts), facts, None)
+        rank.run_rank(open_choices(recipe), check_and_plan(recipe, facts), facts, None)
         assert torch.are_deterministic_algorithms_enabled() is deterministic
         assert torch.backends.cuda.mem_efficient_sdp_enabled() is not deterministic
         curves[deterministic] = curve(Path("runs") / f"run-{deterministic}")

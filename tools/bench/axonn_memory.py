@@ -59,14 +59,14 @@ class Compared:
         return sum(self.ours.values())
 
     @property
-    def alike(self) -> float:
+    def comparable(self) -> float:
         """What our plan takes of what both hold, and what it alone holds."""
         return self.total - sum(self.more.values()) + sum(self.less.values())
 
     @property
     def ratio(self) -> float:
         """The same by what it found."""
-        return self.alike / self.measured
+        return self.comparable / self.measured
 
 
 def axonn() -> tuple[Compared, Compared]:
@@ -118,7 +118,7 @@ def axonn_rows(both: Sequence[Compared]) -> list[list[str]]:
         for name in dict.fromkeys(name for one in both for name in getattr(one, kind)):
             label = f"{sign} {LABELS.get(name, name)}"
             rows.append(row(label, none, [getattr(one, kind).get(name) for one in both]))
-    rows.append(row("**what both hold, and what it alone holds**", measured, [one.alike for one in both]))
+    rows.append(row("**what both hold, and what it alone holds**", measured, [one.comparable for one in both]))
     return rows
 
 

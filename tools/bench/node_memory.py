@@ -129,7 +129,7 @@ def node_rows() -> list[list[str]]:
     rows = []
     for method in METHODS:
         plan = of_layers(method, layers_of(method.billions), method.ranks)
-        alike, ratio = node_alike(method, plan)
+        comparable, ratio = comparable_bytes(method, plan)
         most = largest(method)["parameters"] / 1e9
         psi = plan["parameters"]
         rows.append(
@@ -139,7 +139,7 @@ def node_rows() -> list[list[str]]:
                 f"{_fullest(plan) / GIB:.1f}",
                 f"-{2 * psi / method.gradients / GIB:.1f}",
                 f"+{4 * psi / method.optimizer / GIB:.1f}",
-                f"{alike / GIB:.1f}",
+                f"{comparable / GIB:.1f}",
                 f"{ratio:.2f}",
                 f"{most:.1f}",
                 f"{most / method.billions:.2f}",
@@ -148,12 +148,12 @@ def node_rows() -> list[list[str]]:
     return rows
 
 
-def node_alike(method: Method, plan: Mapping[str, Any]) -> tuple[float, float]:
+def comparable_bytes(method: Method, plan: Mapping[str, Any]) -> tuple[float, float]:
     """Return the bytes of a plan's fullest GPU with fp16 gradients and fp32 ones for the step, as the peers hold them,
     and their ratio to the mean of what the paper found."""
     psi = plan["parameters"]
-    alike = _fullest(plan) - 2 * psi / method.gradients + 4 * psi / method.optimizer
-    return alike, 2 * alike / (LEAST_USED + MOST_USED)
+    comparable = _fullest(plan) - 2 * psi / method.gradients + 4 * psi / method.optimizer
+    return comparable, 2 * comparable / (LEAST_USED + MOST_USED)
 
 
 def _fullest(plan: Mapping[str, Any]) -> float:

@@ -25,7 +25,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.sharding.unit import whole_unit
+from llmtrain.sharding.unit import unsharded_unit
 from llmtrain.training.loop import train_step
 from llmtrain.training.run import Run, open_run
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def plain_model(run: Run) -> GPT:
     """Return the same model with the same weights, each parameter in its own tensor."""
     model = GPT(run.plan.model, torch.device("cpu"))
     for spec in model_units(run.plan.model):
-        whole_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.plan.seed)
+        unsharded_unit(spec, model.unit(spec.name), torch.device("cpu"), torch.float32, run.plan.seed)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().clone()))

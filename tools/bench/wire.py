@@ -38,7 +38,7 @@ precision: {{compute: bf16}}
 optimizer: {{warmup: 0}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# The first step has the update of the initial weights beside its own calls; later steps are alike.
+# The first step has the update of the initial weights beside its own calls; later steps are equal.
 STEPS = 2
 HEAD = """## Bytes between nodes
 

@@ -22,7 +22,7 @@ class BadInputError(CommandError):
 
 
 class RunFailedError(CommandError):
-    """A run that could not go on."""
+    """A run that cannot continue."""
 
 
 class PreemptedError(CommandError):

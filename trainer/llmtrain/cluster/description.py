@@ -101,7 +101,7 @@ class Nvme:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node; all nodes are alike. ranks: processes on it, one for each accelerator.
+    """A node; all nodes are equal. ranks: processes on it, one for each accelerator.
 
     tiers: groups of its ranks with faster links, from the smallest; the group of all its ranks is named node. host: the
     machine around the accelerators. nvme: its solid-state drives.
@@ -190,7 +190,7 @@ class NodeGroup:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The machines that the ranks run on. name: name of the description. accelerator: the device that one rank computes
-    on. node: a node; all nodes are alike. between: the network that connects the clusters.
+    on. node: a node; all nodes are equal. between: the network that connects the clusters.
 
     clusters: the groups of nodes on one network; empty for a single network that is not described.
     """

@@ -79,7 +79,7 @@ class Activity:
 
     @property
     def over(self) -> bool:
-        """Whether another rank or the launcher has found that the run cannot go on."""
+        """Whether another rank or the launcher has found that the run cannot continue."""
         return self._note.over
 
     def start_timing(self) -> None:

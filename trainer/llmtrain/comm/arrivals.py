@@ -17,10 +17,10 @@ class Arrivals:
     The threads are daemons, so that a message that never comes does not keep the process alive.
     """
 
-    def __init__(self, tell: Callable[[], object]) -> None:
-        """tell: called by a thread after each arrival."""
+    def __init__(self, on_arrival: Callable[[], object]) -> None:
+        """on_arrival: called by a thread after each arrival."""
         self._queues: dict[Channel, SimpleQueue[tuple[Wait, Future[None]] | None]] = {}
-        self._changed, self._tell = Condition(), tell
+        self._changed, self._on_arrival = Condition(), on_arrival
 
     def watch(self, channel: Channel, wait: Wait) -> "Future[None]":
         """Have the channel's thread call `wait`; return a future that completes when `wait` returns or raises
@@ -56,4 +56,4 @@ class Arrivals:
             del item, wait, future
             with self._changed:
                 self._changed.notify_all()
-            self._tell()
+            self._on_arrival()

@@ -86,8 +86,8 @@ class Collectives(ABC):
         return self.order == tuple(range(self.size))
 
     @abstractmethod
-    def all_gather(self, whole: Tensor) -> Work:
-        """Fill `whole`, `[size * n]`, with the parts of all ranks. This rank's part is at its place already."""
+    def all_gather(self, gathered: Tensor) -> Work:
+        """Fill `gathered`, `[size * n]`, with the parts of all ranks. This rank's part is at its place already."""
 
     @abstractmethod
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
@@ -121,9 +121,9 @@ class Collectives(ABC):
         """Leave the process group."""
         dist.destroy_process_group(self.group)
 
-    def _parts(self, whole: Tensor) -> list[Tensor]:
+    def _parts(self, gathered: Tensor) -> list[Tensor]:
         """Return views of the ranks' parts, by rank."""
-        parts = whole.chunk(self.size)
+        parts = gathered.chunk(self.size)
         return [parts[place] for place in self.order]
 
     def _buffer(self, name: str, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

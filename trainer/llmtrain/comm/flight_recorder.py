@@ -13,7 +13,8 @@ import torch
 
 class GroupProgress(NamedTuple):
     """The collectives of one process group, on one rank. queued, completed: the number of the last one, from 1; all
-    ranks of a group number them alike. next: the name of the first that is queued and not complete, empty if none is.
+    ranks of a group number them the same way. next: the name of the first that is queued and not complete, empty if
+    none is.
     """
 
     queued: int

@@ -14,13 +14,13 @@ class GlooCollectives(Collectives):
     """Messages between all ranks where gloo's own algorithms copy more or wait longer. Sums are in the order of ranks,
     but for those of gloo's ring."""
 
-    def all_gather(self, whole: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Work:
         """See Collectives."""
-        parts = self._parts(whole)
+        parts = self._parts(gathered)
         if not self.in_order:
             # A gather over the ranks of several nodes. In gloo's ring each part enters a node once, not once per rank.
             return _started(dist.all_gather(parts, parts[self.rank], group=self.group, async_op=True))
-        return self._send_to_all(whole, parts)
+        return self._send_to_all(gathered, parts)
 
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
         """See Collectives. gloo's own reduce-scatter is an all-reduce, which sends twice as much."""
@@ -36,10 +36,10 @@ class GlooCollectives(Collectives):
         """See Collectives."""
         if not self._in_one_round(x.nbytes):
             return _started(dist.all_reduce(x, group=self.group, async_op=True))
-        whole = self._buffer("whole", x, self.size * x.numel(), x.dtype)
-        parts = whole.chunk(self.size)
+        gathered = self._buffer("gathered", x, self.size * x.numel(), x.dtype)
+        parts = gathered.chunk(self.size)
         parts[self.rank].copy_(x.view(-1))
-        return Then(self._send_to_all(whole, parts), lambda: add_in_order(parts, x.view(-1)))
+        return Then(self._send_to_all(gathered, parts), lambda: add_in_order(parts, x.view(-1)))
 
     def all_reduce_bytes(self, nbytes: int) -> int:
         """See Collectives."""
@@ -48,14 +48,15 @@ class GlooCollectives(Collectives):
     def _in_one_round(self, nbytes: int) -> bool:
         return in_one_round(nbytes, self.size)
 
-    def _send_to_all(self, whole: Tensor, parts: Sequence[Tensor]) -> Work:
-        """Send this rank's part of `whole` to all others, and receive theirs. parts: views of `whole`, by rank."""
+    def _send_to_all(self, gathered: Tensor, parts: Sequence[Tensor]) -> Work:
+        """Send this rank's part of `gathered` to all others, and receive theirs. parts: views of `gathered`, by
+        rank."""
         own = parts[self.rank]
         if self.size > 2 and self._in_one_round(own.nbytes):
             # Fewer threads have to wake than for messages of their own: with 4 ranks on 2 cores it takes a quarter.
-            sent = self._buffer("sent", own, whole.numel(), own.dtype)
+            sent = self._buffer("sent", own, gathered.numel(), own.dtype)
             sent.view(self.size, -1).copy_(own)
-            return _started(dist.all_to_all_single(whole, sent, group=self.group, async_op=True))
+            return _started(dist.all_to_all_single(gathered, sent, group=self.group, async_op=True))
         # gloo's all-gather copies through a buffer that it allocates each time.
         others = [rank for rank in range(self.size) if rank != self.rank]
         works = [dist.irecv(parts[other], group_src=other, group=self.group) for other in others]

@@ -18,9 +18,9 @@ class GlooMessages(TorchMessages):
         self,
         peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
         ahead: int,
-        tell: Callable[[], object] = lambda: None,
+        on_arrival: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(peers, posting_of("gloo", ahead), tell)
+        super().__init__(peers, posting_of("gloo", ahead), on_arrival)
 
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""

@@ -15,16 +15,16 @@ from llmtrain.plan.posted_receives import Posting
 class TorchMessages(ABC):
     """Each channel has a process group of its own, so that no message waits for one of another channel.
 
-    peers: each channel's group, and the rank at its other end. tell: called by a thread after each arrival.
+    peers: each channel's group, and the rank at its other end. on_arrival: called by a thread after each arrival.
     """
 
     def __init__(
         self,
         peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
         posting: Posting,
-        tell: Callable[[], object] = lambda: None,
+        on_arrival: Callable[[], object] = lambda: None,
     ) -> None:
-        self.peers, self.posting, self._arrivals = peers, posting, Arrivals(tell)
+        self.peers, self.posting, self._arrivals = peers, posting, Arrivals(on_arrival)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
         """Post a receive of a channel's next message into contiguous `values`."""

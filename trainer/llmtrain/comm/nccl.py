@@ -28,15 +28,15 @@ class NcclCollectives(Collectives):
         # On the GPU from the first gather on: a copy to it would make the host wait.
         self._rank_at: Tensor | None = None
 
-    def all_gather(self, whole: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Work:
         """See Collectives."""
-        own = whole.chunk(self.size)[self.place]
+        own = gathered.chunk(self.size)[self.place]
         if self.in_order:
-            return self._started(ALL_GATHER(whole, own, group=self.group, async_op=self._asynchronous))
+            return self._started(ALL_GATHER(gathered, own, group=self.group, async_op=self._asynchronous))
         # NCCL gathers in the order of ranks. One kernel then puts all parts in place; dist.all_gather copies each one.
-        gathered = self._buffer("gathered", whole, whole.numel(), whole.dtype)
-        work = ALL_GATHER(gathered, own, group=self.group, async_op=self._asynchronous)
-        return Then(work, lambda: self._put_in_place(gathered.view(self.size, -1), whole.view(self.size, -1)))
+        received = self._buffer("gathered", gathered, gathered.numel(), gathered.dtype)
+        work = ALL_GATHER(received, own, group=self.group, async_op=self._asynchronous)
+        return Then(work, lambda: self._put_in_place(received.view(self.size, -1), gathered.view(self.size, -1)))
 
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
         """See Collectives.
@@ -60,12 +60,12 @@ class NcclCollectives(Collectives):
         """See Collectives."""
         return self._started(dist.all_reduce(x, group=self.group, async_op=self._asynchronous))
 
-    def _put_in_place(self, gathered: Tensor, whole: Tensor) -> None:
-        """Copy row k of `gathered` to row `order[k]` of `whole`."""
+    def _put_in_place(self, received: Tensor, gathered: Tensor) -> None:
+        """Copy row k of `received` to row `order[k]` of `gathered`."""
         if self._rank_at is None:
             ranks = sorted(range(self.size), key=self.order.__getitem__)
-            self._rank_at = to_device(torch.tensor(ranks), whole.device)
-        torch.index_select(gathered, 0, self._rank_at, out=whole)
+            self._rank_at = to_device(torch.tensor(ranks), gathered.device)
+        torch.index_select(received, 0, self._rank_at, out=gathered)
 
     @staticmethod
     def _started(work: dist.Work | None) -> Work:

@@ -46,7 +46,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Monitoring:
     """activity: records what this rank does. watchdog: ends the run if a rank is lost or hangs; None without one."""
 
     activity: Activity = field(default_factory=Activity)
@@ -62,7 +62,7 @@ class Ranks:
     layout: Layout
     device: torch.device
     links: Links = Links()
-    watch: Watch = field(default_factory=Watch)
+    monitoring: Monitoring = field(default_factory=Monitoring)
 
     @property
     def is_main(self) -> bool:
@@ -81,13 +81,13 @@ class Ranks:
 
     @property
     def activity(self) -> Activity:
-        """See Watch."""
-        return self.watch.activity
+        """See Monitoring."""
+        return self.monitoring.activity
 
     @property
     def watchdog(self) -> Watchdog | None:
-        """See Watch."""
-        return self.watch.watchdog
+        """See Monitoring."""
+        return self.monitoring.watchdog
 
     @property
     def node(self) -> int:
@@ -213,7 +213,7 @@ def connect(
             device_id=device if backend == "nccl" else None,
         )
     links = Links(dist.PrefixStore("llmtrain", store), tiers, cluster, patience)
-    return Ranks(rank, local_rank, layout, device, links, Watch(activity, watchdog))
+    return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
@@ -233,10 +233,10 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
     return store, rank
 
 
-def watched(ranks: Ranks, timeout: timedelta) -> Ranks:
+def with_watchdog(ranks: Ranks, timeout: timedelta) -> Ranks:
     """Return the only rank of a run with a watchdog: the rank may hang in a file system that is gone."""
     watchdog = Watchdog(ranks.activity, dist.HashStore(), 1, timeout.total_seconds(), noted=True)
-    return replace(ranks, watch=Watch(ranks.activity, watchdog))
+    return replace(ranks, monitoring=Monitoring(ranks.activity, watchdog))
 
 
 def disconnect(ranks: Ranks) -> None:

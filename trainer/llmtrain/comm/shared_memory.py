@@ -61,9 +61,9 @@ class SharedMemoryCollectives(Collectives):
         """See Collectives. Here with this rank's slots."""
         return super().nbytes + self._slots[self.rank].nbytes
 
-    def all_gather(self, whole: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Work:
         """See Collectives."""
-        parts, work = [part.view(torch.uint8) for part in self._parts(whole)], _nothing()
+        parts, work = [part.view(torch.uint8) for part in self._parts(gathered)], _nothing()
         for start in range(0, len(parts[0]), self._slot_bytes):
             work = self._gather([part[start : start + self._slot_bytes] for part in parts])
         return work
@@ -87,7 +87,7 @@ class SharedMemoryCollectives(Collectives):
         return work
 
     def all_reduce(self, x: Tensor) -> Work:
-        """See Collectives. Every rank reads the whole tensors of all others."""
+        """See Collectives. Every rank reads the full tensors of all others."""
         flat, work = x.view(-1), _nothing()
         for start in range(0, len(flat), self._slot_bytes // x.itemsize):
             work = self._sum(flat[start : start + self._slot_bytes // x.itemsize])

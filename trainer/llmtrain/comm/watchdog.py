@@ -80,7 +80,7 @@ class Watchdog:
     store: a connection of its own, as the training loop may wait for an answer in its connection. timeout: seconds
     within which all ranks end after one is lost or hangs. noted: whether ranks record what they do; without records a
     hang looks like work. recorder: of the collectives, where the host runs ahead of its GPU; while they complete,
-    nothing hangs. tell: called with the sentence before this watchdog ends the process; does nothing if not set.
+    nothing hangs. on_failure: called with the sentence before this watchdog ends the process; does nothing if not set.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Watchdog:
         self._others = list(range(1, world)) if activity.rank == 0 else [0]
         self._heard: dict[int, Beat] = {}
         self._silent = dict.fromkeys(self._others, 0)
-        self._answers = self._apart = self._still = self._told = 0
+        self._answers = self._apart = self._still = self._verdicts_read = 0
         self._newest = 0.0
-        self.tell: Callable[[str], None] = lambda sentence: None
+        self.on_failure: Callable[[str], None] = lambda sentence: None
         self._over = threading.Event()
         process = psutil.Process()
         self._self = Beat(ProcessId(socket.gethostname(), process.pid, process.create_time()))
-        self._tell()
+        self._write_beat()
         works = map(on_this_device, (self._talk, self._guard))
         self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in works]
         for thread in self._threads:
@@ -138,7 +138,7 @@ class Watchdog:
                 # Read at the start, so that the first rank can be named and ended even if it is lost early.
                 self._heard[0] = _parse(self._store.get(_key(0)))
             while not self._over.wait(self._pause):
-                self._tell()
+                self._write_beat()
                 self._hear()
                 self._answers += 1
                 if self._store.check([VERDICT]):
@@ -146,7 +146,7 @@ class Watchdog:
                 else:
                     self._judge()
 
-    def _tell(self) -> None:
+    def _write_beat(self) -> None:
         activity, last = self._activity, self._activity.last
         moved, groups = self._moved_until(activity.moved)
         state = RankState(last.step, last.doing, moved, activity.lost, activity.writing, groups)
@@ -194,7 +194,7 @@ class Watchdog:
         self._still = self._still + 1 if newest == self._newest else 0
         self._newest = newest
         if self._still >= self._patience:
-            # A rank that writes a checkpoint comes first: the training goes on meanwhile and then waits for it.
+            # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it.
             first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
             whom, late = "the others wait", None
             if not beats[first].state.writing:
@@ -253,7 +253,7 @@ class Watchdog:
             # Say the reason first: the launcher takes a rank that dies without a reason for the reason, and the others
             # may end as soon as they read the verdict.
             self._say(sentence)
-            self._tell_in_time(sentence)
+            self._report_in_time(sentence)
             self._kill(processes)
             if self._others:
                 # The others still have to read the verdict, and this process may hold the store.
@@ -268,18 +268,19 @@ class Watchdog:
         if gone and path is not None:
             leave_verdict(path, str(verdict["sentence"]))
         self._kill(gone)
-        self._told += 1
+        self._verdicts_read += 1
         # Without a sentence a rank ended by itself, and the others may be about to do so.
-        if verdict["sentence"] or self._activity.lost or self._told > LOST_ROUNDS:
+        if verdict["sentence"] or self._activity.lost or self._verdicts_read > LOST_ROUNDS:
             if verdict["sentence"]:
-                self._tell_in_time(str(verdict["sentence"]))
+                self._report_in_time(str(verdict["sentence"]))
             os._exit(EXIT_FAILED)
 
-    def _tell_in_time(self, sentence: str) -> None:
-        """Tell `tell` why the run ends, and wait for it for a round at most: it may write to a disk that is gone."""
-        teller = threading.Thread(target=self.tell, args=(sentence,), daemon=True)
-        teller.start()
-        teller.join(self._pause)
+    def _report_in_time(self, sentence: str) -> None:
+        """Call `on_failure` with why the run ends, and wait for it for a round at most: it may write to a disk that is
+        gone."""
+        thread = threading.Thread(target=self.on_failure, args=(sentence,), daemon=True)
+        thread.start()
+        thread.join(self._pause)
 
     def _kill(self, gone: Sequence[dict[str, object]]) -> None:
         """Kill those of the processes that are on this machine, as they would outlive the run."""

@@ -93,7 +93,7 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
     machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
     ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=given, noted=True)
     with end_together(ranks):
-        machines = _tell_all(ranks, machine)
+        machines = _gather_machines(ranks, machine)
         cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
         if ranks.is_main:
@@ -103,7 +103,7 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
     disconnect(ranks)
 
 
-def _tell_all(ranks: "Ranks", machine: Machine) -> list[Machine]:
+def _gather_machines(ranks: "Ranks", machine: Machine) -> list[Machine]:
     """Return each rank's view of its machine."""
     assert ranks.store is not None
     ranks.store.set(f"machine/{ranks.rank}", json.dumps(machine.as_data()))

@@ -28,7 +28,7 @@ from llmtrain.errors import (
     RunFailedError,
 )
 from llmtrain.launch.monitor import Monitor
-from llmtrain.launch.stop import STOP_SIGNALS, TOLD_EARLY
+from llmtrain.launch.stop import STOP_SIGNALS, STOPPED_EARLY
 
 # How long torch's agent waits for the other ranks once one has ended, in seconds.
 GRACE = 30
@@ -196,7 +196,7 @@ def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool)
         return _End(None, code=EXIT_INTERRUPTED)
     # A stop signal kills a rank that is still starting. SIGTERM may also come from the agent.
     if -signal.SIGUSR1 in codes or (asked and first.exitcode == -signal.SIGTERM):
-        return _End(None, TOLD_EARLY, EXIT_PREEMPTED)
+        return _End(None, STOPPED_EARLY, EXIT_PREEMPTED)
     return None
 
 

@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Variables in which launchers give a process its rank.
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 # The message if the run has not begun to train.
-TOLD_EARLY = "told to stop before anything was done; the same command starts again"
+STOPPED_EARLY = "told to stop before anything was done; the same command starts again"
 # Seconds that the main thread has to heed a second Ctrl-C: a long call of a kernel does not return before its end.
 GRACE = 2.0
 # Ends the thread that reads the numbers of signals; no signal has this one.
@@ -41,7 +41,7 @@ class StopRequest:
         self._arrived: tuple[int, int] | None = None
         self._watch = threading.Thread(target=self._note, name="stop", daemon=True)
 
-    def told(self, doing: str) -> str:
+    def with_request(self, doing: str) -> str:
         """Return what the user is shown while this rank does something."""
         return f"told to stop, finishing this step or batch first; {doing}".removesuffix("; ") if self.asked else doing
 
@@ -117,5 +117,5 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = number == signal.SIGINT
     # One rank reports for all, or our launcher.
     if LAUNCHER_PID not in os.environ and {os.environ.get(name, "0") for name in _RANK} == {"0"}:
-        say(f"llmtrain: {'interrupted' if interrupted else TOLD_EARLY}", err=True)
+        say(f"llmtrain: {'interrupted' if interrupted else STOPPED_EARLY}", err=True)
     os._exit(EXIT_INTERRUPTED if interrupted else EXIT_PREEMPTED)

@@ -59,17 +59,17 @@ class OffloadedStates:
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
         unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
         outside = OutsideBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1], unit.at_rest)
-        (start, end), cut = before.held, before.held[0] + buckets[0].start
+        (start, end), first_offloaded = before.held, before.held[0] + buckets[0].start
         together = unit.masters_are_weights
         masters = before.read("master", start, end)
-        stays = masters[: cut - start]
+        stays = masters[: first_offloaded - start]
         resident = OptimizerShard(
-            unit.spec, (start, cut), stays if together else stays.clone(), unit.hops.placement.backend
+            unit.spec, (start, first_offloaded), stays if together else stays.clone(), unit.hops.placement.backend
         )
         rule = StepRule(unit.spec, end, self._offload.backend)
         unit.optimizer = OffloadedShard(resident, outside, rule, masters if together else None)
         if not together:
-            unit.optimizer.write("master", cut, masters[cut - start :])
+            unit.optimizer.write("master", first_offloaded, masters[first_offloaded - start :])
 
     def close(self) -> None:
         """End the threads, and free the memory or the files."""

@@ -114,7 +114,7 @@ class Stepper:
             thread.start()
 
     def begin(self, numbers: AdamWStep | None) -> None:
-        """See StepsAhead. What the step before has left to do goes on."""
+        """See StepsAhead. The rest of the step before continues."""
         with self._changed:
             self._ahead_numbers = numbers
 

@@ -1,6 +1,6 @@
 """The memory that a run will take on each rank's device, against what the cluster file states. No torch in here.
 
-`_LASTING` lists the model states that a rank holds, in the order of the report.
+`_MODEL_STATES` lists the model states that a rank holds, in the order of the report.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +115,7 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
     needs, passing = own_needs(device), passing_memory(plan, role, device)
     lost = passing.pop("fragmentation")
     return {
-        **{name: part(plan, role) for name, part in _LASTING},
+        **{name: part(plan, role) for name, part in _MODEL_STATES},
         **buffers,
         **passing,
         "context": needs.context,
@@ -162,7 +162,7 @@ def _moments(plan: Plan, role: Role, device: Device) -> Iterator[dict[str, int]]
 
 _Part = tuple[str, Callable[[Plan, Role], int]]
 
-_LASTING: tuple[_Part, ...] = (
+_MODEL_STATES: tuple[_Part, ...] = (
     ("weights", lambda plan, role: role_states(plan, role).weights),
     ("gradients", lambda plan, role: role_states(plan, role).gradients),
     ("optimizer", lambda plan, role: role_states(plan, role).optimizer),

@@ -79,7 +79,7 @@ class SizedCollective:
             if in_order and ranks > 2 and in_one_round(self.size // ranks, ranks):
                 yield "sent", self.size
         elif in_one_round(self.size, ranks):
-            yield "whole", self.size * ranks
+            yield "gathered", self.size * ranks
             if ranks > 2:
                 yield "sent", self.size * ranks
 

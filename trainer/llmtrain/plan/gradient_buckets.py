@@ -66,15 +66,15 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
         placement = plan.sharding.placements[spec.name]
         if placement.moves_gradients:
             place, padded = grid.coordinate(rank, *placement.axes), placement.padded(spec.numel)
-            cut = list(_cut(placement, padded, place, plan.sharding.offload.bucket))
+            split = list(_split(placement, padded, place, plan.sharding.offload.bucket))
             found[spec.name] = UnitGradients(
                 first=first,
-                buckets=[Bucket(spec.name, start, end, 1) for start, end, _ in cut],
-                owned=[own for _, _, own in cut],
+                buckets=[Bucket(spec.name, start, end, 1) for start, end, _ in split],
+                owned=[own for _, _, own in split],
                 resident=plan.sharding.offload.resident(padded // placement.degrees.optimizer),
                 hops_after_sum=placement.hops_after_sum,
             )
-            first += len(cut)
+            first += len(split)
     return found
 
 
@@ -85,14 +85,14 @@ def gradient_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
     for (placement, numel), count in units.items():
         if placement.moves_gradients:
             place = grid.coordinate(rank, *placement.axes)
-            for start, end, _ in _cut(placement, placement.padded(numel), place, plan.sharding.offload.bucket):
+            for start, end, _ in _split(placement, placement.padded(numel), place, plan.sharding.offload.bucket):
                 found[Bucket("", 0, end - start, 1)] += count
     return found
 
 
-def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, whether the rank steps it) of the buckets of a gradient shard, none of which cuts a block of
-    the gradient norm. place: of the rank along the placement's axes."""
+def _split(placement: Placement, padded: int, place: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield (start, end, whether the rank steps it) of the buckets of a gradient shard, none of which divides a block
+    of the gradient norm. place: of the rank along the placement's axes."""
     size = -(-bucket // NORM_BLOCK) * NORM_BLOCK
     (first, last), (start, end) = (
         shard_range(placement.levels, place, degree, padded)
@@ -100,8 +100,8 @@ def _cut(placement: Placement, padded: int, place: int, bucket: int) -> Iterator
     )
     for begin, until, owned in ((first, start, False), (start, end, True), (end, last, False)):
         if begin < until:
-            cuts = [begin, *range((begin // size + 1) * size, until, size), until]
-            yield from ((one - first, other - first, owned) for one, other in pairwise(cuts))
+            bounds = [begin, *range((begin // size + 1) * size, until, size), until]
+            yield from ((one - first, other - first, owned) for one, other in pairwise(bounds))
 
 
 def gradient_moves(units: dict[str, UnitGradients], programs: Programs) -> list[Move]:

@@ -136,14 +136,14 @@ def _most_of_a_node(plan: Plan, of_rank: Callable[[int], int]) -> tuple[int, int
     """Return the most bytes of all ranks of a node together, and their number. Without a description, each rank has a
     node of its own. of_rank: bytes of a rank."""
     size, grid = plan.cluster.node.ranks if plan.cluster else 1, plan.grid
-    alike: dict[tuple[int, ...], int] = {}
+    by_place: dict[tuple[int, ...], int] = {}
 
     def of_place(rank: int) -> int:
-        # Data-parallel ranks on the same socket are alike.
+        # Data-parallel ranks on the same socket move equal bytes.
         place = *(grid.coordinate(rank, axis) for axis in (Axis.PIPELINE, Axis.TENSOR)), socket_of(plan, rank)
-        if place not in alike:
-            alike[place] = of_rank(rank)
-        return alike[place]
+        if place not in by_place:
+            by_place[place] = of_rank(rank)
+        return by_place[place]
 
     firsts = {role.rank // size * size for role in roles(plan)}
     nodes = [range(first, min(first + size, grid.world)) for first in firsts]

@@ -13,7 +13,7 @@ from llmtrain.plan.facts import Device
 from llmtrain.plan.placement import PAGE, Backend, Memory, Placement
 from llmtrain.recipe.offload import OffloadConfig
 
-# Ranges outside are cut at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
+# Offloaded ranges are split at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
 GRANULE = 1024
 # Elements of which each block of a unit has a sum of squares of its own.
 NORM_BLOCK = 4096
@@ -79,7 +79,7 @@ class Offload:
     @property
     def workers(self) -> int:
         """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order, and so do
-        the parts of a bucket whose gradients come from buckets that are cut elsewhere."""
+        the parts of a bucket whose gradients come from buckets that begin elsewhere."""
         return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
     def resident(self, stepped: int) -> int:
@@ -89,8 +89,8 @@ class Offload:
 
     def buckets(self, stepped: int) -> list[tuple[int, int]]:
         """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps."""
-        cuts = [*range(self.resident(stepped), stepped, self.bucket), stepped]
-        return list(pairwise(cuts)) if self.share else []
+        bounds = [*range(self.resident(stepped), stepped, self.bucket), stepped]
+        return list(pairwise(bounds)) if self.share else []
 
 
 def _memory(tier: str) -> Memory:

@@ -70,7 +70,7 @@ def _slots(plan: Plan, most: int, states: int) -> int:
 def _ring(sizes: Counter[Bucket], overlap: int) -> int:
     """Return the bytes of the slots through which buckets in files pass, and of the buffer for a part of one."""
     ring = ring_slots(sizes.total(), overlap) * max(one.nbytes for one in sizes)
-    # A buffer that begins at a page is cut out of one that is a page larger.
+    # A buffer that begins at a page is a view into one that is a page larger.
     return ring + max(one.part for one in sizes) + 2 * PAGE
 
 
@@ -98,6 +98,6 @@ def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:
     passing = 0 if device == "cpu" else 4 * largest(sizes)
     if plan.sharding.offload.gradients == "host":
         return OffloadMemory(gradients=sum(4 * one.numel * count for one, count in sizes.items()), buffers=passing)
-    # A buffer that begins at a page is cut out of one that is a page larger.
+    # A buffer that begins at a page is a view into one that is a page larger.
     ring = slots(sizes.total()) * max(one.nbytes for one in sizes) + PAGE
     return OffloadMemory(buffers=ring + passing, files=_nbytes(sizes))

@@ -78,11 +78,11 @@ def rank_computation(plan: Plan, rank: int) -> Computation | None:
 def merged(moves: Sequence[Moves], most: int = BUCKETS) -> list[Moves]:
     """Return moves of about `most` buckets, each of which has those of neighbours of the same unit that may be stepped
     ahead, or may not."""
-    size, alike = -(-len(moves) // most), defaultdict[tuple[int, bool], list[Moves]](list)
+    size, by_unit = -(-len(moves) // most), defaultdict[tuple[int, bool], list[Moves]](list)
     found = list[Moves]()
     for one in moves:
-        alike[one.unit, one.spare].append(one)
-    for (unit, spare), own in alike.items():
+        by_unit[one.unit, one.spare].append(one)
+    for (unit, spare), own in by_unit.items():
         for first in range(0, len(own), size):
             group = own[first : first + size]
             there, back, ahead, commit, elements = (

@@ -15,7 +15,7 @@ from llmtrain.plan.plan import Plan
 class Role:
     """Ranks at one place along the pipeline axis that hold equally large slices of its units.
 
-    Data-parallel ranks are alike. Tensor-parallel ranks differ where their number does not divide the vocabulary. rank:
+    Data-parallel ranks are equal. Tensor-parallel ranks differ where their number does not divide the vocabulary. rank:
     the first of the ranks. ranks: number of them. pipeline: their place along the pipeline axis. units: the units that
     `rank` holds, in the order of the model.
     """
@@ -65,4 +65,4 @@ def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, list[UnitSpec]
     for place in range(parts):
         shares = (even_share(count, parts, place) for count in rows)
         places.setdefault(tuple(end - start for start, end in shares), []).append(place)
-    return [(alike[0], len(alike), [unit.slice(alike[0], parts) for unit in units]) for alike in places.values()]
+    return [(same[0], len(same), [unit.slice(same[0], parts) for unit in units]) for same in places.values()]

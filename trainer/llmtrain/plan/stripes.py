@@ -18,15 +18,15 @@ class Stripe:
 
 
 def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Stripe]]:
-    """Cut each region into a part for each volume, so that what volumes hold keeps to their weights; return the parts.
+    """Split each region into a part for each volume, in proportion to the weights of the volumes; return the parts.
 
     regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
     """
     found, ends = [], [0] * len(weights)
     for sizes in striped(regions, weights):
         firsts = accumulate(sizes, initial=0)
-        cut = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
-        found.append([Stripe(*one) for one in cut if one[3]])
+        parts = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
+        found.append([Stripe(*one) for one in parts if one[3]])
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     return found
 

@@ -75,10 +75,10 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if view.lanes:
         yield ""
         yield table(LANE_COLUMNS, list(lane_rows(view.lanes, view.step_threads)))
-    groups = [list(alike) for _, alike in groupby(view.budget.rows, key=_sizes)]
+    groups = [list(same) for _, same in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
-        yield table(_COLUMNS, [_group(plan, alike, fullest) for alike in groups])
+        yield table(_COLUMNS, [_group(plan, rows, fullest) for rows in groups])
     if any(row.sent for row in view.traffic):
         yield ""
         yield table(*_traffic_table(view.traffic))
@@ -137,12 +137,12 @@ def _sizes(row: RoleMemory) -> tuple[int, ...]:
     return row.role.parameters, row.role.ranks, *row.device.values()
 
 
-def _group(plan: Plan, alike: Sequence[RoleMemory], fullest: RoleMemory) -> Sequence[object]:
-    first, last = alike[0], alike[-1]
+def _group(plan: Plan, rows: Sequence[RoleMemory], fullest: RoleMemory) -> Sequence[object]:
+    first, last = rows[0], rows[-1]
     states = sum(first.device[name] for name in STATES)
     places = sorted({first.role.pipeline, last.role.pipeline})
     return (
-        f"{sum(row.role.ranks for row in alike):,}",
+        f"{sum(row.role.ranks for row in rows):,}",
         first.role.rank,
         "-".join(map(str, places)),
         layers_of(plan, first),
@@ -155,11 +155,12 @@ def _group(plan: Plan, alike: Sequence[RoleMemory], fullest: RoleMemory) -> Sequ
 
 
 def _traffic_table(traffic: Sequence[RoleTraffic]) -> tuple[tuple[str, ...], list[Sequence[object]]]:
-    """Return the columns and rows of a table of traffic: a row for each tier of each group of ranks that send alike."""
+    """Return the columns and rows of a table of traffic: a row for each tier of each group of ranks that send the
+    same."""
     used = [name for name in PURPOSES if any(name in sent for row in traffic for sent in row.sent.values())]
     rows: list[Sequence[object]] = []
-    for _, alike in groupby(traffic, key=lambda row: row.sent):
-        group = list(alike)
+    for _, same in groupby(traffic, key=lambda row: row.sent):
+        group = list(same)
         ranks, first = sum(row.role.ranks for row in group), group[0]
         for tier, sent in first.sent.items():
             sizes = (units.size(sent[name]) if name in sent else "-" for name in used)

@@ -40,21 +40,22 @@ class Packing(PackedFormat):
         dequantize(packed.view(1, -1), self.bits, self.block, out.view(1, -1))
 
 
-def own_part(whole: Tensor, hops: Sequence[Hop]) -> Tensor:
-    """Return this rank's part of `whole`, one-dimensional. hops: the fastest, which is the most significant, first."""
+def own_shard(gathered: Tensor, hops: Sequence[Hop]) -> Tensor:
+    """Return this rank's part of `gathered`, one-dimensional. hops: the fastest, which is the most significant,
+    first."""
     for hop in hops:
-        size = whole.numel() // hop.radix
-        whole = whole[hop.place * size : (hop.place + 1) * size]
-    return whole
+        size = gathered.numel() // hop.radix
+        gathered = gathered[hop.place * size : (hop.place + 1) * size]
+    return gathered
 
 
-def all_gather(whole: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
-    """Fill `whole`, one-dimensional, which has this rank's part already.
+def all_gather(gathered: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
+    """Fill `gathered`, one-dimensional, which has this rank's part already.
 
     The slowest hop goes first, with the smallest parts. All parts are received in place (MiCS, section 3.3, without its
     rearranging copy).
     """
-    return [_gather_over(hops[depth], own_part(whole, hops[:depth])) for depth in reversed(range(len(hops)))]
+    return [_gather_over(hops[depth], own_shard(gathered, hops[:depth])) for depth in reversed(range(len(hops)))]
 
 
 def _gather_over(hop: Hop, region: Tensor) -> HopStep:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_shard
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -61,28 +61,30 @@ class GradientReduction:
         unit, owned = self._unit, self._unit.owned_gradient
         if not unit.hops.placement.hops_after_sum:
             return []
-        whole = owned if self._wire == owned.dtype else workspace.take("whole", len(owned), self._wire)
-        steps = spread_sum(unit, unit.gradient, whole, self._packing, workspace)
-        if whole is not owned:
-            steps[-1] = steps[-1].then(lambda: owned.copy_(whole))
+        target = owned if self._wire == owned.dtype else workspace.take("owned gradient", len(owned), self._wire)
+        steps = reduce_to_optimizer_shard(unit, unit.gradient, target, self._packing, workspace)
+        if target is not owned:
+            steps[-1] = steps[-1].then(lambda: owned.copy_(target))
         return steps
 
 
-def spread_sum(
-    unit: ShardedUnit, total: Tensor, whole: Tensor, packing: Packing | None, workspace: Workspace
+def reduce_to_optimizer_shard(
+    unit: ShardedUnit, shard: Tensor, target: Tensor, packing: Packing | None, workspace: Workspace
 ) -> list[HopStep]:
-    """Return the steps that sum a gradient shard over all other ranks. total: the shard, fp32 or in the dtype of
-    the weights. whole: receives the part
-    that this rank steps, in the dtype of the weights."""
-    cut = unit.degrees
-    replica_hops = unit.hops.reduce(cut.optimizer, cut.ranks)
-    hops = (*unit.hops.reduce(cut.gradients, cut.optimizer), *replica_hops)
-    (*steps, end), part = reduce_scatter(total, hops, whole.dtype, packing, workspace)
-    target = own_part(whole, replica_hops)
+    """Return the steps that sum a gradient shard over all other ranks.
+
+    shard: fp32, or in the dtype of the weights. target: receives the part that this rank steps, in the dtype of the
+    weights.
+    """
+    degrees = unit.degrees
+    replica_hops = unit.hops.reduce(degrees.optimizer, degrees.ranks)
+    hops = (*unit.hops.reduce(degrees.gradients, degrees.optimizer), *replica_hops)
+    (*steps, end), part = reduce_scatter(shard, hops, target.dtype, packing, workspace)
+    own = own_shard(target, replica_hops)
     return [
         *steps,
-        end.then(lambda: target.copy_(part)),
-        *all_gather(whole, unit.hops.gather(cut.optimizer, cut.ranks)),
+        end.then(lambda: own.copy_(part)),
+        *all_gather(target, unit.hops.gather(degrees.optimizer, degrees.ranks)),
     ]
 
 
@@ -94,11 +96,11 @@ def first_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
 
 def last_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
     """Return the collectives that sum the gradient shard over all other ranks into the optimizer shard."""
-    padded, cut, size = unit.ranges.padded, unit.degrees, unit.weight.itemsize
-    owned, replica_hops = padded // cut.optimizer, unit.hops.reduce(cut.optimizer, cut.ranks)
-    second_hops = unit.hops.reduce(cut.gradients, cut.optimizer)
+    padded, degrees, size = unit.ranges.padded, unit.degrees, unit.weight.itemsize
+    owned, replica_hops = padded // degrees.optimizer, unit.hops.reduce(degrees.optimizer, degrees.ranks)
+    second_hops = unit.hops.reduce(degrees.gradients, degrees.optimizer)
     return [
-        *reduce_traffic("gradients", second_hops, padded // cut.gradients, size, packing),
+        *reduce_traffic("gradients", second_hops, padded // degrees.gradients, size, packing),
         *reduce_traffic("replicas", replica_hops, owned, size, packing),
         *gather_traffic("replicas", replica_hops, owned, size, None),
     ]

@@ -58,7 +58,7 @@ class Kept:
             accumulate(flat, [self._starts[place] for place in found], [*found.values()], overwrite)
 
 
-class WholeSum:
+class UnshardedSum:
     """Sums into the unit's gradient, which is not sharded."""
 
     def __init__(self, unit: ShardedUnit) -> None:

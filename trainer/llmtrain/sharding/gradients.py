@@ -20,7 +20,7 @@ from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
-from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, WholeSum
+from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, UnshardedSum
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.optimizer_shard import StepRange
 from llmtrain.sharding.outside_gradients import OutsideGradients, OutsideReduction
@@ -50,7 +50,7 @@ class GradientReducer:
         self.pool = some.weight.new_zeros(0)
         self.in_flight = in_flight
         self._sums: dict[str, GradientSum] = {
-            name: BufferedSum(unit, partial(self._new_buffer, name)) if _is_buffered(unit) else WholeSum(unit)
+            name: BufferedSum(unit, partial(self._new_buffer, name)) if _is_buffered(unit) else UnshardedSum(unit)
             for name, unit in units.items()
         }
         self._reductions = {
@@ -142,8 +142,8 @@ class GradientReducer:
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = reduction.steps(buffer, issue, workspace)
-            whole = unit.gradient if buffer is None else buffer
-            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, whole))
+            unsharded = unit.gradient if buffer is None else buffer
+            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, unsharded))
             if issue.last and reduced is not None and issue.unit not in self.replica_groups.tied and len(unit.gradient):
                 found[-1] = found[-1].then(lambda: reduced(issue.unit))
             return found

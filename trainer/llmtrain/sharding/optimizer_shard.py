@@ -53,8 +53,8 @@ class StepRule:
         return self._backend in ("torch", "apex")
 
     def _decay_within(self, start: int, end: int) -> list[Decay]:
-        cut = ((max(first, start) - start, min(last, end) - start, decays) for first, last, decays in self._decay)
-        return [part for part in cut if part[0] < part[1]]
+        clipped = ((max(first, start) - start, min(last, end) - start, decays) for first, last, decays in self._decay)
+        return [part for part in clipped if part[0] < part[1]]
 
 
 class OptimizerShard:

@@ -11,7 +11,7 @@ from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep, Packing
-from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, spread_sum
+from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, reduce_to_optimizer_shard
 from llmtrain.sharding.optimizer_shard import Range, StepRange
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
@@ -66,9 +66,9 @@ class OutsideReduction:
             return [*steps, self._step(lambda: store.add(name, part, issue.first, issue.last))]
         (start, end), (first, last) = unit.ranges.gradients, unit.ranges.optimizer
         total = workspace.take("sum", end - start, torch.float32)
-        owned = workspace.take("whole", last - first, self._wire)
+        owned = workspace.take("owned gradient", last - first, self._wire)
         steps.append(self._step(lambda: store.add_into(name, part, issue.first, total)))
-        steps += spread_sum(unit, total, owned, self._packing, workspace)
+        steps += reduce_to_optimizer_shard(unit, total, owned, self._packing, workspace)
         return [*steps, self._step(lambda: store.put(name, owned))]
 
     def first_traffic(self) -> list[Traffic]:

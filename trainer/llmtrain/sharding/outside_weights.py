@@ -9,7 +9,7 @@ from torch import Tensor
 from llmtrain.comm.stream import Stream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Traffic
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_shard
 from llmtrain.sharding.packed_collectives import all_gather_packed
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weight_gathers import shard_traffic
@@ -50,7 +50,7 @@ class OutsideGather:
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
-        part, name = own_part(buffer, self._hops), self._unit.spec.name
+        part, name = own_shard(buffer, self._hops), self._unit.spec.name
         found = [HopStep(self._outside.reads, lambda: self._outside.store.load(name, part))]
         if self._packing is not None and self._hops:
             return [*found, *all_gather_packed(buffer, part, self._hops, self._packing, workspace)]

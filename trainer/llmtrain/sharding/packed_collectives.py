@@ -8,7 +8,7 @@ from llmtrain_kernels.quantize.op import dequantize, dequantize_sum, quantize
 from torch import Tensor
 
 from llmtrain.comm.workspace import Workspace
-from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_part
+from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_shard
 from llmtrain.sharding.hops import Hop
 
 
@@ -19,25 +19,25 @@ def gather_parts(
     """Fill `buffer` from every rank's `part`, which is sent packed if there is a `packing`. See all_gather_packed."""
     if packing is not None:
         return all_gather_packed(buffer, part, hops, packing, workspace, packed=packed)
-    own = own_part(buffer, hops)
+    own = own_shard(buffer, hops)
     first, *rest = all_gather(buffer, hops)
     return [first.first(lambda: own.copy_(part)), *rest]
 
 
 def all_gather_packed(
-    whole: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, workspace: Workspace, packed: bool = False
+    gathered: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, workspace: Workspace, packed: bool = False
 ) -> list[HopStep]:
-    """Fill `whole` from every rank's `part`, which is sent packed. This rank's own part is rounded as well.
+    """Fill `gathered` from every rank's `part`, which is sent packed. This rank's own part is rounded as well.
 
     workspace: buffers for this gather alone. packed: whether `part` is packed already.
     """
     rows = math.prod(hop.radix for hop in hops)
-    buffer = workspace.take("packed", rows * packing.row_bytes(whole.numel() // rows), torch.uint8)
-    own = own_part(buffer, hops)
+    buffer = workspace.take("packed", rows * packing.row_bytes(gathered.numel() // rows), torch.uint8)
+    own = own_shard(buffer, hops)
     steps = all_gather(buffer, hops)
     steps[0] = steps[0].first(lambda: own.copy_(part) if packed else packing.pack(part, own))
     steps[-1] = steps[-1].then(
-        lambda: dequantize(buffer.view(rows, -1), packing.bits, packing.block, whole.view(rows, -1))
+        lambda: dequantize(buffer.view(rows, -1), packing.bits, packing.block, gathered.view(rows, -1))
     )
     return steps
 
@@ -73,6 +73,6 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
     hop.collectives.all_to_all(received, sent).wait()
     # This rank's own part is not sent, and so not rounded.
-    total.copy_(own_part(values, (hop,)))
+    total.copy_(own_shard(values, (hop,)))
     for rows in others:
         dequantize_sum(received[rows], packing.bits, packing.block, total, accumulate=True)

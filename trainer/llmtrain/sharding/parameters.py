@@ -20,21 +20,21 @@ class UnitParameters:
         self.tensors = tuple(
             _replace(module, name, value) for (name, _, _), value in zip(self._ranges, values, strict=True)
         )
-        self._lasting: dict[int, list[Tensor]] = {}
+        self._cached_views: dict[int, list[Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.tensors)
 
     def show(self, flat: Tensor) -> None:
         """Make the parameters views into `flat`: gathered weights in a buffer that lives as long as the unit."""
-        for parameter, view in zip(self.tensors, self.lasting_views(flat), strict=True):
+        for parameter, view in zip(self.tensors, self.cached_views(flat), strict=True):
             parameter.data = view
 
-    def lasting_views(self, flat: Tensor) -> list[Tensor]:
+    def cached_views(self, flat: Tensor) -> list[Tensor]:
         """Return `views` of a buffer that lives as long as the unit; cached, because a view takes about 5 us."""
-        found = self._lasting.get(flat.data_ptr())
+        found = self._cached_views.get(flat.data_ptr())
         if found is None:
-            found = self._lasting[flat.data_ptr()] = self.views(flat)
+            found = self._cached_views[flat.data_ptr()] = self.views(flat)
         return found
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -27,9 +27,10 @@ class ReplicaGroups:
     tied: Mapping[str, Collectives] = field(default_factory=dict)
     second: frozenset[str] = frozenset()
 
-    def sum_partial(self, unit: ShardedUnit, whole: Tensor) -> None:
-        """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. whole: of the unit."""
-        part = whole[unit.spec.replicated : unit.spec.numel]
+    def sum_partial(self, unit: ShardedUnit, gradient: Tensor) -> None:
+        """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. gradient: of the full
+        unit."""
+        part = gradient[unit.spec.replicated : unit.spec.numel]
         if self.partial is not None and len(part):
             self.partial.all_reduce(part).wait()
 
@@ -68,9 +69,9 @@ class ReplicaGroups:
         sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
         every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
         held: list[tuple[Tensor, Tensor, float]] = []
-        for unit, whole in zip(units, every.split(sizes), strict=True):
+        for unit, values in zip(units, every.split(sizes), strict=True):
             start, end = (max(place - unit.spec.replicated, 0) for place in unit.ranges.optimizer)
-            place, part = unit.own(unit.spec.replicated), whole[start:end]
+            place, part = unit.own(unit.spec.replicated), values[start:end]
             holders = unit.degrees.ranks // unit.degrees.optimizer * self.copies
             held.append((unit.owned_gradient[place : place + len(part)], part, 1 / holders))
         for own, part, _ in held:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Traffic, gather_traffic
-from llmtrain.sharding.collectives import HopStep, Packing, own_part
+from llmtrain.sharding.collectives import HopStep, Packing, own_shard
 from llmtrain.sharding.packed_collectives import gather_parts
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -27,7 +27,7 @@ class SecondaryCopy:
 
     def fill(self, buffer: Tensor) -> None:
         """Copy this rank's shard out of gathered weights."""
-        part = own_part(buffer, self._hops)
+        part = own_shard(buffer, self._hops)
         if self._packing is None:
             self._copy.copy_(part)
         else:

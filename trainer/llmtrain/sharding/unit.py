@@ -74,7 +74,7 @@ class ShardedUnit:
 
     @property
     def degrees(self) -> Degrees:
-        """Over how many ranks each state is cut."""
+        """Over how many ranks each state is sharded."""
         return self.hops.placement.degrees
 
     @property
@@ -157,7 +157,9 @@ class ShardedUnit:
         return self.hops.placement.masters == "weights"
 
 
-def whole_unit(spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> ShardedUnit:
+def unsharded_unit(
+    spec: UnitSpec, module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int
+) -> ShardedUnit:
     """Return the unit with all its states on this rank."""
     masters: Literal["weights", "separate"] = "weights" if dtype == torch.float32 else "separate"
     alone = Hops(Placement(axes=(), degrees=Degrees(), levels=(), masters=masters))

@@ -193,7 +193,7 @@ class MainLogger:
         self._close_all(row, exit_code)
 
     def close(self, error: BaseException | None) -> None:
-        # First: the live line must not go on beside the reason.
+        # First: the live line must not be printed after the reason.
         self.console.close()
         if self._metrics is not None and error is not None:
             told = isinstance(error, PreemptedError | KeyboardInterrupt)

@@ -19,7 +19,7 @@ ORDER = 0
 # Most microbatches on the device at once.
 TOGETHER = 64
 
-# Seconds after which ranks ask each other whether one of them was told to stop.
+# Seconds after which ranks ask each other whether one of them was asked to stop.
 BETWEEN = 0.5
 
 # Takes microbatches, int64 `[sequences, tokens + 1]` each. Yields, for some at a time and in order, their number and
@@ -27,13 +27,13 @@ BETWEEN = 0.5
 LossesOf = Callable[[Sequence[Tensor]], Iterator[tuple[int, list[Tensor]]]]
 
 
-class CutError(Exception):
+class EvaluationStoppedError(Exception):
     """An evaluation was stopped before its end, on all ranks."""
 
 
 class InParts:
-    """Cuts the microbatches of an evaluation into parts of about `BETWEEN` seconds. Between parts, ranks agree whether
-    one of them was asked to stop."""
+    """Splits the microbatches of an evaluation into parts of about `BETWEEN` seconds. Between parts, ranks agree
+    whether one of them was asked to stop."""
 
     def __init__(self, ranks: Ranks, stop: StopRequest, stages: int) -> None:
         """stages: of the pipeline, all of which a part keeps busy."""
@@ -42,11 +42,12 @@ class InParts:
         self._since = 0.0
 
     def parts(self, batches: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Yield the parts of some microbatches. Collective. Raises CutError if any rank was asked to stop."""
+        """Yield the parts of some microbatches. Collective. Raises EvaluationStoppedError if any rank was asked to
+        stop."""
         first = 0
         while first < len(batches):
             if self.stopping():
-                raise CutError
+                raise EvaluationStoppedError
             yield batches[first : first + self._size]
             first += self._size
 

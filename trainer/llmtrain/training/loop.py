@@ -16,7 +16,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.comm.device import in_host_memory, start_to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.launch.stop import TOLD_EARLY, StopRequest
+from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
@@ -24,7 +24,7 @@ from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.step_record import StepRecord, is_logged
 from llmtrain.training.collector import freeze, thawed
-from llmtrain.training.evaluate import CutError, InParts, mean_loss
+from llmtrain.training.evaluate import EvaluationStoppedError, InParts, mean_loss
 from llmtrain.training.passes import Passes, decided_on_device, forward_backward
 from llmtrain.training.replica_check import compare
 from llmtrain.training.rewind import fail, rewind
@@ -50,7 +50,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
             begin(run)
-        elif was_cut(run) and not evaluate(run):
+        elif evaluation_was_stopped(run) and not evaluate(run):
             raise PreemptedError(stopped_after(run))
         ranks.activity.show(first_step(plan) if run.progress.step < steps else "")
         first = True
@@ -124,7 +124,7 @@ def begin(run: Run) -> None:
     if run.progress.step == 0:
         evaluate(run)
         if run.stop.agreed:
-            raise KeyboardInterrupt if run.stop.interrupted else PreemptedError(TOLD_EARLY)
+            raise KeyboardInterrupt if run.stop.interrupted else PreemptedError(STOPPED_EARLY)
     if run.plan.spikes.threshold and run.plan.spikes.action == "rewind":
         save(run)
 
@@ -260,7 +260,7 @@ def evaluate(run: Run) -> bool:
 
     try:
         loss = mean_loss(run.model, losses_of, run.valid_data, count, run.plan.batch.microbatch, run.ranks)
-    except CutError:
+    except EvaluationStoppedError:
         run.model.train()
         return False
     run.log.evaluation(run.progress.step, "validation", loss)
@@ -268,7 +268,7 @@ def evaluate(run: Run) -> bool:
     return True
 
 
-def was_cut(run: Run) -> bool:
+def evaluation_was_stopped(run: Run) -> bool:
     """Return whether the evaluation after the last step is due, but not logged: a request to stop cut it short.
     Collective."""
     step, training = run.progress.step, run.plan.training

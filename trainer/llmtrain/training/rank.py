@@ -11,7 +11,7 @@ from llmtrain_data.waiting import Waiting
 from llmtrain.comm.cores import Bound, bind_to_socket
 from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
-from llmtrain.comm.ranks import Ranks, connect, disconnect, watched
+from llmtrain.comm.ranks import Ranks, connect, disconnect, with_watchdog
 from llmtrain.comm.threads import THREADS, even_share, set_by_user
 from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
@@ -21,12 +21,12 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.least_time import step_threads
 from llmtrain.plan.plan import Plan
 from llmtrain.training.attention import with_kernel
-from llmtrain.training.left_open import LeftOpen
 from llmtrain.training.loop import train
+from llmtrain.training.open_choices import OpenChoices
 from llmtrain.training.stage_speeds import measure, splits_by_speed
 
 
-def run_rank(left_open: LeftOpen, plan: Plan, facts: Facts, place: Launched | None) -> None:
+def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launched | None) -> None:
     """Train as one rank of the run. place: this rank's place, None for the only rank."""
     said = []
     if place is not None:
@@ -42,12 +42,12 @@ def run_rank(left_open: LeftOpen, plan: Plan, facts: Facts, place: Launched | No
         threads = _take_threads(plan, ranks, bound)
         if bound is not None:
             said.append(f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}")
-        if left_open.split and splits_by_speed(plan, facts):
-            plan, sentence = _planned_by_speed(left_open, plan, facts, ranks)
+        if open_choices.split and splits_by_speed(plan, facts):
+            plan, sentence = _planned_by_speed(open_choices, plan, facts, ranks)
             said.append(sentence)
-        plan, measured = with_kernel(plan, left_open.attention, ranks)
+        plan, measured = with_kernel(plan, open_choices.attention, ranks)
         said += measured
-        train(plan, ranks, [*said, *left_open.decisions(plan), *advice(plan)], waiting)
+        train(plan, ranks, [*said, *open_choices.decisions(plan), *advice(plan)], waiting)
     disconnect(ranks)
 
 
@@ -91,13 +91,13 @@ def _connected(plan: Plan, place: Launched | None) -> Ranks:
     doing = f"waiting for all {world} ranks to start" if world > 1 else "starting"
     with Waiting(lambda: doing, enabled=place is None or place.is_first):
         ranks = connect(plan.grid, plan.tiers, timeout, plan.cluster, noted=True)
-    return ranks if ranks.watchdog is not None else watched(ranks, timeout)
+    return ranks if ranks.watchdog is not None else with_watchdog(ranks, timeout)
 
 
-def _planned_by_speed(left_open: LeftOpen, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
+def _planned_by_speed(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
     """Return the plan for the measured speeds of the stages, and a sentence about them. Collective."""
     speeds = measure(plan, ranks)
     if speeds is None:
         return plan, "stages are equally fast, as measured"
     shown = ", ".join(f"{speed:.2f}" for speed in speeds)
-    return left_open.replan(replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"
+    return open_choices.replan(replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"

@@ -34,11 +34,11 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
     own = [number for kind in KINDS for number in _checksums(_held(engine, kind))]
     table = ranks.gather_all(own)
     for place, kind in enumerate(KINDS):
-        alike: dict[int, dict[int, int]] = defaultdict(dict)
+        replicas: dict[int, dict[int, int]] = defaultdict(dict)
         for rank, numbers in enumerate(table):
             what, content = numbers[2 * place : 2 * place + 2]
-            alike[what][rank] = content
-        for contents in alike.values():
+            replicas[what][rank] = content
+        for contents in replicas.values():
             if len(set(contents.values())) > 1:
                 raise RunFailedError(_sentence(kind, contents, ranks, step, before))
 
@@ -92,7 +92,7 @@ def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, befo
     else:
         named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
     return (
-        f"{named}, found after step {step}; all were alike after step {before}, and so were those of every checkpoint. "
+        f"{named}, found after step {step}; all were equal after step {before}, and so were those of every checkpoint. "
         "Check the memory of that machine; " + RESUMES
     )
 

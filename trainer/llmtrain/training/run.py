@@ -93,7 +93,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             model_state_bytes=parts.engine.state_bytes,
             unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
-            doing=lambda: stop.told(ranks.activity.doing()),
+            doing=lambda: stop.with_request(ranks.activity.doing()),
         )
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
@@ -119,7 +119,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 borders=parts.borders,
             )
             if ranks.watchdog is not None:
-                ranks.watchdog.tell = log.fail
+                ranks.watchdog.on_failure = log.fail
             try:
                 yield run
             except DataError:

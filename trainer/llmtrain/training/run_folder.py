@@ -13,7 +13,7 @@ from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch.run_lock import LOOK, RunLock
-from llmtrain.launch.stop import TOLD_EARLY, StopRequest
+from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import changes
 from llmtrain.yaml.dump import to_yaml
@@ -30,7 +30,7 @@ def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
 
     def pause(why: str) -> None:
         if stop.asked:
-            raise PreemptedError(TOLD_EARLY)
+            raise PreemptedError(STOPPED_EARLY)
         if why not in told:
             told.add(why)
             say(f"llmtrain: {why}", err=True)
@@ -45,7 +45,7 @@ def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
         except (RunFailedError, PreemptedError) as error:
             refusal = str(error)
     if refusal := ranks.from_main("refusal", refusal or ""):
-        raise (PreemptedError if refusal == TOLD_EARLY else RunFailedError)(refusal)
+        raise (PreemptedError if refusal == STOPPED_EARLY else RunFailedError)(refusal)
     return lock
 
 

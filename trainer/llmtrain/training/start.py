@@ -31,7 +31,7 @@ from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.training.dry_run import print_plan
-from llmtrain.training.left_open import LeftOpen
+from llmtrain.training.open_choices import OpenChoices
 
 # The least compute capability of NVIDIA's GPUs that compute in bf16.
 BF16 = (8, 0)
@@ -83,15 +83,15 @@ def start(
         with loading("the trainer", place is None or place.is_first):
             from llmtrain.training.rank import run_rank
 
-        run_rank(left_open(recipe), plan, facts, place)
+        run_rank(open_choices(recipe), plan, facts, place)
     else:
         words = ["run", name, *overrides, *(["--force"] if force else [])]
         _launch(words, recipe, facts, force)
 
 
-def left_open(recipe: Recipe) -> LeftOpen:
+def open_choices(recipe: Recipe) -> OpenChoices:
     """Return what a recipe leaves open until its ranks have measured."""
-    return LeftOpen(
+    return OpenChoices(
         attention=recipe.train.attention,
         split=recipe.pipeline.split == "auto",
         replan=lambda facts: check_and_plan(recipe, facts),

@@ -143,8 +143,8 @@ class _Column(torch.autograd.Function):
 
         def begin() -> Product:
             # The other ranks' inputs arrive while something else is computed.
-            gathered = mesh.gather(x)
-            return lambda: matmul(_rows(grad).t(), _rows(gathered.wait()))
+            gathering = mesh.gather(x)
+            return lambda: matmul(_rows(grad).t(), _rows(gathering.wait()))
 
         product = layer.queue.begin(layer.weight, begin)
         reduced = mesh.reduce(matmul(grad, weight))
@@ -170,10 +170,10 @@ class _RowBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, mesh, (x, weight) = ctx.layer, ctx.layer.mesh, _without_graph(ctx)
-        gathered = mesh.gather(grad)
+        gathering = mesh.gather(grad)
         grad_bias = None if layer.bias is None else _rows(grad).sum(0)
-        whole = gathered.wait()
-        grad_x, grad_weight = layer._by_sequence(matmul(whole, weight.t())), None
+        gathered = gathering.wait()
+        grad_x, grad_weight = layer._by_sequence(matmul(gathered, weight.t())), None
 
         def begin() -> Product:
             # The gradient stays sharded in the queue, so it is gathered a second time.
@@ -183,7 +183,7 @@ class _RowBackward(torch.autograd.Function):
         if layer.queue.active:
             layer.queue.push(layer.weight, begin)
         else:
-            grad_weight = matmul(_rows(layer._by_rank(x)).t(), _rows(whole))
+            grad_weight = matmul(_rows(layer._by_rank(x)).t(), _rows(gathered))
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -216,11 +216,11 @@ class _Embed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         (tokens,), mesh, count = ctx.saved_tensors, ctx.mesh, ctx.count
-        whole = mesh.gather(grad)
+        gathering = mesh.gather(grad)
         places, others = _held_places(mesh.by_rank(tokens), ctx.start, count)
         # Other ranks' tokens go to one more row, which is left out as padding.
         places = places.masked_fill(others, count)
-        rows = torch.ops.aten.embedding_dense_backward(whole.wait(), places, count + 1, count, False)
+        rows = torch.ops.aten.embedding_dense_backward(gathering.wait(), places, count + 1, count, False)
         return None, rows[:count], None, None
 
 

@@ -56,17 +56,17 @@ _Backward = Callable[[Sequence[Action]], Sequence[tuple[BackwardPass, ...]]]
 
 
 def _program(spec: ProgramSpec, actions: Sequence[Action], backward: _Backward, most: int | None = None) -> Program:
-    """Return the program of actions. backward: the backward passes of each. most: see `whole_program`."""
+    """Return the program of actions. backward: the backward passes of each. most: see `full_program`."""
     # In two periods, gradients are at both of their places, and most buffers of weights are where they were.
     for periods in (2, 4, 6):
         short = shorten(actions, periods)
-        program = short.extended(whole_program(spec, short.actions, backward(short.actions), most))
+        program = short.extended(full_program(spec, short.actions, backward(short.actions), most))
         if program is not None:
             return program
-    return whole_program(spec, actions, backward(actions), most)
+    return full_program(spec, actions, backward(actions), most)
 
 
-def whole_program(
+def full_program(
     spec: ProgramSpec,
     actions: Sequence[Action],
     backward: Sequence[tuple[BackwardPass, ...]],

@@ -45,7 +45,7 @@ class Shortened:
         for repeat in self.repeats:
             first, second = repeat.start, repeat.start + repeat.length
             pairs = zip(program.passes[first:second], program.passes[second : second + repeat.length], strict=True)
-            if held[first] != held[second] or any(not _alike(one, other) for one, other in pairs):
+            if held[first] != held[second] or any(not _repeats(one, other) for one, other in pairs):
                 return None
         passes = program.passes
         stood_for = (Pass(action, passes[place].points, passes[place].backward) for place, action in self._stand_ins())
@@ -91,7 +91,7 @@ def _keys(actions: Sequence[Action]) -> str:
     return "".join(letters.setdefault((one.chunk, one.kind), chr(len(letters))) for one in actions)
 
 
-def _alike(one: Pass, other: Pass) -> bool:
+def _repeats(one: Pass, other: Pass) -> bool:
     return one.points == other.points and one.backward == other.backward
 
 

@@ -115,14 +115,14 @@ class StepCalls:
 
     @cached_property
     def _issues(self) -> list[tuple[Gather | Reduce, int]]:
-        """The program's gathers and reductions: one of each that travel alike, and how often."""
-        alike: dict[Hashable, list[Gather | Reduce]] = {}
+        """The program's gathers and reductions: one of each kind that sends the same, and how many there are."""
+        same: dict[Hashable, list[Gather | Reduce]] = {}
         for issue in self.programs.step.issues:
             if isinstance(issue, Gather):
-                alike.setdefault((issue.unit, issue.secondary), []).append(issue)
+                same.setdefault((issue.unit, issue.secondary), []).append(issue)
             elif isinstance(issue, Reduce):
-                alike.setdefault((issue.unit, issue.offset is None, issue.last), []).append(issue)
-        return [(found[0], len(found)) for found in alike.values()]
+                same.setdefault((issue.unit, issue.offset is None, issue.last), []).append(issue)
+        return [(found[0], len(found)) for found in same.values()]
 
     @cached_property
     def _units(self) -> list[UnitTraffic]:

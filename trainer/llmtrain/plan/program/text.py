@@ -10,10 +10,10 @@ def program_lines(program: Program) -> Iterator[str]:
     same share their lines."""
     yield "order: " + " ".join(str(one.action) for one in program.passes)
     yield "start: " + (_said(program.start) or "nothing")
-    alike: dict[tuple[str, ...], list[Pass]] = {}
+    by_lines: dict[tuple[str, ...], list[Pass]] = {}
     for one in program.passes:
-        alike.setdefault(tuple(_lines(one)), []).append(one)
-    for lines, passes in alike.items():
+        by_lines.setdefault(tuple(_lines(one)), []).append(one)
+    for lines, passes in by_lines.items():
         yield " ".join(str(one.action) for one in passes) + ":" + ("" if lines else " nothing to issue")
         yield from (f"  {line}" for line in lines)
     if program.finish:

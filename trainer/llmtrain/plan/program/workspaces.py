@@ -104,7 +104,7 @@ def _reduction_workspace(unit: UnitTraffic) -> Iterator[Sized]:
     padded, moves = unit.placement.padded(unit.spec.numel), unit.placement.moves_gradients
     if unit.placement.hops_after_sum:
         if unit.element_bytes < unit.sum_bytes or moves:
-            yield "whole", padded // degrees.optimizer * unit.element_bytes
+            yield "owned gradient", padded // degrees.optimizer * unit.element_bytes
         if moves:
             yield "sum", 4 * padded // degrees.gradients
 

@@ -4,8 +4,8 @@ Each rank runs its passes in order. A pass waits for its message, but not for it
 of its unit, a drop for the gather that it frees, and a reduction for those whose buffers are in the place of its own.
 Tensor-parallel ranks compute together. With message-driven, a rank runs a pass whose message has arrived.
 
-A wait that is over stays over, so that where a step gets stuck does not depend on which rank goes on first. Ranks that
-are alike along an axis therefore get stuck at the same place, and one is followed for all of them.
+A wait that is over stays over, so that where a step gets stuck does not depend on which rank runs first. Ranks that
+are equal along an axis therefore get stuck at the same place, and one is followed for all of them.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,15 @@ def deadlock_problems(ranks: RankPrograms) -> list[str]:
     driven = ranks.plan.pipeline.schedule.message_driven and ranks.groups is None
     orders = (True, False) if driven else (True,)
     for backward_first in orders:
-        found += _follow(World(ranks, _alike(ranks), backward_first))
+        found += _follow(World(ranks, _symmetric_axes(ranks), backward_first))
     return list(dict.fromkeys(found))
 
 
 def _follow(world: World) -> list[str]:
     grid = world.ranks.plan.grid
-    followed = [rank for rank in world.ranks.programs if not any(grid.coordinate(rank, axis) for axis in world.alike)]
+    followed = [
+        rank for rank in world.ranks.programs if not any(grid.coordinate(rank, axis) for axis in world.symmetric_axes)
+    ]
     runs = {rank: RankRun(world, rank).run() for rank in followed}
     waits: dict[int, Wait] = {}
     moved = True
@@ -53,22 +55,22 @@ def _follow(world: World) -> list[str]:
 
 
 def _next_wait(run: Iterator[Wait]) -> Wait | None:
-    """Let a rank go on as far as it can; return what it waits for, None at its end."""
+    """Let a rank run as far as it can; return what it waits for, None at its end."""
     return next((wait for wait in run if not wait.ready()), None)
 
 
-def _alike(ranks: RankPrograms) -> frozenset[Axis]:
+def _symmetric_axes(ranks: RankPrograms) -> frozenset[Axis]:
     """Return the axes along which ranks have the same programs and units of the same sizes."""
     plan, found = ranks.plan, []
     only_data = all(placement.axes == (Axis.DATA,) for placement in plan.sharding.placements.values())
     for axis in (Axis.DATA, Axis.TENSOR):
         lines = plan.grid.groups(axis)
-        alike = all(
+        equal = all(
             ranks.programs[rank] is ranks.programs[line[0]]
             and ranks.part(rank).spec.padded == ranks.part(line[0]).spec.padded
             for line in lines
             for rank in line
         )
-        if alike and (axis is Axis.TENSOR or only_data):
+        if equal and (axis is Axis.TENSOR or only_data):
             found.append(axis)
     return frozenset(found)

@@ -89,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class RankPrograms:
-    """The programs of all ranks of a plan. programs: by rank; ranks with the same object are alike. groups: of
+    """The programs of all ranks of a plan. programs: by rank; equal ranks share one object. groups: of
     microbatches, if the programs are those of an evaluation; None for a step."""
 
     plan: Plan
@@ -137,7 +137,7 @@ class RankPrograms:
 
 
 def step_programs(plan: Plan) -> dict[int, Program]:
-    """Return the programs of a step of all ranks of a plan, by rank. Ranks that are alike share one object."""
+    """Return the programs of a step of all ranks of a plan, by rank. Equal ranks share one object."""
     return _programs(plan, lambda programs: programs.step)
 
 

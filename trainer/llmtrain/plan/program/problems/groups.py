@@ -9,14 +9,14 @@ from llmtrain.plan.program.transfers import Lane
 
 def group_problems(ranks: RankPrograms) -> Iterator[str]:
     """Yield the first difference between each rank and the first rank of its group, lane by lane."""
-    alike: dict[tuple[int, int], dict[Lane, list[Started]]] = {}
+    by_program: dict[tuple[int, int], dict[Lane, list[Started]]] = {}
 
     def lanes(rank: int) -> dict[Lane, list[Started]]:
         program, part = ranks.programs[rank], ranks.part(rank)
         key = id(program), id(part)
-        if key not in alike:
-            alike[key] = part.lanes(program)
-        return alike[key]
+        if key not in by_program:
+            by_program[key] = part.lanes(program)
+        return by_program[key]
 
     compared: set[tuple[int, Lane]] = set()
     for rank in ranks.programs:

@@ -114,12 +114,12 @@ class InFlight:
         return after if slot is None else (*after, slot)
 
     def _members(self, transfer: Transfer) -> tuple[int, ...]:
-        grid, alike = self._world.ranks.plan.grid, self._world.alike
+        grid, symmetric = self._world.ranks.plan.grid, self._world.symmetric_axes
         members = self._world.ranks.members(self._rank, transfer.lane, transfer.unit)
         if transfer.lane.kind in ("partial", "stage", "tied"):
-            # One rank stands for those that are alike.
-            return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in alike))
-        return (self._rank,) if Axis.DATA in alike else members
+            # One rank stands for all that are equal to it.
+            return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in symmetric))
+        return (self._rank,) if Axis.DATA in symmetric else members
 
     def _wait(self, place: Place | str, job: Job) -> Iterator[Wait]:
         if not job.done:

@@ -22,14 +22,14 @@ class RankRun:
         self._stages = world.ranks.part(rank).spec.stages
         self._line = grid.group_of(rank, Axis.PIPELINE)[0]
         tensor = grid.group_of(rank, Axis.TENSOR)
-        self._tensor = [rank] if Axis.TENSOR in world.alike else tensor
+        self._tensor = [rank] if Axis.TENSOR in world.symmetric_axes else tensor
         self._in_flight = InFlight(world, rank)
         self._received: Counter[tuple[int, Kind, int]] = Counter()
         self._ran: set[Action] = set()
 
     def run(self) -> Iterator[Wait]:
         """Yield what the rank waits for, one after another, in a step, in the updates after it, and at the start of the
-        next one; or in an evaluation. What is yielded is not ready yet; the caller goes on once it is."""
+        next one; or in an evaluation. What is yielded is not ready yet; the caller continues once it is."""
         for issue in self._program.start:
             yield from self._in_flight.issue(Place(), issue)
         evaluates = self._world.ranks.groups is not None

@@ -23,14 +23,14 @@ class Wait:
 class World:
     """What the ranks share.
 
-    alike: axes along which one rank is followed for all. backward_first: whether message-driven prefers backward
-    passes. sent: microbatches whose message was sent, by pipeline line, kind and stage of the sender. met: the places
-    at which a rank has waited for its tensor-parallel ranks. choices: kinds of passes that message-driven chose, by the
-    first tensor-parallel rank.
+    symmetric_axes: axes along which one rank is followed for all. backward_first: whether message-driven prefers
+    backward passes. sent: microbatches whose message was sent, by pipeline line, kind and stage of the sender. met: the
+    places at which a rank has waited for its tensor-parallel ranks. choices: kinds of passes that message-driven chose,
+    by the first tensor-parallel rank.
     """
 
     ranks: RankPrograms
-    alike: frozenset[Axis]
+    symmetric_axes: frozenset[Axis]
     backward_first: bool
     lanes: Lanes = field(default_factory=Lanes)
     sent: dict[tuple[int, Kind, int], list[int]] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from llmtrain.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class LeftOpen:
+class OpenChoices:
     """What a recipe leaves open.
 
     attention: `train.attention` of the recipe, auto or a kernel. split: whether `pipeline.split` is auto. replan:
