@@ -93,7 +93,7 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
 
 def _copied(run: Run) -> tuple[int, int]:
     """Return the bytes that a rank has copied to the host and to the device since its start."""
-    usage = run.outside.usage() + (TierUsage() if run.borders is None else run.borders.usage())
+    usage = run.offloaded.usage() + (TierUsage() if run.activations is None else run.activations.usage())
     return usage.to_host, usage.to_device
 
 
@@ -128,7 +128,7 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
         plan=plan, ranks=ranks, folder=Path(), model=parts.model, engine=parts.engine, executor=parts.executor,
         train_data=cast(Any, rows), batches=batches, valid_data=None, log=cast(Any, nothing),
         checkpoints=cast(Any, nothing), scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing),
-        lock=cast(Any, nothing), outside=parts.outside, borders=parts.borders,
+        lock=cast(Any, nothing), offloaded=parts.offloaded, activations=parts.activations,
     )  # fmt: skip
     batches.close()
     parts.close()

@@ -10,7 +10,7 @@ from cases import CASES, Case
 from llmtrain.comm import ranks, stream
 from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
-from llmtrain.offload.border_copies import GpuCopies
+from llmtrain.offload.activation_copies import GpuCopies
 from llmtrain.offload.gradient_tiers import FileGradients
 from llmtrain.offload.staging import Copies
 from llmtrain.offload.stepper import StepTicket
@@ -126,9 +126,9 @@ RACES = {
     ),
     "slots of sums in files": Twin(CASES["gradients in files"], deaf(FileGradients, "put")),
     "parts of weights in files": Twin(CASES["weights in files"], deaf(FileWeights, "load")),
-    "borders that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
-    "borders that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
-    "borders after passes": Twin(
+    "activations that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
+    "activations that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
+    "activations after passes": Twin(
         CASES["activations on the host"], mock.patch.object(Stream, "wait_stream", _nothing)
     ),
     "batches that come": Twin(CASES["one rank"], mock.patch.object(stream._StreamTicket, "wait", _nothing)),

@@ -77,9 +77,9 @@ def noting(notes: dict[str, list[Any]], step: Callable[..., bool] = loop.train_s
         for kind in Do:
             notes[kind.value].append(done.get(kind, 0))
         notes["copies"].append(sum(copy.nbytes for copy in run.checkpoints._staging.copies))
-        if run.outside.moving or run.borders is not None:
+        if run.offloaded.moving or run.activations is not None:
             run.engine.weights.updates.finish()
-            movers = [one for one in (run.outside, run.borders) if one is not None]
+            movers = [one for one in (run.offloaded, run.activations) if one is not None]
             usage = sum((one.usage() for one in movers), TierUsage())
             notes["moved"].append({path: (usage.read[path], usage.written[path]) for path in usage.read})
         return stopping

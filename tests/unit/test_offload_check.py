@@ -14,7 +14,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
-from llmtrain.offload.place import open_outside
+from llmtrain.offload.place import open_offload
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
 from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.check import advice
@@ -22,7 +22,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
-from llmtrain.plan.outside_weights import is_direct
+from llmtrain.plan.offloaded_weights import is_direct
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.build import Programs
@@ -128,7 +128,7 @@ def test_planned_memory_is_what_weights_and_gradients_take(compute: str, keys: t
         plan = planned(tmp_path, *given, *keys)
         expected = offload_memory(plan, 0, "cpu")
         ranks = cast(Ranks, SimpleNamespace(rank=0, device=torch.device("cpu"), activity=Activity()))
-        outside = open_outside(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
+        outside = open_offload(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
         assert outside.weights is not None
         assert outside.gradients is not None
         taken = cast(HostWeights | FileWeights, outside.weights.store).nbytes + outside.gradients.nbytes
@@ -142,7 +142,7 @@ def test_the_watchdog_sees_optimizer_steps(tmp_path: Path) -> None:
     """Those of all buckets may last longer than its patience."""
     plan, activity = planned(tmp_path, "offload.optimizer=host"), Activity()
     ranks = cast(Ranks, SimpleNamespace(rank=0, device=torch.device("cpu"), activity=activity))
-    outside = open_outside(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
+    outside = open_offload(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
     assert outside.states is not None
     activity.moved = 0.0
     outside.states.stepper.moving()

@@ -19,13 +19,13 @@ from llmtrain.comm.pinned_memory import LARGE, aligned_host_bytes, host_zeros
 from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.border_store import HostBorders
+from llmtrain.offload.activation_store import HostActivations
 from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import HostGradients
 from llmtrain.offload.staging import Copies, Pinned
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
-from llmtrain.plan.activation_offload import BorderMoves
+from llmtrain.plan.activation_offload import ActivationMoves
 from llmtrain.plan.checkpoint_copies import BLOCK
 from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
@@ -137,7 +137,10 @@ MAKERS: dict[str, tuple[Callable[[Path], object], list[int]]] = {
     "states": (lambda folder: HostStates([Bucket("a", 0, NUMEL, 3)], pinned=True), [12 * NUMEL]),
     "gradients": (lambda folder: HostGradients([Bucket("a", 0, NUMEL, 1)], pinned=True), [4 * NUMEL]),
     "weights": (lambda folder: HostWeights({"a": 9, "b": 2 * NUMEL}, torch.bfloat16, pinned=True), [18 + 4 * NUMEL]),
-    "borders": (lambda folder: HostBorders(BorderMoves(regions=3), (NUMEL,), torch.float32, pinned=True), [12 * NUMEL]),
+    "activations": (
+        lambda folder: HostActivations(ActivationMoves(regions=3), (NUMEL,), torch.float32, pinned=True),
+        [12 * NUMEL],
+    ),
     "slots of gradients and weights": (_slots, [4 * NUMEL, 4 * NUMEL]),
     "slot of gradients to be added": (_coming, [4 * NUMEL]),
     "copies for checkpoints": (_copies, [4 * NUMEL]),

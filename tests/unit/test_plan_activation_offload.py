@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 from llmtrain.errors import BadInputError
-from llmtrain.plan.activation_offload import READ_AHEAD, Border, BorderMoves, border_counts, border_moves
+from llmtrain.plan.activation_offload import (
+    READ_AHEAD,
+    ActivationMoves,
+    GroupInput,
+    activation_counts,
+    activation_moves,
+)
 from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
@@ -16,7 +22,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import named_facts
-from llmtrain.plan.rank_borders import border_bytes, border_memory, rank_moves
+from llmtrain.plan.rank_activations import activation_memory, boundary_bytes, rank_moves
 from llmtrain.plan.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
@@ -25,7 +31,7 @@ SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "
 
 
 def small_schedules() -> Iterator[tuple[tuple[Action, ...], list[int]]]:
-    """Every rank's actions, with groups of its chunks; at most 8 borders."""
+    """Every rank's actions, with groups of its chunks; at most 8 group inputs."""
     for (name, chunks), ranks, microbatches in product(SCHEDULES.items(), (1, 2, 3), (1, 2, 3, 4)):
         if ranks == 1 and name != "1f1b":
             continue
@@ -35,25 +41,25 @@ def small_schedules() -> Iterator[tuple[tuple[Action, ...], list[int]]]:
                 yield schedule.actions[rank], list(groups)
 
 
-def events(actions: Sequence[Action], groups: Sequence[int]) -> list[tuple[Kind, Border]]:
+def events(actions: Sequence[Action], groups: Sequence[int]) -> list[tuple[Kind, GroupInput]]:
     found = []
     for action in actions:
         numbers = {Kind.F: range(groups[action.chunk]), Kind.B: range(groups[action.chunk])[::-1], Kind.W: range(0)}
-        found += [(action.kind, Border(action.microbatch, action.chunk, one)) for one in numbers[action.kind]]
+        found += [(action.kind, GroupInput(action.microbatch, action.chunk, one)) for one in numbers[action.kind]]
     return found
 
 
-def most_alive(order: Sequence[tuple[Kind, Border]], among: set[Border]) -> int:
+def most_alive(order: Sequence[tuple[Kind, GroupInput]], among: set[GroupInput]) -> int:
     alive = most = 0
-    for kind, border in order:
-        alive += ((kind is Kind.F) - (kind is Kind.B)) * (border in among)
+    for kind, group_input in order:
+        alive += ((kind is Kind.F) - (kind is Kind.B)) * (group_input in among)
         most = max(most, alive)
     return most
 
 
-def least_leaving(order: Sequence[tuple[Kind, Border]], stay: int) -> int:
-    """The least number of borders that have to leave, by trying all."""
-    every = {border for _, border in order}
+def least_leaving(order: Sequence[tuple[Kind, GroupInput]], stay: int) -> int:
+    """The least number of group inputs that have to leave, by trying all."""
+    every = {group_input for _, group_input in order}
     return next(
         count
         for count in range(len(every) + 1)
@@ -65,13 +71,13 @@ def least_leaving(order: Sequence[tuple[Kind, Border]], stay: int) -> int:
 def test_no_other_choice_moves_less(stay: int) -> None:
     cases = 0
     for actions, groups in small_schedules():
-        order, moves = events(actions, groups), border_moves(actions, groups, stay)
-        left = {save.border for save in moves.saves if save.region is not None}
-        assert most_alive(order, {border for _, border in order} - left) <= stay
+        order, moves = events(actions, groups), activation_moves(actions, groups, stay)
+        left = {save.group_input for save in moves.saves if save.region is not None}
+        assert most_alive(order, {group_input for _, group_input in order} - left) <= stay
         assert moves.left == len(left) == least_leaving(order, stay)
         assert moves.regions == most_alive(order, left)
-        counts = border_counts(actions, groups, stay)
-        assert counts.passes == Counter((border.microbatch, border.chunk) for border in left)
+        counts = activation_counts(actions, groups, stay)
+        assert counts.passes == Counter((group_input.microbatch, group_input.chunk) for group_input in left)
         assert (counts.regions, counts.left) == (moves.regions, moves.left)
         assert (counts.read_slots, counts.write_slots) == (moves.read_slots, moves.write_slots)
         cases += moves.left > 0
@@ -80,34 +86,34 @@ def test_no_other_choice_moves_less(stay: int) -> None:
 
 def test_a_border_that_is_used_at_once_stays() -> None:
     for actions, groups in small_schedules():
-        order, moves = events(actions, groups), border_moves(actions, groups, READ_AHEAD)
-        uses = [border for kind, border in order if kind is Kind.B]
+        order, moves = events(actions, groups), activation_moves(actions, groups, READ_AHEAD)
+        uses = [group_input for kind, group_input in order if kind is Kind.B]
         for save in moves.saves:
-            saved, used = order.index((Kind.F, save.border)), order.index((Kind.B, save.border))
+            saved, used = order.index((Kind.F, save.group_input)), order.index((Kind.B, save.group_input))
             between = sum(kind is Kind.B for kind, _ in order[saved:used])
             assert between >= READ_AHEAD or save.region is None
-        assert [use.border for use in moves.uses] == uses
+        assert [use.group_input for use in moves.uses] == uses
 
 
-def replayed(moves: BorderMoves, order: Sequence[tuple[Kind, Border]]) -> None:
+def replayed(moves: ActivationMoves, order: Sequence[tuple[Kind, GroupInput]]) -> None:
     """Check that regions and slots hold what is read from them."""
-    regions: dict[int, Border] = {}
-    saves, uses, coming = iter(moves.saves), iter(moves.uses), list[Border]()
-    for kind, border in order:
+    regions: dict[int, GroupInput] = {}
+    saves, uses, coming = iter(moves.saves), iter(moves.uses), list[GroupInput]()
+    for kind, group_input in order:
         if kind is Kind.F:
             save = next(saves)
-            assert save.border == border
+            assert save.group_input == group_input
             if save.region is not None:
                 assert save.region not in regions
-                regions[save.region] = border
+                regions[save.region] = group_input
             continue
         use = next(uses)
-        assert use.border == border
+        assert use.group_input == group_input
         if use.region is not None:
-            assert coming.pop(0) == border
-            assert regions.pop(use.region) == border
+            assert coming.pop(0) == group_input
+            assert regions.pop(use.region) == group_input
         coming += [regions[region] for region in use.reads]
-        # One slot more holds the border that is used.
+        # One slot more holds the group input that is used.
         assert len(coming) <= READ_AHEAD
     assert not regions
     assert not coming
@@ -117,15 +123,15 @@ def replayed(moves: BorderMoves, order: Sequence[tuple[Kind, Border]]) -> None:
 @pytest.mark.parametrize("stay", [2, 4])
 def test_what_leaves_comes_back_in_time(stay: int) -> None:
     for actions, groups in small_schedules():
-        replayed(border_moves(actions, groups, stay), events(actions, groups))
+        replayed(activation_moves(actions, groups, stay), events(actions, groups))
     for name, chunks in SCHEDULES.items():
         for actions in make_schedule(name, 4, chunks, 9).actions:
-            replayed(border_moves(actions, [5] * chunks, stay), events(actions, [5] * chunks))
+            replayed(activation_moves(actions, [5] * chunks, stay), events(actions, [5] * chunks))
 
 
 def test_the_next_ones_come_back_while_one_is_used() -> None:
     """One rank, six groups: the last two stay; while the fifth one is used, the next two are on their way."""
-    moves = border_moves(make_schedule("1f1b", 1, 1, 1).actions[0], [6], 2)
+    moves = activation_moves(make_schedule("1f1b", 1, 1, 1).actions[0], [6], 2)
     assert [save.region for save in moves.saves] == [0, 1, 2, 3, None, None]
     assert [use.reads for use in moves.uses] == [(3, 2), (), (1,), (0,), (), ()]
 
@@ -154,25 +160,25 @@ def test_the_line_falls_by_what_leaves(pipeline: int, tmp_path: Path) -> None:
     beside = budget_of(planned(tmp_path, *keys, world=pipeline))
     for tier in (("host",), ("nvme", f"offload.paths=[{tmp_path}]")):
         plan = planned(tmp_path, *keys, f"offload.activations={tier[0]}", *tier[1:], world=pipeline)
-        border = border_bytes(plan)
+        group_input = boundary_bytes(plan)
         for row, before in zip(budget_of(plan).rows, beside.rows, strict=True):
-            moves, memory = rank_moves(plan, row.role.rank), border_memory(plan, row.role.rank, "cuda")
+            moves, memory = rank_moves(plan, row.role.rank), activation_memory(plan, row.role.rank, "cuda")
             assert moves.regions > 0
-            assert before.device["activations"] - row.device["activations"] == moves.regions * border
-            assert row.device["activation_slots"] == 2 * border
-            assert memory.moved == moves.left * border
-            outside = {"host_activations": moves.regions * border, "activation_buffers": 0}
+            assert before.device["activations"] - row.device["activations"] == moves.regions * group_input
+            assert row.device["activation_slots"] == 2 * group_input
+            assert memory.moved == moves.left * group_input
+            outside = {"host_activations": moves.regions * group_input, "activation_buffers": 0}
             if tier[0] == "nvme":
-                assert memory.files == moves.regions * border
+                assert memory.files == moves.regions * group_input
                 slots = moves.read_slots + moves.write_slots
-                outside = {"host_activations": 0, "activation_buffers": slots * border + 4096}
+                outside = {"host_activations": 0, "activation_buffers": slots * group_input + 4096}
             assert outside.items() <= row.host.items()
 
 
 def test_borders_in_files_are_whole_pages(tmp_path: Path) -> None:
     plan = planned(tmp_path, "offload.activations=nvme", f"offload.paths=[{tmp_path}]", "data.sequence_length=9")
-    assert border_bytes(plan) == 2 * 9 * 64 * 4
-    moves, memory = rank_moves(plan, 0), border_memory(plan, 0, "cpu")
+    assert boundary_bytes(plan) == 2 * 9 * 64 * 4
+    moves, memory = rank_moves(plan, 0), activation_memory(plan, 0, "cpu")
     assert (memory.files, memory.moved) == (moves.regions * 8192, moves.left * 8192)
 
 
@@ -189,7 +195,7 @@ def test_as_many_stay_as_the_memory_holds(tmp_path: Path) -> None:
 
     plan, least = made(None)
     assert plan.activation_offload.stay == (READ_AHEAD, READ_AHEAD)
-    border, needs = border_bytes(plan), [row.total for row in least.rows]
+    group_input, needs = boundary_bytes(plan), [row.total for row in least.rows]
     need, fullest = max(needs), needs.index(max(needs))
 
     def staying(memory: int) -> int:
@@ -199,7 +205,7 @@ def test_as_many_stay_as_the_memory_holds(tmp_path: Path) -> None:
         return plan.activation_offload.stay[fullest]
 
     # The fragmentation of activations is planned too.
-    more = int(1.15 * 2 * border) + 1
+    more = int(1.15 * 2 * group_input) + 1
     assert staying(need + more) == READ_AHEAD + 2
     assert staying(need + more - 2) == READ_AHEAD + 1
     assert staying(need) == READ_AHEAD

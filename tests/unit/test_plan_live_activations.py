@@ -14,12 +14,12 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.borders import open_borders
+from llmtrain.offload.activations import open_activations
 from llmtrain.parallel.pipeline.action_order import (
     ActionOrder,
     FixedOrder,
     MessageDrivenOrder,
-    OrderWithBorders,
+    OrderWithOffload,
     OwnDecision,
 )
 from llmtrain.parallel.pipeline.executor import Executor
@@ -30,7 +30,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import rank_moves
+from llmtrain.plan.rank_activations import rank_moves
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.sharding.gradient_sums import Received
 from llmtrain_kernels.native import native_available
@@ -143,10 +143,14 @@ def counted_peak(plan: Plan, rank: int) -> int:
         if not schedule.message_driven
         else MessageDrivenOrder(layouts[0], MICROBATCHES, plan.pipeline.limit, links, OwnDecision())
     )
-    borders = open_borders(plan.activation_offload, rank_moves(plan, rank), shape, dtype, torch.device("cpu"))
+    activations = open_activations(plan.activation_offload, rank_moves(plan, rank), shape, dtype, torch.device("cpu"))
     blank = None
-    if borders is not None:
-        model.saving, within, blank = borders.hooks, OrderWithBorders(within, borders), torch.empty(1, dtype=dtype)
+    if activations is not None:
+        model.saving, within, blank = (
+            activations.hooks,
+            OrderWithOffload(within, activations),
+            torch.empty(1, dtype=dtype),
+        )
     stages = [Stage(model, layout, blank) for layout in layouts]
     with Kept() as kept:
         order = Measured(within, kept)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
+from llmtrain.offload.shard import OffloadedBuckets, OffloadedShard
 from llmtrain.offload.staging import InPlace
 from llmtrain.offload.states import FileStates
 from llmtrain.offload.stepper import Stepper
@@ -69,7 +69,7 @@ class Stepped:
         self._overlap = offload.overlap
         self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap)
         resident = OptimizerShard(unit, (0, 0), torch.empty(0), "cpu")
-        outside = OutsideBuckets(self._stepper, 0, buckets, [None] * len(buckets))
+        outside = OffloadedBuckets(self._stepper, 0, buckets, [None] * len(buckets))
         self._shard = OffloadedShard(resident, outside, StepRule(unit, numel, "cpu"), None)
         self._gradient, self._weight = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
-from llmtrain.offload.shard import OffloadedShard, OutsideBuckets
+from llmtrain.offload.shard import OffloadedBuckets, OffloadedShard
 from llmtrain.offload.staging import stagings
 from llmtrain.offload.states import FileStates, HostStates, StateStore
 from llmtrain.offload.stepper import Stepper
@@ -58,7 +58,7 @@ class OffloadedStates:
             return
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
         unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
-        outside = OutsideBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1], unit.at_rest)
+        offloaded = OffloadedBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1], unit.at_rest)
         (start, end), first_offloaded = before.held, before.held[0] + buckets[0].start
         together = unit.masters_are_weights
         masters = before.read("master", start, end)
@@ -67,7 +67,7 @@ class OffloadedStates:
             unit.spec, (start, first_offloaded), stays if together else stays.clone(), unit.hops.placement.backend
         )
         rule = StepRule(unit.spec, end, self._offload.backend)
-        unit.optimizer = OffloadedShard(resident, outside, rule, masters if together else None)
+        unit.optimizer = OffloadedShard(resident, offloaded, rule, masters if together else None)
         if not together:
             unit.optimizer.write("master", first_offloaded, masters[first_offloaded - start :])
 

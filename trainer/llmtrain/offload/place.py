@@ -16,22 +16,22 @@ from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.usage import TierUsage
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
-from llmtrain.plan.outside_weights import is_direct, outside_shards
+from llmtrain.plan.offloaded_weights import is_direct, offloaded_shards
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.sharding.outside_gradients import OutsideGradients
-from llmtrain.sharding.outside_weights import OutsideWeights
+from llmtrain.sharding.offloaded_gradients import OffloadedGradients
+from llmtrain.sharding.offloaded_weights import OffloadedWeights
 from llmtrain.sharding.unit import ShardedUnit
 
 
 @dataclass(frozen=True)
-class Outside:
+class OffloadStores:
     """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. gradients: sums
     of gradients. None: nothing. moving: all of it. shards: the weight shards in the host's memory, by unit."""
 
     states: OffloadedStates | None
-    weights: OutsideWeights | None
+    weights: OffloadedWeights | None
     gradients: GradientTier | None
     moving: Sequence["Moving"]
     shards: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class Moving(Protocol):
         """Free the memory or the files."""
 
 
-def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
+def open_offload(plan: Plan, ranks: Ranks, programs: Programs) -> OffloadStores:
     """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
     offload = plan.sharding.offload
     if "nvme" in (offload.tier, offload.parameters, offload.gradients) and is_cpu(ranks.device):
@@ -76,7 +76,7 @@ def open_outside(plan: Plan, ranks: Ranks, programs: Programs) -> Outside:
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)
     moving = [one for one in (states, store, gradients) if one is not None]
-    return Outside(states, weights, gradients, moving, store.shards if isinstance(store, HostWeights) else {})
+    return OffloadStores(states, weights, gradients, moving, store.shards if isinstance(store, HostWeights) else {})
 
 
 def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTier | None:
@@ -90,23 +90,23 @@ def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTie
     return FileGradients(buckets, offload.paths, offload.weights, gradient_moves(units, programs), pinned)
 
 
-def outside_gradients(
-    plan: Plan, ranks: Ranks, outside: Outside, units: Sequence[ShardedUnit], shares: Shares
-) -> OutsideGradients | None:
+def offloaded_gradients(
+    plan: Plan, ranks: Ranks, offloaded: OffloadStores, units: Sequence[ShardedUnit], shares: Shares
+) -> OffloadedGradients | None:
     """Return where sums of gradients rest that are not on the device. shares: the ranges of each unit whose squared
     norms are asked for."""
-    if outside.gradients is None:
+    if offloaded.gradients is None:
         return None
     buckets = gradient_buckets(plan, ranks.rank)
     moved = [unit for unit in units if unit.spec.name in buckets]
     ranges = {unit.spec.name: [(start, end) for start, end, _ in shares(unit.spec.name, unit)] for unit in moved}
     starts = {unit.spec.name: unit.ranges.gradients[0] for unit in moved}
-    store = BucketedGradients(outside.gradients, buckets, ranges, starts, pinned=not is_cpu(ranks.device))
-    return OutsideGradients(store, waiting_stream(ranks.device, "sums of gradients", ranks.activity))
+    store = BucketedGradients(offloaded.gradients, buckets, ranges, starts, pinned=not is_cpu(ranks.device))
+    return OffloadedGradients(store, waiting_stream(ranks.device, "sums of gradients", ranks.activity))
 
 
-def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Moving | None]:
-    sizes, dtype, pinned = outside_shards(plan, ranks.rank), DTYPES[plan.compute], not is_cpu(ranks.device)
+def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OffloadedWeights | None, Moving | None]:
+    sizes, dtype, pinned = offloaded_shards(plan, ranks.rank), DTYPES[plan.compute], not is_cpu(ranks.device)
     if not sizes:
         return None, None
     offload = plan.sharding.offload
@@ -118,15 +118,15 @@ def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OutsideWeights | None, Movi
     )
     made = waiting_stream if in_files else new_stream
     reads, writes = (made(ranks.device, f"{what} of weights", ranks.activity) for what in ("reads", "writes"))
-    return OutsideWeights(store, reads, writes), store
+    return OffloadedWeights(store, reads, writes), store
 
 
-def place_units(units: Iterable[ShardedUnit], outside: Outside) -> list[ShardedUnit]:
+def place_units(units: Iterable[ShardedUnit], offloaded: OffloadStores) -> list[ShardedUnit]:
     """Move the optimizer states of units that rest outside there, and return the units."""
     found = []
     for unit in units:
         # One unit after the other: together, the states of all units may not fit the memory.
-        if outside.states is not None:
-            outside.states.take(unit, outside.shards)
+        if offloaded.states is not None:
+            offloaded.states.take(unit, offloaded.shards)
         found.append(unit)
     return found

@@ -15,7 +15,7 @@ from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, Ste
 
 
 @dataclass(frozen=True)
-class OutsideBuckets:
+class OffloadedBuckets:
     """The buckets of one unit. stepper: steps them, and knows where their states are. first: number of the first of
     them. spare: for each, memory for the weights of a step ahead, or None if it is not stepped ahead. at_rest: the
     unit's weight shard in the host's memory, if steps write it there; None if they write the `weight` that they get."""
@@ -36,11 +36,11 @@ class OffloadedShard:
     """
 
     def __init__(
-        self, resident: OptimizerShard, outside: OutsideBuckets, rule: StepRule, masters: Tensor | None
+        self, resident: OptimizerShard, offloaded: OffloadedBuckets, rule: StepRule, masters: Tensor | None
     ) -> None:
         start = resident.held[0]
-        self.held = (start, start + outside.buckets[-1].end)
-        self._resident, self._outside, self._rule, self._masters = resident, outside, rule, masters
+        self.held = (start, start + offloaded.buckets[-1].end)
+        self._resident, self._offloaded, self._rule, self._masters = resident, offloaded, rule, masters
         self._names = STATES if masters is None else STATES[1:]
         # Of the newest range: one thread steps all ranges of a step, in order.
         self._stepped: StepTicket | None = None
@@ -48,11 +48,11 @@ class OffloadedShard:
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
         """See `OptimizerStates.step_ahead`."""
         works = self._works(self.held, gradient, weight)
-        self._outside.stepper.step_ahead([work for work in works if work.spare is not None])
+        self._offloaded.stepper.step_ahead([work for work in works if work.spare is not None])
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> StepTicket:
         """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
-        self._stepped = ticket = self._outside.stepper.step(self._works(within, gradient, weight))
+        self._stepped = ticket = self._offloaded.stepper.step(self._works(within, gradient, weight))
         for start, end in _common(self._resident.held, within):
             own = slice(start - within[0], end - within[0])
             self._resident.step((start, end), gradient[own], numbers, None if weight is None else weight[own])
@@ -66,7 +66,7 @@ class OffloadedShard:
         if name == "master" and self._masters is not None:
             return self._masters[start - self.held[0] : end - self.held[0]]
         reads = [partial(self._resident.read, name, *part) for part in _common(self._resident.held, (start, end))]
-        states, state = self._outside.stepper.states, self._names.index(name)
+        states, state = self._offloaded.stepper.states, self._names.index(name)
         reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
         if len(reads) == 1:
             return reads[0]()
@@ -81,14 +81,14 @@ class OffloadedShard:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """See `OptimizerShard.write`."""
         end = start + values.numel()
-        self._outside.stepper.finish()
+        self._offloaded.stepper.finish()
         if name == "master" and self._masters is not None:
             self._masters[start - self.held[0] : end - self.held[0]].copy_(values)
             return
         for first, last in _common(self._resident.held, (start, end)):
             self._resident.write(name, first, values[first - start : last - start])
         for number, part, own in self._parts(start, end):
-            self._outside.stepper.states.write(number, self._names.index(name), part[0], values[own])
+            self._offloaded.stepper.states.write(number, self._names.index(name), part[0], values[own])
 
     def use_masters(self, masters: Tensor) -> None:
         """See `OptimizerShard.use_masters`."""
@@ -109,11 +109,11 @@ class OffloadedShard:
     def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[Work]:
         on_gpu = gradient.is_cuda or (weight is not None and weight.is_cuda)
         computed = torch.cuda.current_stream().record_event() if on_gpu else None
-        if self._outside.at_rest is not None:
-            weight = self._outside.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
+        if self._offloaded.at_rest is not None:
+            weight = self._offloaded.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
         found = []
         for number, part, own in self._parts(*within):
-            bucket = self._outside.buckets[number - self._outside.first]
+            bucket = self._offloaded.buckets[number - self._offloaded.first]
             start, end = within[0] + own.start, within[0] + own.stop
             masters = None if self._masters is None else self._masters[start - self.held[0] : end - self.held[0]]
             found.append(
@@ -126,7 +126,7 @@ class OffloadedShard:
                     gradient=gradient[own],
                     weight=None if weight is None else weight[own],
                     masters=masters,
-                    spare=self._outside.spare[number - self._outside.first],
+                    spare=self._offloaded.spare[number - self._offloaded.first],
                     computed=computed,
                 )
             )
@@ -135,7 +135,7 @@ class OffloadedShard:
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the
         part from `start`."""
-        for number, bucket in enumerate(self._outside.buckets, self._outside.first):
+        for number, bucket in enumerate(self._offloaded.buckets, self._offloaded.first):
             origin = self.held[0] + bucket.start
             for first, last in _common((origin, self.held[0] + bucket.end), (start, end)):
                 yield number, (first - origin, last - origin), slice(first - start, last - start)

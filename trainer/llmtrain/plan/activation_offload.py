@@ -1,9 +1,10 @@
 """Which activations leave the device between their forward and their backward pass, and when. No torch in here.
 
-Activation checkpointing keeps the input of each recomputed group of blocks: a border. Every border has the same size,
-is saved once, in its group's forward pass, and used once, before its group's backward pass. A rank keeps at most `stay`
-of them on its device. Of those that are alive, the ones whose use is furthest leave (Belady 1966). As sizes are equal,
-no other choice moves fewer. A border that leaves does so as soon as it is saved: to leave later saves no copy.
+Activation checkpointing keeps the input of each recomputed group of blocks: a group input. Every group input has the
+same size, is saved once, in its group's forward pass, and used once, before its group's backward pass. A rank keeps at
+most `stay` of them on its device. Of those that are alive, the ones whose use is furthest leave (Belady 1966). As sizes
+are equal, no other choice moves fewer. A group input that leaves does so as soon as it is saved: to leave later saves
+no copy.
 """
 
 from abc import ABC, abstractmethod
@@ -18,19 +19,20 @@ from llmtrain.plan.offload import volume_weights
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.recipe.schema import Recipe
 
-# Borders that are read before they are used. As many stay on the device where no memory is stated: a border that is
-# used at once would come back as soon as it has left.
+# Group inputs that are read before they are used. As many stay on the device where no memory is stated: a group input
+# that is used at once would come back as soon as it has left.
 READ_AHEAD = 2
-# Borders that are written to files at once.
+# Group inputs that are written to files at once.
 WRITE_BEHIND = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffload:
-    """Where borders rest that leave the device.
+    """Where group inputs rest that leave the device.
 
     tier: none (they stay), host (memory of the host) or nvme (files). paths: folders of files, one for each volume.
-    weights: relative bandwidths of the volumes. stay: most borders that stay, for each place along the pipeline axis.
+    weights: relative bandwidths of the volumes. stay: most group inputs that stay, for each place along the pipeline
+    axis.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
@@ -40,7 +42,7 @@ class ActivationOffload:
 
     @classmethod
     def of(cls, recipe: Recipe, recompute: int, schedule: Schedule, volumes: Sequence[Nvme]) -> "ActivationOffload":
-        """Return what a recipe asks for, with the least number of borders that stay. recompute: blocks of a group.
+        """Return what a recipe asks for, with the least number of group inputs that stay. recompute: blocks of a group.
         volumes: of the cluster's nodes. Raises BadInputError."""
         tier = recipe.offload.activations
         if tier == "none":
@@ -74,7 +76,7 @@ def _problem(tier: str, recompute: int, schedule: Schedule) -> str | None:
     return None
 
 
-class Border(NamedTuple):
+class GroupInput(NamedTuple):
     """The input of a group of blocks in one microbatch. group: within the stage of the rank's chunk, from 0."""
 
     microbatch: int
@@ -83,44 +85,44 @@ class Border(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A border is saved. region: of the memory outside to which it is written; None if it stays."""
+    """A group input is saved. region: of the memory outside to which it is written; None if it stays."""
 
-    border: Border
+    group_input: GroupInput
     region: int | None
 
 
 class Use(NamedTuple):
-    """A border is used. region: as in `Save`. reads: the regions whose borders start to come back now, in the order in
-    which they are used."""
+    """A group input is used. region: as in `Save`. reads: the regions whose group inputs start to come back now, in the
+    order in which they are used."""
 
-    border: Border
+    group_input: GroupInput
     region: int | None
     reads: tuple[int, ...]
 
 
-class BorderSlots(ABC):
-    """The slots through which borders pass."""
+class ActivationSlots(ABC):
+    """The slots through which group inputs pass."""
 
     @property
     @abstractmethod
     def left(self) -> int:
-        """Borders that leave in a step."""
+        """Group inputs that leave in a step."""
 
     @property
     def read_slots(self) -> int:
-        """Borders that are in use or being read at once."""
+        """Group inputs that are in use or being read at once."""
         return min(READ_AHEAD + 1, self.left)
 
     @property
     def write_slots(self) -> int:
-        """Borders that are being written at once."""
+        """Group inputs that are being written at once."""
         return min(WRITE_BEHIND, self.left)
 
 
 @dataclass(frozen=True)
-class BorderMoves(BorderSlots):
-    """What happens to a rank's borders in each step. saves, uses: in their order. regions: number of regions, each as
-    large as a border."""
+class ActivationMoves(ActivationSlots):
+    """What happens to a rank's group inputs in each step. saves, uses: in their order. regions: number of regions, each
+    as large as a group input."""
 
     saves: tuple[Save, ...] = ()
     uses: tuple[Use, ...] = ()
@@ -128,44 +130,45 @@ class BorderMoves(BorderSlots):
 
     @property
     def left(self) -> int:
-        """Borders that leave in a step."""
+        """Group inputs that leave in a step."""
         return sum(save.region is not None for save in self.saves)
 
 
 @dataclass(frozen=True)
-class BorderCounts(BorderSlots):
-    """What `BorderMoves` come to. passes: borders that leave, by (microbatch, chunk). regions: as there."""
+class ActivationCounts(ActivationSlots):
+    """What `ActivationMoves` come to. passes: group inputs that leave, by (microbatch, chunk). regions: as there."""
 
     passes: Mapping[tuple[int, int], int]
     regions: int
 
     @property
     def left(self) -> int:
-        """Borders that leave in a step."""
+        """Group inputs that leave in a step."""
         return sum(self.passes.values())
 
 
-def border_counts(actions: Sequence[Action], groups: Sequence[int], stay: int) -> BorderCounts:
-    """Return what `border_moves` come to, in less time."""
+def activation_counts(actions: Sequence[Action], groups: Sequence[int], stay: int) -> ActivationCounts:
+    """Return what `activation_moves` come to, in less time."""
     events = _Events.of(actions, groups)
     leaves, passes = events.leaving(stay), dict[tuple[int, int], int]()
-    outside = most = 0
+    offloaded = most = 0
     for one in events.order:
         if one < 0:
-            outside -= leaves[~one]
+            offloaded -= leaves[~one]
         elif leaves[one]:
-            outside += 1
-            most = max(most, outside)
-            key = events.borders[one][:2]
+            offloaded += 1
+            most = max(most, offloaded)
+            key = events.group_inputs[one][:2]
             passes[key] = passes.get(key, 0) + 1
-    return BorderCounts(passes, most)
+    return ActivationCounts(passes, most)
 
 
-def border_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> BorderMoves:
-    """Return what happens to the borders of a rank's actions. groups: of each chunk's stage. stay: most borders that
-    stay at once, at least READ_AHEAD.
+def activation_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> ActivationMoves:
+    """Return what happens to the group inputs of a rank's actions. groups: of each chunk's stage. stay: most group
+    inputs that stay at once, at least READ_AHEAD.
 
-    A region is taken when its border is saved and free once it is used. The next READ_AHEAD borders that left come back
+    A region is taken when its group input is saved and free once it is used. The next READ_AHEAD group inputs that left
+    come back
     while one is used, as far as they have been saved.
     """
     events = _Events.of(actions, groups)
@@ -180,45 +183,46 @@ def border_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) ->
             continue
         if leaves[one]:
             regions[one], count = (heappop(free), count) if free else (count, count + 1)
-        saves.append(Save(events.borders[one], regions.get(one)))
+        saves.append(Save(events.group_inputs[one], regions.get(one)))
     reads = events.reads(leaves)
     uses = (
-        Use(events.borders[one], regions.get(one), tuple(regions[other] for other in reads.get(one, ())))
+        Use(events.group_inputs[one], regions.get(one), tuple(regions[other] for other in reads.get(one, ())))
         for one in used
     )
-    return BorderMoves(tuple(saves), tuple(uses), count)
+    return ActivationMoves(tuple(saves), tuple(uses), count)
 
 
 @dataclass(frozen=True)
 class _Events:
-    """The saves and uses of a rank's borders. borders: in the order of their saves. order: the place in `borders` for
-    each save, and its complement (`~place`) for each use. uses: for each border, the place of its use in `order`."""
+    """The saves and uses of a rank's group inputs. group_inputs: in the order of their saves. order: the place in
+    `group_inputs` for each save, and its complement (`~place`) for each use. uses: for each group input, the place of
+    its use in `order`."""
 
-    borders: Sequence[Border]
+    group_inputs: Sequence[GroupInput]
     order: Sequence[int]
     uses: Sequence[int]
 
     @classmethod
     def of(cls, actions: Sequence[Action], groups: Sequence[int]) -> "_Events":
         """Return the events of actions: groups are saved in order, and used in the reverse order."""
-        borders, order, uses = list[Border](), list[int](), list[int]()
+        group_inputs, order, uses = list[GroupInput](), list[int](), list[int]()
         firsts: dict[tuple[int, int], int] = {}
         for action in actions:
             key, count = (action.microbatch, action.chunk), groups[action.chunk]
             if action.kind is Kind.F:
-                first = firsts[key] = len(borders)
-                borders += [Border(*key, group) for group in range(count)]
+                first = firsts[key] = len(group_inputs)
+                group_inputs += [GroupInput(*key, group) for group in range(count)]
                 order += range(first, first + count)
                 uses += [0] * count
             elif action.kind is Kind.B:
                 for one in reversed(range(firsts[key], firsts[key] + count)):
                     uses[one] = len(order)
                     order.append(~one)
-        return cls(borders, order, uses)
+        return cls(group_inputs, order, uses)
 
     def leaving(self, stay: int) -> list[bool]:
-        """Return whether each border leaves."""
-        leaves, count = [False] * len(self.borders), 0
+        """Return whether each group input leaves."""
+        leaves, count = [False] * len(self.group_inputs), 0
         # Those that stay and have been used remain in the heap. They never come out: one that is used later is there.
         staying: list[tuple[int, int]] = []
         for one in self.order:
@@ -233,10 +237,10 @@ class _Events:
         return leaves
 
     def reads(self, leaves: Sequence[bool]) -> dict[int, list[int]]:
-        """Return which borders start to come back at the use of which others."""
+        """Return which group inputs start to come back at the use of which others."""
         awaited = [~one for one in self.order if one < 0 and leaves[~one]]
         found: dict[int, list[int]] = {}
-        saved, started, used = [False] * len(self.borders), 0, 0
+        saved, started, used = [False] * len(self.group_inputs), 0, 0
         for one in self.order:
             if one >= 0:
                 saved[one] = True

@@ -8,7 +8,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import border_bytes, rank_counts
+from llmtrain.plan.rank_activations import boundary_bytes, rank_counts
 from llmtrain.plan.saved_tensors import (
     Sizes,
     block_tensors,
@@ -41,7 +41,7 @@ def unit_activations(plan: Plan, layout: StageLayout, unit: str, place: int | No
     if not plan.recompute:
         return total(block_tensors(plan, sizes))
     leads = (int(unit.removeprefix("blocks.")) - layout.first) % plan.recompute == 0
-    return border_bytes(plan) + (plan.kernels.generator if plan.model.dropout else 0) if leads else 0
+    return boundary_bytes(plan) + (plan.kernels.generator if plan.model.dropout else 0) if leads else 0
 
 
 def stage_activations(plan: Plan, layout: StageLayout, place: int | None = None) -> int:
@@ -56,7 +56,7 @@ def recomputed_peak(plan: Plan, layout: StageLayout) -> int:
     if not blocks:
         return 0
     # The first input is there already.
-    return blocks * total(block_tensors(plan, Sizes.of(plan))) - border_bytes(plan)
+    return blocks * total(block_tensors(plan, Sizes.of(plan))) - boundary_bytes(plan)
 
 
 def deferred_bytes(plan: Plan, layout: StageLayout, place: int | None = None) -> int:
@@ -90,12 +90,12 @@ def live_activations(plan: Plan, rank: int) -> int:
         for chunk in range(len(layouts))
         for kind in Kind
     }
-    left, border = rank_counts(plan, rank).passes, border_bytes(plan)
+    left, boundary = rank_counts(plan, rank).passes, boundary_bytes(plan)
     live = peak = 0
     for action in schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]:
         # What has left is not added by the forward pass, and not freed by the backward pass.
-        kind, outside = action.kind, border * left.get((action.microbatch, action.chunk), 0)
-        live += changes[action.chunk, kind] + outside * ((kind is Kind.B) - (kind is Kind.F))
+        kind, offloaded = action.kind, boundary * left.get((action.microbatch, action.chunk), 0)
+        live += changes[action.chunk, kind] + offloaded * ((kind is Kind.B) - (kind is Kind.F))
         peak = max(peak, live)
     return peak
 
@@ -108,7 +108,7 @@ def _change(plan: Plan, layouts: tuple[StageLayout, ...], chunk: int, kind: Kind
         return -deferred
     # Between two stages of one rank, an output or a gradient waits in memory for the other stage.
     held = {other.stage for other in layouts}
-    border = border_bytes(plan) * ((layout.stage + 1 in held) - (layout.stage - 1 in held))
+    boundary = boundary_bytes(plan) * ((layout.stage + 1 in held) - (layout.stage - 1 in held))
     if kind is Kind.F:
-        return kept + border
-    return deferred - kept - border + (LOSS_BYTES if layout.closes else 0)
+        return kept + boundary
+    return deferred - kept - boundary + (LOSS_BYTES if layout.closes else 0)

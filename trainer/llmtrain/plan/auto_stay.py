@@ -11,7 +11,7 @@ from llmtrain.plan.budget import passing_memory, role_memory
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
-from llmtrain.plan.rank_borders import border_bytes, border_memory, rank_counts
+from llmtrain.plan.rank_activations import activation_memory, boundary_bytes, rank_counts
 from llmtrain.plan.roles import Role, roles
 
 
@@ -40,22 +40,22 @@ def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf
         other = _staying(plan, [stay] * places)
         return any(_bytes(other, role, device) > room for role, room in zip(held, rooms, strict=True))
 
-    # Borders that are outside at once, beside those that stay.
+    # Group inputs that are offloaded at once, besides those that stay.
     every = READ_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
     # Where all stay, there are no buffers either.
     if not exceeds(every):
         return every
     # About as many as the room holds; the first number that exceeds it is one more than what fits.
     room = min(room - _bytes(plan, role, device) for role, room in zip(held, rooms, strict=True))
-    guess = min(max(READ_AHEAD, READ_AHEAD + room // border_bytes(plan)), every - 1)
+    guess = min(max(READ_AHEAD, READ_AHEAD + room // boundary_bytes(plan)), every - 1)
     low, high = (READ_AHEAD, guess) if exceeds(guess) else (guess + 1, every)
     return max(READ_AHEAD, bisect_left(range(high), True, lo=low, key=exceeds) - 1)
 
 
 def _bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the bytes of the device that depend on what leaves."""
-    outside = border_memory(plan, role.rank, device)
-    elsewhere = outside.host + outside.buffers if device == "cpu" else 0
+    offloaded = activation_memory(plan, role.rank, device)
+    elsewhere = offloaded.host + offloaded.buffers if device == "cpu" else 0
     return sum(passing_memory(plan, role, device).values()) + elsewhere
 
 

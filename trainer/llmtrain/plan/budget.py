@@ -17,7 +17,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
-from llmtrain.plan.rank_borders import border_memory
+from llmtrain.plan.rank_activations import activation_memory
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
@@ -92,23 +92,23 @@ def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None
 
 def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
     """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
-    outside, borders = offload_memory(plan, role.rank, device), border_memory(plan, role.rank, device)
+    offloaded, activations = offload_memory(plan, role.rank, device), activation_memory(plan, role.rank, device)
     host = {
         "process": own_needs(device).process,
-        "host_states": outside.host,
-        "host_weights": outside.weights,
-        "host_gradients": outside.gradients,
-        "spare_states": outside.spare,
-        "offload_buffers": outside.buffers,
-        "host_activations": borders.host,
-        "activation_buffers": borders.buffers,
+        "host_states": offloaded.host,
+        "host_weights": offloaded.weights,
+        "host_gradients": offloaded.gradients,
+        "spare_states": offloaded.spare,
+        "offload_buffers": offloaded.buffers,
+        "host_activations": activations.host,
+        "activation_buffers": activations.buffers,
         "checkpoint_copies": copy_bytes(plan, role),
         "checkpoint_buffers": buffer_bytes(plan, role, device),
     }
-    buffers = _buffers(plan, role, programs, device) | {"offload_slots": outside.slots}
+    buffers = _buffers(plan, role, programs, device) | {"offload_slots": offloaded.slots}
     whole = _device_memory(plan, role, device, buffers)
     held = ({**whole, **host}, {}) if device == "cpu" else (whole, host)
-    return RoleMemory(role, *held, outside.files + borders.files, borders.moved)
+    return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)
 
 
 def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str, int]) -> dict[str, int]:
@@ -129,7 +129,7 @@ def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
     between them."""
     passing = max(_moments(plan, role, device), key=lambda moment: sum(moment.values()))
     lost = int(own_needs(device).fragmentation * sum(passing.values()))
-    return {"activation_slots": border_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
+    return {"activation_slots": activation_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
 
 
 def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict[str, int]:

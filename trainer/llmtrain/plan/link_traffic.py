@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 
 from llmtrain.plan.facts import Device
-from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.offloaded_weights import offloaded_shards
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.offload_moves import bucket_moves
-from llmtrain.plan.rank_borders import border_bytes, rank_counts
+from llmtrain.plan.rank_activations import boundary_bytes, rank_counts
 from llmtrain.plan.rank_units import rank_units
 
 Copied = tuple[int, int]
@@ -21,7 +21,7 @@ def link_traffic(plan: Plan, rank: int, programs: Programs, device: Device) -> d
     nothing on a CPU. programs: of the rank."""
     if device == "cpu":
         return {}
-    moves, left = bucket_moves(plan, rank, device), rank_counts(plan, rank).left * border_bytes(plan)
+    moves, left = bucket_moves(plan, rank, device), rank_counts(plan, rank).left * boundary_bytes(plan)
     found = {
         "optimizer": (sum(one.down for one in moves), sum(one.up for one in moves)),
         "weights": _sum(_weights(plan, rank, programs)),
@@ -37,7 +37,7 @@ def _sum(copied: Iterator[Copied]) -> Copied:
 
 
 def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
-    shards = {unit: numel * plan.compute_bytes for unit, numel in outside_shards(plan, rank).items()}
+    shards = {unit: numel * plan.compute_bytes for unit, numel in offloaded_shards(plan, rank).items()}
     # What the device has of each shard after the step goes down once.
     yield sum(programs.spec.stored.values()) * plan.compute_bytes, 0
     for issue in programs.step.issues if shards else ():

@@ -24,7 +24,7 @@ from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.model_shape import model_shape
-from llmtrain.plan.offload import Offload, placed_outside
+from llmtrain.plan.offload import Offload, offloaded_placement
 from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
@@ -83,7 +83,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
 
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, gradients, backend)
-        placement = placed_outside(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
+        placement = offloaded_placement(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         return _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
 
     zero = zero_settings(
@@ -251,7 +251,7 @@ def _placement(
 
 def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -> int:
     """Return the blocks of one group of activation checkpointing, 0 for none. layers: layers of the largest stage, of
-    whose borders and blocks of one group auto keeps few."""
+    whose group inputs and blocks of one group auto keeps few."""
     match setting:
         case EveryK(every=every):
             return every

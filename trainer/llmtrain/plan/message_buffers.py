@@ -7,7 +7,7 @@ from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import border_bytes
+from llmtrain.plan.rank_activations import boundary_bytes
 
 SLOT_BYTES = 1 << 20
 """Most bytes of a slot. A longer message takes several slots, and the receiver reads one while the next is written."""
@@ -46,5 +46,5 @@ def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
     inside = [other for other in neighbours if other != rank and backend_of(device, (rank, other), node) == "shared"]
     if not inside:
         return 0
-    slots, width = ring_slots(messages_ahead(plan), border_bytes(plan))
+    slots, width = ring_slots(messages_ahead(plan), boundary_bytes(plan))
     return slots * width * len(inside)

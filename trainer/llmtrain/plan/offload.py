@@ -98,7 +98,7 @@ def _memory(tier: str) -> Memory:
     return "host" if tier == "host" else "nvme" if tier == "nvme" else "device"
 
 
-def placed_outside(
+def offloaded_placement(
     placement: Placement, offload: Offload, compute_bytes: int, device: Device, quantized: bool
 ) -> Placement:
     """Return a placement with what an offload changes in it. compute_bytes: of an element of the compute dtype. device:

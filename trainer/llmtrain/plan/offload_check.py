@@ -10,7 +10,7 @@ from llmtrain_data import units
 
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import border_memory
+from llmtrain.plan.rank_activations import activation_memory
 from llmtrain.plan.roles import roles
 
 # File systems that keep their files in memory.
@@ -61,7 +61,7 @@ def volume_problem(
 
 
 def _files(plan: Plan, rank: int) -> int:
-    return offload_memory(plan, rank, "cpu").files + border_memory(plan, rank, "cpu").files
+    return offload_memory(plan, rank, "cpu").files + activation_memory(plan, rank, "cpu").files
 
 
 def _problems(key: str, path: Path, needed: int, room: tuple[str, str], other: str) -> Iterator[str]:

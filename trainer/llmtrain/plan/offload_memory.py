@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_sizes
 from llmtrain.plan.offload import Bucket, largest, ring_slots, slots
-from llmtrain.plan.outside_weights import is_direct, outside_shards
+from llmtrain.plan.offloaded_weights import is_direct, offloaded_shards
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import in_pages
+from llmtrain.plan.rank_activations import in_pages
 from llmtrain.plan.rank_buckets import bucket_sizes, rank_buckets
 from llmtrain.plan.summed import summed
 
@@ -79,7 +79,7 @@ def _nbytes(sizes: Counter[Bucket]) -> int:
 
 
 def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    shards = [numel * plan.compute_bytes for numel in outside_shards(plan, rank).values()]
+    shards = [numel * plan.compute_bytes for numel in offloaded_shards(plan, rank).values()]
     if not shards:
         return OffloadMemory()
     if plan.sharding.offload.parameters == "host":

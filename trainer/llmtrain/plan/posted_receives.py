@@ -7,7 +7,7 @@ from typing import Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
-from llmtrain.plan.activations import border_bytes
+from llmtrain.plan.activations import boundary_bytes
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.facts import Device
 from llmtrain.plan.message_buffers import messages_ahead
@@ -50,7 +50,7 @@ def posted_bytes(plan: Plan, rank: int, device: Device) -> int:
     for actions in (spec.actions, *_evaluated(plan, spec)):
         sources = [source for action in actions if (source := _source(plan, spec, action, rank)) is not None]
         most = max(most, _most_posted(sources, posting))
-    return most * border_bytes(plan)
+    return most * boundary_bytes(plan)
 
 
 def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:

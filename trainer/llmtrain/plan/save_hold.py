@@ -81,12 +81,12 @@ def _node(plan: Plan, rank: int) -> range:
 def _written(plan: Plan, node: Sequence[int]) -> _Written:
     total, read = 0, Counter[str]()
     for rank in node:
-        offload, outside = for_rank(plan, rank).sharding.offload, 0
+        offload, offloaded = for_rank(plan, rank).sharding.offload, 0
         for count, in_files in _states(plan, rank):
             total += count
-            outside += in_files
+            offloaded += in_files
         for path, weight in zip(offload.paths, offload.weights, strict=True):
-            read[path] += int(outside * weight / sum(offload.weights))
+            read[path] += int(offloaded * weight / sum(offload.weights))
     return _Written(total, read)
 
 

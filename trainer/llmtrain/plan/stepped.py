@@ -24,9 +24,9 @@ class Stepped:
 
 def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> Stepped:
     """Return what the host's processors step of a rank's states. device: what it computes on."""
-    outside = [] if device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
-    elements = sum(one.numel for one in outside)
-    separate = any(one.states == 3 for one in outside)
+    offloaded = [] if device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
+    elements = sum(one.numel for one in offloaded)
+    separate = any(one.states == 3 for one in offloaded)
     if device == "cpu":
         stays = state_bytes(rank_units(plan, rank), plan.sharding, plan.compute_bytes, plan.grid.degree(Axis.TENSOR))
         elements += stays.moments // 8
@@ -36,9 +36,9 @@ def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> Stepped:
 
 def stepped_by_device(plan: Plan, rank: int, device: Device) -> Stepped:
     """Return what a rank's device steps of the states that rest elsewhere. device: what it computes on."""
-    outside = rank_buckets(plan, rank) if device != "cpu" and plan.sharding.offload.on_device else []
-    elements = sum(one.numel for one in outside)
-    return Stepped(elements, elements * _element_bytes(plan, any(one.states == 3 for one in outside)))
+    offloaded = rank_buckets(plan, rank) if device != "cpu" and plan.sharding.offload.on_device else []
+    elements = sum(one.numel for one in offloaded)
+    return Stepped(elements, elements * _element_bytes(plan, any(one.states == 3 for one in offloaded)))
 
 
 def resident_step_bytes(plan: Plan, states: StateBytes) -> int:

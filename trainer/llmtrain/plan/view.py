@@ -77,7 +77,7 @@ class PlanView:
                 "roles": [_role(plan, row) for row in budget.rows],
             },
             "sent": [_traffic(row) for row in self.traffic],
-            "moved": {"rank": most_outside(budget).role.rank, "volumes": self.moved},
+            "moved": {"rank": most_offloaded(budget).role.rank, "volumes": self.moved},
             "lanes": [one.as_data() for one in self.lanes],
             "played": None if self.played is None else asdict(self.played),
             "save": None if self.save is None else {**asdict(self.save), "held": self.save.held},
@@ -115,7 +115,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     check(plan, facts)
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
-    found, role = lanes(plan, facts.device, programs, moved), most_outside(budget).role
+    found, role = lanes(plan, facts.device, programs, moved), most_offloaded(budget).role
     played, computation = played_step(plan, role.rank, facts.device, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
@@ -159,6 +159,6 @@ def layers_of(plan: Plan, row: RoleMemory) -> int:
     return sum(stage.end - stage.first for stage in plan.pipeline.stages[row.role.pipeline])
 
 
-def most_outside(budget: Budget) -> RoleMemory:
+def most_offloaded(budget: Budget) -> RoleMemory:
     """Return the first role of those that take most of the host's memory, and most files."""
     return max(budget.rows, key=lambda row: (sum(row.host.values()), row.files))

@@ -14,7 +14,7 @@ from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic
 from llmtrain.plan.times_shown import LANE_COLUMNS, hold_rows, lane_rows, least_rows, played_rows, unknown_rates
-from llmtrain.plan.view import PlanView, layers_of, most_outside
+from llmtrain.plan.view import PlanView, layers_of, most_offloaded
 from llmtrain.plan.volume_traffic import Moved
 
 LABELS: Mapping[str, str] = MappingProxyType(
@@ -60,10 +60,10 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}, on {devices}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(plan, view.budget)))
-    outside = list(_outside(view.budget))
-    if outside:
+    offloaded = list(_offloaded(view.budget))
+    if offloaded:
         yield ""
-        yield table(("elsewhere", "bytes", "share"), outside)
+        yield table(("elsewhere", "bytes", "share"), offloaded)
     if any(one.socket is not None for one in volume_shares(plan)):
         yield ""
         yield table(
@@ -105,9 +105,9 @@ def _breakdown(plan: Plan, budget: Budget) -> Iterator[tuple[str, str, str]]:
         yield ("left" if left >= 0 else "missing"), units.size(abs(left)), f"{abs(left) / whole:.1%}"
 
 
-def _outside(budget: Budget) -> Iterator[tuple[str, str, str]]:
+def _offloaded(budget: Budget) -> Iterator[tuple[str, str, str]]:
     """Yield rows about the host's memory and files of the rank that takes most of them."""
-    row = most_outside(budget)
+    row = most_offloaded(budget)
     whole = budget.host_limit
     for name, count in row.host.items():
         # Nobody asks for the process alone where no limit is stated.

@@ -7,12 +7,12 @@ from functools import cache
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_sweeps
 from llmtrain.plan.near_volumes import for_rank
-from llmtrain.plan.outside_weights import outside_shards
+from llmtrain.plan.offloaded_weights import offloaded_shards
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.program.instructions import Gather
-from llmtrain.plan.rank_borders import border_bytes, in_pages, rank_moves
+from llmtrain.plan.rank_activations import boundary_bytes, in_pages, rank_moves
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.stripes import striped
 
@@ -61,7 +61,7 @@ def _optimizer(plan: Plan, rank: int) -> Iterator[_Region]:
 def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
     if plan.sharding.offload.parameters == "nvme":
         gathers = Counter(one.unit for one in programs.step.issues if isinstance(one, Gather) and not one.secondary)
-        for unit, numel in outside_shards(plan, rank).items():
+        for unit, numel in offloaded_shards(plan, rank).items():
             yield in_pages(numel * plan.compute_bytes), gathers[unit], 1
 
 
@@ -81,7 +81,7 @@ def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
 
 def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
     if plan.activation_offload.tier == "nvme":
-        moves, size = rank_moves(plan, rank), in_pages(border_bytes(plan))
+        moves, size = rank_moves(plan, rank), in_pages(boundary_bytes(plan))
         written = Counter(save.region for save in moves.saves)
         yield from ((size, written[region], written[region]) for region in range(moves.regions))
 

@@ -56,7 +56,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
-    """Activation checkpointing in groups of blocks: only activations at group borders are kept. every: blocks of a
+    """Activation checkpointing in groups of blocks: only the inputs of groups are kept. every: blocks of a
     group."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

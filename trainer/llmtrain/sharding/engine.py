@@ -136,7 +136,7 @@ class Engine:
             self._ahead.decide(numbers)
         for unit in self.units.values():
             self.weights.open(unit)
-            self.weights.update(unit, unit.step(numbers, self.gradients.outside(unit)))
+            self.weights.update(unit, unit.step(numbers, self.gradients.range_steps(unit)))
 
     def skip_step(self) -> None:
         """End an optimizer step without stepping."""

@@ -22,18 +22,18 @@ from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
 from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, UnshardedSum
 from llmtrain.sharding.in_flight import InFlight
+from llmtrain.sharding.offloaded_gradients import OffloadedGradients, OffloadedReduction
 from llmtrain.sharding.optimizer_shard import StepRange
-from llmtrain.sharding.outside_gradients import OutsideGradients, OutsideReduction
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
 
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients travel. packing: None for not packed. outside: where sums rest that are not on the device."""
+    """How gradients travel. packing: None for not packed. offloaded: where sums rest that are not on the device."""
 
     packing: Packing | None = None
-    outside: OutsideGradients | None = None
+    offloaded: OffloadedGradients | None = None
 
 
 class GradientReducer:
@@ -44,7 +44,7 @@ class GradientReducer:
         self, units: Mapping[str, ShardedUnit], policy: GradientPolicy, replica_groups: ReplicaGroups,
         in_flight: InFlight, count: Count, complete: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._units, self.replica_groups, self._outside = units, replica_groups, policy.outside
+        self._units, self.replica_groups, self._offloaded = units, replica_groups, policy.offloaded
         self._count, self._complete = count, complete
         some = next(iter(units.values()))
         self.pool = some.weight.new_zeros(0)
@@ -92,14 +92,14 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Begin an optimizer step."""
-        if self._outside is not None:
-            self._outside.store.begin()
+        if self._offloaded is not None:
+            self._offloaded.store.begin()
 
-    def outside(self, unit: ShardedUnit) -> Callable[[StepRange], None] | None:
+    def range_steps(self, unit: ShardedUnit) -> Callable[[StepRange], None] | None:
         """Return what steps a unit range by range with gradients that rest elsewhere; None if they do not."""
-        if self._outside is None or not unit.hops.placement.moves_gradients:
+        if self._offloaded is None or not unit.hops.placement.moves_gradients:
             return None
-        return partial(self._outside.store.step, unit.spec.name)
+        return partial(self._offloaded.store.step, unit.spec.name)
 
     def start(self, begun: Pass, passing: bool) -> None:
         """Begin a pass that computes gradients. passing: whether autograd runs it now and computes all gradients."""
@@ -205,8 +205,8 @@ class GradientReducer:
 
     def _squares(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
         """Return the squared norm of the elements `[start, end)` of a unit that this rank steps, fp64 scalar."""
-        if unit.hops.placement.moves_gradients and self._outside is not None:
-            found = self._outside.store.squares(unit.spec.name, (start, end))
+        if unit.hops.placement.moves_gradients and self._offloaded is not None:
+            found = self._offloaded.store.squares(unit.spec.name, (start, end))
             return torch.full((), found, dtype=torch.float64, device=self.pool.device)
         offset = unit.ranges.optimizer[0]
         return squared_sum(unit.owned_gradient[start - offset : end - offset], start)
@@ -267,6 +267,6 @@ def _is_buffered(unit: ShardedUnit) -> bool:
 
 
 def _reduction(unit: ShardedUnit, policy: GradientPolicy) -> Reduction:
-    if unit.hops.placement.moves_gradients and policy.outside is not None:
-        return OutsideReduction(unit, policy.packing, policy.outside)
+    if unit.hops.placement.moves_gradients and policy.offloaded is not None:
+        return OffloadedReduction(unit, policy.packing, policy.offloaded)
     return GradientReduction(unit, policy.packing)

@@ -110,12 +110,12 @@ class ShardedUnit:
         """Start to step what may be stepped before the norm of the gradients is known: `owned_gradient` is complete."""
         self.optimizer.step_ahead(self.owned_gradient, self._stepped_weight)
 
-    def step(self, numbers: AdamWStep, outside: Callable[[StepRange], None] | None = None) -> Ticket | None:
+    def step(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. outside: steps ranges that follow each other with gradients from elsewhere; None: the gradient is
+        done. by_ranges: steps ranges that follow each other with gradients from elsewhere; None: the gradient is
         `owned_gradient`."""
         weight, offset = self._stepped_weight, self.ranges.optimizer[0]
-        if outside is None:
+        if by_ranges is None:
             return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
         tickets = list[Ticket]()
 
@@ -125,7 +125,7 @@ class ShardedUnit:
             tickets.extend([] if ticket is None else [ticket])
             return ticket
 
-        outside(step_range)
+        by_ranges(step_range)
         return JoinedTicket(tickets) if tickets else None
 
     def publish(self) -> None:

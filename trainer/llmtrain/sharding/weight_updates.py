@@ -10,7 +10,7 @@ from llmtrain.plan.traffic import Count, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
-from llmtrain.sharding.outside_weights import OutsideWeights
+from llmtrain.sharding.offloaded_weights import OffloadedWeights
 from llmtrain.sharding.packed_collectives import all_gather_packed
 from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.unit import ShardedUnit
@@ -22,15 +22,15 @@ class WeightUpdates:
     What is sent must be stepped when its gather starts, and a GPU's gathers are started by the thread that computes. So
     the gather of a unit that is still being stepped starts just before the unit is needed, one unit ahead.
 
-    replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed. outside: where
+    replicated: by unit, the parameters that tensor-parallel ranks share and that must not be packed. offloaded: where
     weight shards go after that; None where they stay.
     """
 
     def __init__(
-        self, packing: Packing | None, replicated: Mapping[str, ReplicatedParameters], outside: OutsideWeights | None,
-        in_flight: InFlight, count: Count,
+        self, packing: Packing | None, replicated: Mapping[str, ReplicatedParameters],
+        offloaded: OffloadedWeights | None, in_flight: InFlight, count: Count,
     ) -> None:  # fmt: skip
-        self._packing, self._replicated, self._outside = packing, replicated, outside
+        self._packing, self._replicated, self._offloaded = packing, replicated, offloaded
         self._in_flight, self._count = in_flight, count
         self._tickets: dict[str, Ticket] = {}
         # Units by their order, which is that of all ranks, and those whose update has not begun.
@@ -51,7 +51,7 @@ class WeightUpdates:
             self._begin(unit, stepped)
 
     def _begin(self, unit: ShardedUnit, stepped: Ticket | None = None) -> None:
-        packing, replicated, outside = self._packing, self._replicated.get(unit.spec.name), self._outside
+        packing, replicated, offloaded = self._packing, self._replicated.get(unit.spec.name), self._offloaded
         hops, all_hops = (unit.hops.gather(inner, unit.degrees.optimizer) for inner in (unit.degrees.weights, 1))
         weight = unit.weight
         stores = unit.hops.placement.moves_weights and len(weight) > 0
@@ -67,8 +67,8 @@ class WeightUpdates:
         def steps(workspace: Workspace) -> list[HopStep]:
             found = _gathers(unit, hops, packing, workspace) if hops else []
             found += [] if replicated is None else replicated.steps(all_hops)
-            if stores and outside is not None:
-                found.append(HopStep(outside.writes, lambda: outside.store.store(unit.spec.name, weight)))
+            if stores and offloaded is not None:
+                found.append(HopStep(offloaded.writes, lambda: offloaded.store.store(unit.spec.name, weight)))
             if stepped is not None and unit.at_rest is None:
                 found[0] = found[0].first(stepped.wait)
             return found

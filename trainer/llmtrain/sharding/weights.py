@@ -13,7 +13,7 @@ from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
-from llmtrain.sharding.outside_weights import OutsideGather, OutsideWeights
+from llmtrain.sharding.offloaded_weights import OffloadedGather, OffloadedWeights
 from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.secondary_copy import SecondaryCopy
 from llmtrain.sharding.unit import ShardedUnit
@@ -24,15 +24,15 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 @dataclass(frozen=True)
 class WeightPolicy:
     """How weights travel. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
-    tensor-parallel ranks hold replicated parameters, which are then sent unpacked. outside: where the shards rest that
-    are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after a
-    step, until they are stored. updated: the first element of the buffer pool that holds them; units without any are left
-    out."""
+    tensor-parallel ranks hold replicated parameters, which are then sent unpacked. offloaded: where the shards rest
+    that are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after
+    a step, until they are stored. updated: the first element of the buffer pool that holds them; units without any are
+    left out."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
     tensor_parallel: bool = False
-    outside: OutsideWeights | None = None
+    offloaded: OffloadedWeights | None = None
     stored: Mapping[str, int] = field(default_factory=dict)
     updated: Mapping[str, int] = field(default_factory=dict)
 
@@ -52,8 +52,8 @@ class GatheredWeights:
         """elements: of the buffer pool."""
         self._units, self._policy, self._count = units, policy, count
         some = next(iter(units.values())).weight
-        outside = {name for name, unit in units.items() if unit.hops.placement.moves_weights}
-        self.gathered = {name: unit for name, unit in units.items() if unit.degrees.weights > 1 or name in outside}
+        offloaded = {name for name, unit in units.items() if unit.hops.placement.moves_weights}
+        self.gathered = {name: unit for name, unit in units.items() if unit.degrees.weights > 1 or name in offloaded}
         self.pool = new_buffer_pool(elements, some.dtype, some.device)
         self.in_flight = in_flight
         self._gathered: dict[str, _Gathered] = {}
@@ -61,12 +61,14 @@ class GatheredWeights:
             name: SecondaryCopy(unit, policy.secondary) for name, unit in units.items() if unit.degrees.secondary
         }
         self._replicated = {name: ReplicatedParameters(unit) for name, unit in units.items() if _is_apart(unit, policy)}
-        self.updates = WeightUpdates(policy.packing, self._replicated, policy.outside, self.in_flight, count)
-        inside = [unit for name, unit in self.gathered.items() if name not in outside]
-        self._shared = share_shards(inside) if policy.packing is None else {}
-        gathers = {unit.spec.name: ShardGather(unit, policy.packing) for unit in inside}
+        self.updates = WeightUpdates(policy.packing, self._replicated, policy.offloaded, self.in_flight, count)
+        on_device = [unit for name, unit in self.gathered.items() if name not in offloaded]
+        self._shared = share_shards(on_device) if policy.packing is None else {}
+        gathers = {unit.spec.name: ShardGather(unit, policy.packing) for unit in on_device}
         brought = {
-            name: OutsideGather(units[name], policy.packing, policy.outside) for name in outside if policy.outside
+            name: OffloadedGather(units[name], policy.packing, policy.offloaded)
+            for name in offloaded
+            if policy.offloaded
         }
         self._sources: dict[str, WeightSource] = {**gathers, **self._shared, **brought}
         # The parts of the buffer pool from which new shards are being stored.
@@ -129,14 +131,14 @@ class GatheredWeights:
 
     def settle(self) -> None:
         """Wait until the device no longer uses weight shards that rest in the host's memory."""
-        if self._policy.outside is not None:
-            self._policy.outside.store.settle()
+        if self._policy.offloaded is not None:
+            self._policy.offloaded.store.settle()
 
     def read(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
         """Return the elements `[start, end)` of a unit, of its shard on this rank, after all updates."""
-        first, outside = unit.ranges.weights[0], self._policy.outside
-        if unit.hops.placement.moves_weights and outside is not None:
-            return outside.store.read(unit.spec.name, start - first, end - first)
+        first, offloaded = unit.ranges.weights[0], self._policy.offloaded
+        if unit.hops.placement.moves_weights and offloaded is not None:
+            return offloaded.store.read(unit.spec.name, start - first, end - first)
         return unit.weight[start - first : end - first]
 
     def drop(self, drop: Drop) -> None:

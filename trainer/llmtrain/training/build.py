@@ -12,8 +12,8 @@ from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.model.layers import Attention
-from llmtrain.offload.borders import Borders
-from llmtrain.offload.place import Outside, open_outside, outside_gradients, place_units
+from llmtrain.offload.activations import OffloadedActivations
+from llmtrain.offload.place import OffloadStores, offloaded_gradients, open_offload, place_units
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
@@ -35,7 +35,7 @@ from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import WeightPolicy
-from llmtrain.training.build_pipeline import build_executor, offloaded_borders
+from llmtrain.training.build_pipeline import build_executor, offloaded_activations
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Assembly:
     engine: Engine
     executor: Executor
     mesh: TensorMesh
-    outside: Outside
-    borders: Borders | None
+    offloaded: OffloadStores
+    activations: OffloadedActivations | None
 
     @property
     def pools(self) -> dict[str, int]:
@@ -67,9 +67,9 @@ class Assembly:
         self.executor.close()
         self.engine.close()
         self.mesh.close()
-        self.outside.close()
-        if self.borders is not None:
-            self.borders.close()
+        self.offloaded.close()
+        if self.activations is not None:
+            self.activations.close()
 
 
 def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
@@ -87,16 +87,16 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     pools = Pools.of(plan, ranks.rank, programs, plan.device)
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
-    outside = open_outside(plan, ranks, programs)
-    units = place_units(_units(model, plan, ranks, pools), outside)
+    offloaded = open_offload(plan, ranks, programs)
+    units = place_units(_units(model, plan, ranks, pools), offloaded)
     groups = _replica_groups(plan, ranks, pools.groups)
-    gradients = outside_gradients(plan, ranks, outside, units, groups.shares)
+    gradients = offloaded_gradients(plan, ranks, offloaded, units, groups.shares)
     sharding = ShardingSpec(
-        _weight_policy(plan, programs, outside),
+        _weight_policy(plan, programs, offloaded),
         GradientPolicy(_packing(plan.sharding.quantization.gradients, plan.sharding.quantization.block), gradients),
         groups,
         pools.in_flight,
-        None if outside.states is None else outside.states.stepper,
+        None if offloaded.states is None else offloaded.states.stepper,
     )
     engine = Engine(model, units, sharding, programs, count)
     for module in model.modules():
@@ -107,9 +107,9 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
             # Not `block.compile()`, which would trace the engine's hooks too. All blocks share one graph, of fixed
             # shapes: an evaluation's last microbatch may be smaller, but must not make the code of training slower.
             block.forward = torch.compile(block.forward, dynamic=False)
-    borders = offloaded_borders(model, plan, ranks)
-    executor = build_executor(model, plan, ranks, engine, weight_gradients, borders, count)
-    return Assembly(model, engine, executor, mesh, outside, borders)
+    activations = offloaded_activations(model, plan, ranks)
+    executor = build_executor(model, plan, ranks, engine, weight_gradients, activations, count)
+    return Assembly(model, engine, executor, mesh, offloaded, activations)
 
 
 def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
@@ -138,14 +138,14 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[Shard
         )
 
 
-def _weight_policy(plan: Plan, programs: Programs, outside: Outside) -> WeightPolicy:
+def _weight_policy(plan: Plan, programs: Programs, offloaded: OffloadStores) -> WeightPolicy:
     """Return how weights travel."""
     quantization = plan.sharding.quantization
     return WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),
         secondary=_packing(quantization.secondary, quantization.block),
         tensor_parallel=plan.grid.degree(Axis.TENSOR) > 1,
-        outside=outside.weights,
+        offloaded=offloaded.weights,
         stored=programs.spec.stored,
         updated=stored_offsets(programs.spec, programs.step.weights),
     )

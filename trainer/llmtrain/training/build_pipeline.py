@@ -11,13 +11,13 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.borders import Borders, open_borders
+from llmtrain.offload.activations import OffloadedActivations, open_activations
 from llmtrain.parallel.pipeline.action_order import (
     ActionOrder,
     FirstRankDecides,
     FixedOrder,
     MessageDrivenOrder,
-    OrderWithBorders,
+    OrderWithOffload,
     OwnDecision,
 )
 from llmtrain.parallel.pipeline.executor import Executor
@@ -27,19 +27,19 @@ from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_borders import rank_moves
+from llmtrain.plan.rank_activations import rank_moves
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 
 
-def offloaded_borders(model: GPT, plan: Plan, ranks: Ranks) -> Borders | None:
+def offloaded_activations(model: GPT, plan: Plan, ranks: Ranks) -> OffloadedActivations | None:
     """Let activations of `model` leave the device as the plan says; return what moves them, None if none leaves."""
     shape = _shape_of(plan, ranks.layout)(plan.batch.microbatch, plan.batch.sequence_length)
     moves = rank_moves(plan, ranks.rank)
-    borders = open_borders(plan.activation_offload, moves, shape, DTYPES[plan.compute], ranks.device)
-    if borders is not None:
-        model.saving = borders.hooks
-    return borders
+    activations = open_activations(plan.activation_offload, moves, shape, DTYPES[plan.compute], ranks.device)
+    if activations is not None:
+        model.saving = activations.hooks
+    return activations
 
 
 def build_executor(
@@ -48,16 +48,16 @@ def build_executor(
     ranks: Ranks,
     engine: Engine,
     weight_gradients: WeightGradientQueue,
-    borders: Borders | None,
+    activations: OffloadedActivations | None,
     count: Count,
 ) -> Executor:
     """Return the executor of the stages that this rank holds in `model`. Collective."""
-    blank = None if borders is None else torch.empty(1, dtype=DTYPES[plan.compute], device=ranks.device)
+    blank = None if activations is None else torch.empty(1, dtype=DTYPES[plan.compute], device=ranks.device)
     stages = [Stage(model, layout, blank) for layout in plan.stages_of(ranks.rank)]
     links = _links(plan, ranks, count)
     order = _action_order(plan, ranks, links)
-    if borders is not None:
-        order = OrderWithBorders(order, borders)
+    if activations is not None:
+        order = OrderWithOffload(order, activations)
     return Executor(stages, plan.pipeline.schedule, order, links, engine, weight_gradients)
 
 

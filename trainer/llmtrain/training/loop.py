@@ -218,7 +218,7 @@ def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
     if is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2):
         # A row has all of its step, and nothing of the step before.
         run.engine.finish_steps()
-    movers = {"states": run.outside if run.outside.moving else None, "activations": run.borders}
+    movers = {"states": run.offloaded if run.offloaded.moving else None, "activations": run.activations}
     before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}
     found = {name: usage.since(before.get(name, TierUsage())) for name, usage in run.moved.items()}
     return {**found.pop("states", {}), **found} or None

@@ -16,8 +16,8 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
-from llmtrain.offload.borders import Borders
-from llmtrain.offload.place import Outside
+from llmtrain.offload.activations import OffloadedActivations
+from llmtrain.offload.place import OffloadStores
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
@@ -44,7 +44,7 @@ class Run:
     """Everything that a step needs.
 
     batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas
-    were last found equal. outside: what rests elsewhere than on this rank's device. borders: what moves its
+    were last found equal. offloaded: what rests elsewhere than on this rank's device. activations: what moves its
     activations. moved: what both had moved after the last step. clips: whether the last step clipped gradients.
     changed: how the recipe differs from that of the run's last start; the main rank alone knows it, and the
     fingerprints of the data.
@@ -64,10 +64,10 @@ class Run:
     scale: LossScale
     stop: StopRequest
     lock: RunLock
-    outside: Outside
+    offloaded: OffloadStores
     progress: Progress = field(default_factory=Progress)
     compared: int = 0
-    borders: Borders | None = None
+    activations: OffloadedActivations | None = None
     moved: dict[str, TierUsage] = field(default_factory=dict)
     clips: bool = False
     changed: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         )
         saving = plan.checkpoint
         checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
-        sampler = LinkSampler(ranks, more=_offload_links(plan, parts.outside, parts.borders))
+        sampler = LinkSampler(ranks, more=_offload_links(plan, parts.offloaded, parts.activations))
         batches = closing(BatchReader(train_data, plan, ranks))
         with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:
             run = Run(
@@ -115,8 +115,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 scale=LossScale.of(plan.loss_scaling, plan.compute),
                 stop=stop,
                 lock=lock,
-                outside=parts.outside,
-                borders=parts.borders,
+                offloaded=parts.offloaded,
+                activations=parts.activations,
             )
             if ranks.watchdog is not None:
                 ranks.watchdog.on_failure = log.fail
@@ -132,12 +132,14 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             synchronize(ranks.device)
 
 
-def _offload_links(plan: Plan, outside: Outside, borders: Borders | None) -> list[Source]:
+def _offload_links(plan: Plan, offloaded: OffloadStores, activations: OffloadedActivations | None) -> list[Source]:
     """Return what counts the bytes of volumes and, on a GPU, of the link to the host."""
     volumes = dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths))
     found: list[Source] = [Volumes(list(volumes))] if volumes else []
-    if plan.device == "cuda" and (outside.moving or borders is not None):
-        found.append(HostLink(lambda: outside.usage() + (TierUsage() if borders is None else borders.usage())))
+    if plan.device == "cuda" and (offloaded.moving or activations is not None):
+        found.append(
+            HostLink(lambda: offloaded.usage() + (TierUsage() if activations is None else activations.usage()))
+        )
     return found
 
 

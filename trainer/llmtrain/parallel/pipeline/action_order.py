@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.messages import Channel
-from llmtrain.offload.borders import Borders
+from llmtrain.offload.activations import OffloadedActivations
 from llmtrain.parallel.pipeline.stage_links import StageLinks
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -43,17 +43,17 @@ class FixedOrder:
         """Do nothing: the order has no process group."""
 
 
-class OrderWithBorders:
-    """An order whose passes save and use activations at group borders."""
+class OrderWithOffload:
+    """An order whose passes save and use the inputs of recomputed groups."""
 
-    def __init__(self, order: ActionOrder, borders: Borders) -> None:
-        self._order, self._borders, self.most_live = order, borders, order.most_live
+    def __init__(self, order: ActionOrder, activations: OffloadedActivations) -> None:
+        self._order, self._activations, self.most_live = order, activations, order.most_live
 
     def actions(self) -> Iterator[Action]:
         """Yield the actions of `order`."""
-        with self._borders.step():
+        with self._activations.step():
             for action in self._order.actions():
-                with self._borders.action(action):
+                with self._activations.action(action):
                     yield action
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
-from llmtrain.plan.outside_weights import stored_elements
+from llmtrain.plan.offloaded_weights import stored_elements
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.placement import PAGE, Placement
@@ -22,11 +22,11 @@ class ProgramSpec:
     of its own. ordered: whether actions run in this order; otherwise messages mix forward and backward passes, and
     gathered weights stay whole. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
     degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
-    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. outside: units whose
-    weights rest elsewhere than on the device. stored: by such a unit, the elements of its shard that the device has
-    after a step, and that are then stored. gradients_outside: units whose sums of gradients do. granule: buffers of
-    gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
-    before the reduction. finish: sums after the last pass.
+    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. offloaded_weights:
+    units whose weights rest elsewhere than on the device. stored: by such a unit, the elements of its shard that the
+    device has after a step, and that are then stored. offloaded_gradients: units whose sums of gradients do. granule:
+    buffers of gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel
+    ranks sum before the reduction. finish: sums after the last pass.
     """
 
     stages: tuple[StageLayout, ...]
@@ -38,9 +38,9 @@ class ProgramSpec:
     degrees: Mapping[str, Degrees]
     rounded: bool = False
     resident: int = 0
-    outside: frozenset[str] = frozenset()
+    offloaded_weights: frozenset[str] = frozenset()
     stored: Mapping[str, int] = field(default_factory=dict)
-    gradients_outside: frozenset[str] = frozenset()
+    offloaded_gradients: frozenset[str] = frozenset()
     granule: int = 1
     partial: Mapping[str, int] = field(default_factory=dict)
     finish: tuple[ReplicaSum, ...] = ()
@@ -61,13 +61,13 @@ class ProgramSpec:
             degrees={name: placement.degrees for name, placement in placements.items()},
             rounded=plan.sharding.quantization.secondary > 0,
             resident=plan.sharding.resident // plan.compute_bytes,
-            outside=frozenset(name for name, placement in placements.items() if placement.moves_weights),
+            offloaded_weights=frozenset(name for name, placement in placements.items() if placement.moves_weights),
             stored={
                 spec.name: stored_elements(placements[spec.name], plan.sharding.offload, spec.numel)
                 for spec in specs
                 if placements[spec.name].moves_weights
             },
-            gradients_outside=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
+            offloaded_gradients=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=_granule(placements.values(), plan.compute_bytes),
             partial=partial_elements(plan, specs),
             finish=tuple(final_sums(plan, rank, specs)),
@@ -76,7 +76,7 @@ class ProgramSpec:
     def is_gathered(self, unit: str) -> bool:
         """Whether a unit's weights are gathered before they are used: ranks hold parts of them, or they rest elsewhere
         than on the device."""
-        return self.degrees[unit].weights > 1 or unit in self.outside
+        return self.degrees[unit].weights > 1 or unit in self.offloaded_weights
 
     def is_reduced(self, unit: str, last: bool) -> bool:
         """Whether a backward pass reduces a unit's gradients. last: whether it is the unit's last one of the step."""
@@ -85,7 +85,7 @@ class ProgramSpec:
     def is_buffered(self, unit: str) -> bool:
         """Whether a buffer holds the gradients of one backward pass, because their sum is sharded, or rests elsewhere
         than on the device."""
-        return self.degrees[unit].gradients > 1 or unit in self.gradients_outside
+        return self.degrees[unit].gradients > 1 or unit in self.offloaded_gradients
 
     @property
     def tied(self) -> bool:

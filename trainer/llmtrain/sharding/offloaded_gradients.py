@@ -43,24 +43,24 @@ class GradientStore(Protocol):
 
 
 @dataclass(frozen=True)
-class OutsideGradients:
+class OffloadedGradients:
     """Where sums of gradients rest, and the stream on which gradients go there."""
 
     store: GradientStore
     stream: Stream
 
 
-class OutsideReduction:
+class OffloadedReduction:
     """How the gradients of a unit travel whose sum rests elsewhere; see GradientReduction."""
 
-    def __init__(self, unit: ShardedUnit, packing: Packing | None, outside: OutsideGradients) -> None:
-        self._unit, self._packing, self._outside, self._wire = unit, packing, outside, unit.weight.dtype
+    def __init__(self, unit: ShardedUnit, packing: Packing | None, offloaded: OffloadedGradients) -> None:
+        self._unit, self._packing, self._offloaded, self._wire = unit, packing, offloaded, unit.weight.dtype
         self._hops = unit.hops.reduce(1, unit.degrees.gradients)
 
     def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
         """See GradientReduction. buffer: not None."""
         assert buffer is not None
-        unit, name, store = self._unit, self._unit.spec.name, self._outside.store
+        unit, name, store = self._unit, self._unit.spec.name, self._offloaded.store
         steps, part = reduce_scatter(buffer, self._hops, self._wire, self._packing, workspace)
         if not (issue.last and unit.hops.placement.hops_after_sum):
             return [*steps, self._step(lambda: store.add(name, part, issue.first, issue.last))]
@@ -80,4 +80,4 @@ class OutsideReduction:
         return last_traffic(self._unit, self._packing)
 
     def _step(self, job: Job) -> HopStep:
-        return HopStep(self._outside.stream, job)
+        return HopStep(self._offloaded.stream, job)

@@ -33,7 +33,7 @@ class WeightStore(Protocol):
 
 
 @dataclass(frozen=True)
-class OutsideWeights:
+class OffloadedWeights:
     """Where weight shards rest, and the streams on which they come and go."""
 
     store: WeightStore
@@ -41,17 +41,17 @@ class OutsideWeights:
     writes: Stream
 
 
-class OutsideGather:
+class OffloadedGather:
     """Brings a unit's shard to the device, and gathers the shards of all ranks where there are several."""
 
-    def __init__(self, unit: ShardedUnit, packing: Packing | None, outside: OutsideWeights) -> None:
-        self._unit, self._packing, self._outside = unit, packing, outside
+    def __init__(self, unit: ShardedUnit, packing: Packing | None, offloaded: OffloadedWeights) -> None:
+        self._unit, self._packing, self._offloaded = unit, packing, offloaded
         self._hops = unit.hops.gather(1, unit.degrees.weights)
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
         part, name = own_shard(buffer, self._hops), self._unit.spec.name
-        found = [HopStep(self._outside.reads, lambda: self._outside.store.load(name, part))]
+        found = [HopStep(self._offloaded.reads, lambda: self._offloaded.store.load(name, part))]
         if self._packing is not None and self._hops:
             return [*found, *all_gather_packed(buffer, part, self._hops, self._packing, workspace)]
         return [*found, *all_gather(buffer, self._hops)]

@@ -1,4 +1,4 @@
-"""How activations at group borders reach the memory outside of the device, and how they come back."""
+"""How inputs of recomputed groups reach the memory outside of the device, and how they come back."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,63 +7,64 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.offload.border_store import BorderStore
-from llmtrain.plan.rank_borders import DEVICE_SLOTS
+from llmtrain.offload.activation_store import ActivationStore
+from llmtrain.plan.rank_activations import DEVICE_SLOTS
 
 
-class BorderCopies(Protocol):
-    """Moves borders between the memory that computes and a store."""
+class ActivationCopies(Protocol):
+    """Moves group inputs between the memory that computes and a store."""
 
     def save(self, values: Tensor, region: int) -> None:
-        """Start to write a border. It must not change, and its memory is kept, until `settle` or the next `save`."""
+        """Start to write a group input. It must not change, and its memory is kept, until `settle` or the next
+        `save`."""
 
     def settle(self) -> None:
-        """Let go of the border that was saved last."""
+        """Let go of the group input that was saved last."""
 
     def fetch(self, region: int) -> None:
-        """Start to bring a border back."""
+        """Start to bring a group input back."""
 
     def advance(self) -> None:
-        """Bring the border that was fetched first, and is not taken, nearer."""
+        """Bring the group input that was fetched first, and is not taken, nearer."""
 
     def take(self, region: int) -> Tensor:
-        """Return the border that was fetched first, where it can be computed with until the next one is taken."""
+        """Return the group input that was fetched first, where it can be computed with until the next one is taken."""
 
 
 class CpuCopies:
-    """A CPU computes: a border is copied once, and used where it comes back."""
+    """A CPU computes: a group input is copied once, and used where it comes back."""
 
-    def __init__(self, store: BorderStore) -> None:
+    def __init__(self, store: ActivationStore) -> None:
         self._store = store
 
     def save(self, values: Tensor, region: int) -> None:
-        """See BorderCopies."""
-        self._store.room(region).copy_(values)
+        """See ActivationCopies."""
+        self._store.destination(region).copy_(values)
         self._store.put(region)
 
     def settle(self) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
 
     def fetch(self, region: int) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         self._store.fetch(region)
 
     def advance(self) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
 
     def take(self, region: int) -> Tensor:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         return self._store.take(region)
 
 
 class GpuCopies:
-    """A GPU computes: borders are copied on a stream of their own for each direction.
+    """A GPU computes: group inputs are copied on a stream of their own for each direction.
 
-    A border is copied down while its group is computed. One comes up while the one before is used. The host waits for
-    each copy when the next one starts, so that it runs at most a group ahead of the GPU.
+    A group input is copied down while its group is computed. One comes up while the one before is used. The host waits
+    for each copy when the next one starts, so that it runs at most a group ahead of the GPU.
     """
 
-    def __init__(self, store: BorderStore, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, store: ActivationStore, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._store = store
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slots = torch.empty(DEVICE_SLOTS, *shape, dtype=dtype, device=device)
@@ -75,31 +76,31 @@ class GpuCopies:
         self._count = 0
 
     def save(self, values: Tensor, region: int) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         self.settle()
-        room = self._store.room(region)
-        # The border was computed on the current stream.
+        destination = self._store.destination(region)
+        # The group input was computed on the current stream.
         self._down.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._down):
-            room.copy_(values, non_blocking=True)
+            destination.copy_(values, non_blocking=True)
             self._went.record()
         self._store.link.to_host += values.nbytes
         self._going = region, values
 
     def settle(self) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         if self._going is not None:
             self._went.synchronize()
             self._store.put(self._going[0])
             self._going = None
 
     def fetch(self, region: int) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         self._store.fetch(region)
         self._fetched.append(region)
 
     def advance(self) -> None:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         if not self._fetched or self._coming:
             return
         region, slot = self._fetched.popleft(), self._count % DEVICE_SLOTS
@@ -113,7 +114,7 @@ class GpuCopies:
         self._count += 1
 
     def take(self, region: int) -> Tensor:
-        """See BorderCopies."""
+        """See ActivationCopies."""
         self.advance()
         slot = self._coming.popleft()
         # The host waits too, because the store may then overwrite what was copied.

@@ -1,4 +1,4 @@
-"""Activations at group borders that leave the device between their forward and their backward pass (ZeRO-Infinity,
+"""Inputs of recomputed groups that leave the device between their forward and their backward pass (ZeRO-Infinity,
 section 5.1.2), as the plan's list says."""
 
 from collections.abc import Iterator, Sequence
@@ -12,27 +12,28 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from llmtrain.comm.device import give_freed_memory_back
-from llmtrain.offload.border_copies import BorderCopies, CpuCopies, GpuCopies
-from llmtrain.offload.border_store import BorderStore, FileBorders, HostBorders
+from llmtrain.offload.activation_copies import ActivationCopies, CpuCopies, GpuCopies
+from llmtrain.offload.activation_store import ActivationStore, FileActivations, HostActivations
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
-from llmtrain.plan.activation_offload import ActivationOffload, Border, BorderMoves
+from llmtrain.plan.activation_offload import ActivationMoves, ActivationOffload, GroupInput
 from llmtrain.plan.pipeline.actions import Action, Kind
-from llmtrain.plan.rank_borders import in_pages
+from llmtrain.plan.rank_activations import in_pages
 
 
 @dataclass
 class _Kept:
-    """What autograd keeps of a border: its values, if it stays."""
+    """What autograd keeps of a group_input: its values, if it stays."""
 
-    border: Border
+    group_input: GroupInput
     values: Tensor | None
 
 
-class Borders:
-    """Follows a rank's list of moves. Each border is saved and used as the list says; RuntimeError if it is not."""
+class OffloadedActivations:
+    """Follows a rank's list of moves. Each group input is saved and used as the list says; RuntimeError if it is
+    not."""
 
-    def __init__(self, moves: BorderMoves, store: BorderStore, copies: BorderCopies) -> None:
+    def __init__(self, moves: ActivationMoves, store: ActivationStore, copies: ActivationCopies) -> None:
         self._moves, self._store, self._copies = moves, store, copies
         self._saves, self._uses = iter(moves.saves), iter(moves.uses)
         self._action: Action | None = None
@@ -73,19 +74,19 @@ class Borders:
 
     def _save(self, group: int, values: Tensor) -> _Kept:
         assert self._action is not None
-        border = Border(self._action.microbatch, self._action.chunk, group)
+        group_input = GroupInput(self._action.microbatch, self._action.chunk, group)
         save = next(self._saves, None)
-        if save is None or save.border != border or self._action.kind is not Kind.F:
-            raise RuntimeError(f"{border} is saved, but the plan has {save}")
+        if save is None or save.group_input != group_input or self._action.kind is not Kind.F:
+            raise RuntimeError(f"{group_input} is saved, but the plan has {save}")
         if save.region is None:
-            return _Kept(border, values.detach())
+            return _Kept(group_input, values.detach())
         self._copies.save(values, save.region)
-        return _Kept(border, None)
+        return _Kept(group_input, None)
 
     def _use(self, kept: _Kept) -> Tensor:
         use = next(self._uses, None)
-        if use is None or use.border != kept.border or (use.region is None) != (kept.values is not None):
-            raise RuntimeError(f"{kept.border} is used, but the plan has {use}")
+        if use is None or use.group_input != kept.group_input or (use.region is None) != (kept.values is not None):
+            raise RuntimeError(f"{kept.group_input} is used, but the plan has {use}")
         values = kept.values if use.region is None else self._copies.take(use.region)
         assert values is not None
         self._copies.advance()
@@ -94,10 +95,11 @@ class Borders:
         return values
 
 
-def open_borders(
-    offload: ActivationOffload, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Borders | None:
-    """Return what moves a rank's borders; None if none of them leaves. shape, dtype: of a border. device: what the rank
+def open_activations(
+    offload: ActivationOffload, moves: ActivationMoves, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> OffloadedActivations | None:
+    """Return what moves a rank's group inputs; None if none of them leaves. shape, dtype: of a group input. device:
+    what the rank
     computes on. Raises RunFailedError."""
     if not moves.left:
         return None
@@ -105,11 +107,11 @@ def open_borders(
     if not on_gpu:
         # On a CPU, memory that is free but kept would take the place of what leaves.
         give_freed_memory_back()
-    store: BorderStore
+    store: ActivationStore
     if offload.tier == "host":
-        store = HostBorders(moves, shape, dtype, pinned=on_gpu)
+        store = HostActivations(moves, shape, dtype, pinned=on_gpu)
     else:
         size = in_pages(prod(shape) * dtype.itemsize)
         file = StripedFile(offload.paths, [size] * moves.regions, offload.weights)
-        store = FileBorders(moves, shape, dtype, file, pinned=on_gpu)
-    return Borders(moves, store, GpuCopies(store, device, shape, dtype) if on_gpu else CpuCopies(store))
+        store = FileActivations(moves, shape, dtype, file, pinned=on_gpu)
+    return OffloadedActivations(moves, store, GpuCopies(store, device, shape, dtype) if on_gpu else CpuCopies(store))

@@ -1,4 +1,4 @@
-"""Memory outside of the device for activations at group borders: the host's memory, or files."""
+"""Memory outside of the device for activations at group group_inputs: the host's memory, or files."""
 
 import time
 from collections import deque
@@ -13,30 +13,30 @@ from torch import Tensor
 from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
-from llmtrain.plan.activation_offload import BorderMoves
-from llmtrain.plan.rank_borders import in_pages
+from llmtrain.plan.activation_offload import ActivationMoves
+from llmtrain.plan.rank_activations import in_pages
 
 
-class BorderStore(Protocol):
-    """Regions that hold a border each. Borders come back in the order in which their reads start.
+class ActivationStore(Protocol):
+    """Regions that hold a group input each. Group inputs come back in the order in which their reads start.
 
     link: counts what is copied between it and a GPU.
     """
 
     link: LinkCount
 
-    def room(self, region: int) -> Tensor:
-        """Return host memory into which the border of a region can be written now."""
+    def destination(self, region: int) -> Tensor:
+        """Return host memory into which the group input of a region can be written now."""
 
     def put(self, region: int) -> None:
-        """Report that `room` has the border."""
+        """Report that `destination` has the group input."""
 
     def fetch(self, region: int) -> None:
         """Start to read a region."""
 
     def take(self, region: int) -> Tensor:
-        """Return the border that was fetched first, in host memory that is valid until READ_AHEAD more are fetched and
-        one is taken."""
+        """Return the group input that was fetched first, in host memory that is valid until READ_AHEAD more are fetched
+        and one is taken."""
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""
@@ -49,38 +49,38 @@ class BorderStore(Protocol):
         """Bytes of the host's memory."""
 
 
-class HostBorders:
-    """Borders in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
+class HostActivations:
+    """Group inputs in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`."""
 
-    def __init__(self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
+    def __init__(self, moves: ActivationMoves, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
         self.link = LinkCount()
         numel = moves.regions * prod(shape)
         memory = host_zeros(numel, dtype, pinned) if pinned else torch.empty(numel, dtype=dtype)
         self._memory = memory.view(moves.regions, *shape)
         self._read = self._written = 0
 
-    def room(self, region: int) -> Tensor:
-        """See BorderStore."""
+    def destination(self, region: int) -> Tensor:
+        """See ActivationStore."""
         return self._memory[region]
 
     def put(self, region: int) -> None:
-        """See BorderStore."""
+        """See ActivationStore."""
         self._written += self._memory[region].nbytes
 
     def fetch(self, region: int) -> None:
-        """See BorderStore. The region is in memory."""
+        """See ActivationStore. The region is in memory."""
 
     def take(self, region: int) -> Tensor:
-        """See BorderStore."""
+        """See ActivationStore."""
         self._read += self._memory[region].nbytes
         return self._memory[region]
 
     def usage(self) -> TierUsage:
-        """See BorderStore."""
+        """See ActivationStore."""
         return TierUsage({"host": self._read}, {"host": self._written}).with_link(self.link)
 
     def close(self) -> None:
-        """See BorderStore."""
+        """See ActivationStore."""
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +88,12 @@ class HostBorders:
         return self._memory.nbytes
 
 
-class FileBorders:
-    """Borders in files, which pass through slots of the host's memory: written behind the forward pass, read ahead of
-    the backward pass."""
+class FileActivations:
+    """Group inputs in files, which pass through slots of the host's memory: written behind the forward pass, read ahead
+    of the backward pass."""
 
     def __init__(
-        self, moves: BorderMoves, shape: Sequence[int], dtype: torch.dtype, file: StripedFile, pinned: bool
+        self, moves: ActivationMoves, shape: Sequence[int], dtype: torch.dtype, file: StripedFile, pinned: bool
     ) -> None:
         """file: has a region of whole pages for each region of `moves`. pinned: whether the slots are."""
         self.link = LinkCount()
@@ -102,7 +102,7 @@ class FileBorders:
         size = in_pages(self._used)
         self._slots = aligned_host_bytes((moves.write_slots + moves.read_slots) * size, pinned).split(size)
         self._writes, self._reads = moves.write_slots, moves.read_slots
-        # Counts of borders that were ever written, and of which reads ever started.
+        # Counts of group inputs that were ever written, and of which reads ever started.
         self._written = self._fetched = 0
         # Transfers by region, and the region that each slot was last written to.
         self._writing: dict[int, list[tuple[int, int]]] = {}
@@ -110,42 +110,42 @@ class FileBorders:
         self._coming: deque[tuple[int, Tensor, list[tuple[int, int]]]] = deque()
         self._waited = 0.0
 
-    def room(self, region: int) -> Tensor:
-        """See BorderStore."""
+    def destination(self, region: int) -> Tensor:
+        """See ActivationStore."""
         slot = self._written % self._writes
         if slot in self._written_to:
             self._finish(self._writing.pop(self._written_to[slot], []))
-        return self._border(self._slots[slot])
+        return self._as_group_input(self._slots[slot])
 
     def put(self, region: int) -> None:
-        """See BorderStore."""
+        """See ActivationStore."""
         slot = self._written % self._writes
         self._writing[region] = self._file.start_write(self._queue, region, self._slots[slot])
         self._written_to[slot] = region
         self._written += 1
 
     def fetch(self, region: int) -> None:
-        """See BorderStore. Waits until the region has been written."""
+        """See ActivationStore. Waits until the region has been written."""
         self._finish(self._writing.pop(region, []))
         slot = self._slots[self._writes + self._fetched % self._reads]
-        self._coming.append((region, self._border(slot), self._file.start_read(self._queue, region, slot)))
+        self._coming.append((region, self._as_group_input(slot), self._file.start_read(self._queue, region, slot)))
         self._fetched += 1
 
     def take(self, region: int) -> Tensor:
-        """See BorderStore."""
-        fetched, border, transfers = self._coming.popleft()
+        """See ActivationStore."""
+        fetched, group_input, transfers = self._coming.popleft()
         assert fetched == region
         self._finish(transfers)
-        return border
+        return group_input
 
     def usage(self) -> TierUsage:
-        """See BorderStore."""
+        """See ActivationStore."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
         return TierUsage(read, written, self._waited, self._file.waits).with_link(self.link)
 
     def close(self) -> None:
-        """See BorderStore. Waits for the transfers that run."""
+        """See ActivationStore. Waits for the transfers that run."""
         self._queue.close()
         self._file.close()
 
@@ -154,7 +154,7 @@ class FileBorders:
         """Bytes of the slots."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def _border(self, slot: Tensor) -> Tensor:
+    def _as_group_input(self, slot: Tensor) -> Tensor:
         return slot[: self._used].view(self._dtype).view(*self._shape)
 
     def _finish(self, transfers: Sequence[tuple[int, int]]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.activation_offload import BorderCounts, BorderMoves, border_counts, border_moves
+from llmtrain.plan.activation_offload import ActivationCounts, ActivationMoves, activation_counts, activation_moves
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -12,11 +12,11 @@ from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.saved_tensors import Sizes
 
-# Buffers on a GPU for borders that come back: one is used while the next one is copied.
+# Buffers on a GPU for group inputs that come back: one is used while the next one is copied.
 DEVICE_SLOTS = 2
 
 
-def border_bytes(plan: Plan) -> int:
+def boundary_bytes(plan: Plan) -> int:
     """Return the bytes of what one block or stage passes to the next: `[sequences, tokens, hidden]` in the compute
     dtype. With sequence parallelism each rank has a share of the tokens."""
     return Sizes.of(plan).own * plan.model.hidden * plan.compute_bytes
@@ -27,32 +27,32 @@ def group_count(plan: Plan, layout: StageLayout) -> int:
     return -(-(layout.end - layout.first) // plan.recompute) if plan.recompute else 0
 
 
-def rank_moves(plan: Plan, rank: int) -> BorderMoves:
-    """Return what happens to the borders of a rank of the run in each step; nothing without offload."""
-    return BorderMoves() if plan.activation_offload.tier == "none" else border_moves(*_schedule(plan, rank))
+def rank_moves(plan: Plan, rank: int) -> ActivationMoves:
+    """Return what happens to the group inputs of a rank of the run in each step; nothing without offload."""
+    return ActivationMoves() if plan.activation_offload.tier == "none" else activation_moves(*_schedule(plan, rank))
 
 
-def rank_counts(plan: Plan, rank: int) -> BorderCounts:
+def rank_counts(plan: Plan, rank: int) -> ActivationCounts:
     """Return what `rank_moves` come to."""
-    return BorderCounts({}, 0) if plan.activation_offload.tier == "none" else _counts(*_schedule(plan, rank))
+    return ActivationCounts({}, 0) if plan.activation_offload.tier == "none" else _counts(*_schedule(plan, rank))
 
 
 def _schedule(plan: Plan, rank: int) -> tuple[tuple[Action, ...], tuple[int, ...], int]:
-    """Return a rank's actions, the groups of its chunks, and the number of borders that stay."""
+    """Return a rank's actions, the groups of its chunks, and the number of group inputs that stay."""
     place = plan.grid.coordinate(rank, Axis.PIPELINE)
     groups = tuple(group_count(plan, layout) for layout in plan.stages_of(rank))
     return plan.pipeline.schedule.actions[place], groups, plan.activation_offload.stay[place]
 
 
 # Several lines of a budget ask for the same counts.
-_counts = lru_cache(maxsize=256)(border_counts)
+_counts = lru_cache(maxsize=256)(activation_counts)
 
 
 @dataclass(frozen=True)
-class BorderMemory:
-    """device: bytes of the buffers of a GPU for borders that come back. host: bytes of borders in the host's memory.
-    buffers: bytes of the host's buffers through which borders in files pass. files: bytes of borders in files. moved:
-    bytes that leave in a step, and come back."""
+class ActivationMemory:
+    """device: bytes of the buffers of a GPU for group inputs that come back. host: bytes of group inputs in the host's
+    memory. buffers: bytes of the host's buffers through which group inputs in files pass. files: bytes of group inputs
+    in files. moved: bytes that leave in a step, and come back."""
 
     device: int = 0
     host: int = 0
@@ -61,16 +61,16 @@ class BorderMemory:
     moved: int = 0
 
 
-def border_memory(plan: Plan, rank: int, device: Device) -> BorderMemory:
-    """Return what the borders that leave a rank of the run take. device: what it computes on."""
-    moves, border = rank_counts(plan, rank), border_bytes(plan)
+def activation_memory(plan: Plan, rank: int, device: Device) -> ActivationMemory:
+    """Return what the group inputs that leave a rank of the run take. device: what it computes on."""
+    moves, group_input = rank_counts(plan, rank), boundary_bytes(plan)
     if not moves.left:
-        return BorderMemory()
-    slots = DEVICE_SLOTS * border if device == "cuda" else 0
+        return ActivationMemory()
+    slots = DEVICE_SLOTS * group_input if device == "cuda" else 0
     if plan.activation_offload.tier == "host":
-        return BorderMemory(slots, host=moves.regions * border, moved=moves.left * border)
-    paged = in_pages(border)
-    return BorderMemory(
+        return ActivationMemory(slots, host=moves.regions * group_input, moved=moves.left * group_input)
+    paged = in_pages(group_input)
+    return ActivationMemory(
         slots,
         buffers=(moves.read_slots + moves.write_slots) * paged + PAGE,
         files=moves.regions * paged,

@@ -8,10 +8,10 @@ from llmtrain.plan.rank_units import rank_units
 
 def is_direct(plan: Plan, rank: int) -> bool:
     """Return whether a CPU reads and writes shards in files without a copy: all of them are whole pages."""
-    return all(numel * plan.compute_bytes % PAGE == 0 for numel in outside_shards(plan, rank).values())
+    return all(numel * plan.compute_bytes % PAGE == 0 for numel in offloaded_shards(plan, rank).values())
 
 
-def outside_shards(plan: Plan, rank: int) -> dict[str, int]:
+def offloaded_shards(plan: Plan, rank: int) -> dict[str, int]:
     """Return the elements of each such shard of a rank of the run, by unit."""
     placed = ((spec, plan.sharding.placements[spec.name]) for spec in rank_units(plan, rank))
     return {
