@@ -24,8 +24,8 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.optim.clipping import step_divisor, step_numbers
 from llmtrain.optim.config import AdamW
-from llmtrain.optim.step import step_divisor, step_numbers
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.plan.placement import Placement

@@ -8,7 +8,7 @@ from llmtrain.plan.pipeline.timeline import Timeline
 
 from tools.bench import pipeline_recorder
 from tools.bench.pipeline_recorder import Done, Message, Recorder, transfers
-from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, play, replayed, timeline
+from tools.bench.uneven import SETTINGS, STAGES, OwnDurations, busy, replayed, simulated_timeline, timeline
 
 SETTING, LIMIT = SETTINGS[0], 4
 LATENCY = [0.01, 0.06]
@@ -30,7 +30,7 @@ def happened(schedule: str, seed: int, alike: bool = False) -> Timeline:
     late = {message: LATENCY[message.stage - (message.kind == "B")] for message in took if sends(message)}
     means = [0.01] * STAGES
     own = OwnDurations(means, means, means, busy(SETTING), took=took, handed=took, late=late)
-    return play(SETTING, schedule, LIMIT, own)
+    return simulated_timeline(SETTING, schedule, LIMIT, own)
 
 
 def recorded(known: Timeline) -> list[Recorder]:

@@ -16,10 +16,10 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.offload.place import open_offload
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
 from llmtrain.plan.offloaded_weights import is_direct

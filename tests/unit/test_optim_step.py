@@ -5,10 +5,10 @@ from math import inf, isfinite, nan
 
 import pytest
 import torch
+from llmtrain.optim.clipping import step_divisor
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.optim.lr_schedule import learning_rate
-from llmtrain.optim.step import step_divisor
 from torch import Tensor
 
 

@@ -14,9 +14,9 @@ from llmtrain.plan.activation_offload import (
     activation_counts,
     activation_moves,
 )
-from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import Budget, memory_budget
 from llmtrain.plan.offload_check import offload_problem
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule

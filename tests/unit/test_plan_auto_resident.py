@@ -8,10 +8,10 @@ import pytest
 from llmtrain.cluster.description import Accelerator, Cluster, Node, NodeGroup
 from llmtrain.errors import BadInputError
 from llmtrain.plan.auto_resident import gather_bytes
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.record import decisions

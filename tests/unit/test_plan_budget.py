@@ -15,12 +15,12 @@ from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.submit import plan as plan_job
 from llmtrain.plan.activations import live_activations
-from llmtrain.plan.budget import Budget, memory_budget
 from llmtrain.plan.described import described_run
+from llmtrain.plan.device_overhead import CPU, GPU
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.kernels import kernels_of
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.own_needs import CPU, GPU
+from llmtrain.plan.memory_budget import Budget, memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.process_groups import group_sizes

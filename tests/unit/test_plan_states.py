@@ -13,9 +13,9 @@ from llmtrain.model.gpt import GPT
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement, alignment
 from llmtrain.plan.plan import Plan, Quantization

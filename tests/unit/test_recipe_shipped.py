@@ -5,10 +5,10 @@ from typing import Literal
 
 import pytest
 from llmtrain.cluster.load import given_cluster
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.states import STATES_SHARE, most_states
 from llmtrain.plan.view import view_recipe

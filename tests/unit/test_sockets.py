@@ -12,7 +12,7 @@ from llmtrain.cluster.sockets import cores_by_socket, device_socket, volume_sock
 from llmtrain.comm.cores import Bound, bind, bind_to_socket
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.lanes import lanes
+from llmtrain.plan.lane_times import lane_times
 from llmtrain.plan.least_time import least_time, step_threads
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.near_volumes import for_rank, socket_of, volume_shares
@@ -199,7 +199,7 @@ def test_least_time_of_offloaded_states() -> None:
     plan = planned(node((4, 0), (2, 1), bandwidth="100GB/s", cores=64), device="cuda", host_link="10GB/s")
     elements = sum(one.end - one.start for rank in range(4) for one in rank_buckets(plan, rank))
     programs = programs_of(plan)
-    least = least_time(plan, lanes(plan, "cuda", programs, moved_of(plan, programs)))
+    least = least_time(plan, lane_times(plan, "cuda", programs, moved_of(plan, programs)))
     # fp32 masters and moments are read and written, gradients are read, 16-bit weights are written.
     assert least.host == pytest.approx(elements * (2 * 12 + 4 + 2) / 100e9)
     files = sum(one.nbytes for rank in range(4) for one in rank_buckets(plan, rank))

@@ -17,7 +17,7 @@ from llmtrain.offload.staging import Event, InPlace, Work
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
-from llmtrain.plan.offload_play import Computation, Order, Rates
+from llmtrain.plan.offload_simulation import Computation, Order, Rates
 from llmtrain.plan.program.offload_moves import Event as Happened
 from llmtrain.plan.program.offload_moves import Moves
 from llmtrain.sharding.optimizer_shard import StepRule
@@ -37,7 +37,7 @@ class At:
             time.sleep(left)
 
 
-class Lane:
+class EmulatedLane:
     """Does one thing after the other."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class Device:
 
     moves: Sequence[Moves]
     rates: Rates
-    down: Lane
-    up: Lane
-    kernel: Lane
+    down: EmulatedLane
+    up: EmulatedLane
+    kernel: EmulatedLane
 
     @classmethod
     def new(cls, moves: Sequence[Moves], rates: Rates) -> "Device":
         """Return a device that does nothing yet."""
-        return cls(moves, rates, Lane(), Lane(), Lane())
+        return cls(moves, rates, EmulatedLane(), EmulatedLane(), EmulatedLane())
 
     def link(self, lane: str, ready: float, nbytes: float) -> float:
         """Move bytes up or down."""

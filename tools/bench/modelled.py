@@ -19,7 +19,7 @@ load(build_library())
 
 import torch  # noqa: E402
 from llmtrain.comm.ranks import Ranks  # noqa: E402
-from llmtrain.optim.step import step_numbers  # noqa: E402
+from llmtrain.optim.clipping import step_numbers  # noqa: E402
 from llmtrain.plan.facts import Facts  # noqa: E402
 from llmtrain.plan.flops import datasheet_peak, flops_per_token  # noqa: E402
 from llmtrain.plan.make import make_plan  # noqa: E402

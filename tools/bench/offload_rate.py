@@ -2,8 +2,8 @@
 
 Its computation, its host link and its kernel take their time; what runs is the stepper of a run. Each ratio is of the
 seconds that the computation of one microbatch, the gradients on the host link, and the steps of all buckets take;
-weights take half of the gradients' time, up. Beside the measured seconds of a step are those of the played program
-(`llmtrain.plan.offload_play`), and of the busiest lane.
+weights take half of the gradients' time, up. Beside the measured seconds of a step are those of the simulated program
+(`llmtrain.plan.offload_simulation`), and of the busiest lane.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import open_states
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_play import Computation, Order, Rates, exact_least, least_seconds, play
+from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
 from llmtrain.plan.program.offload_moves import Moves, order_problems
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.recipe.load import load_recipe
@@ -64,7 +64,7 @@ class Case:
         ]
 
     def given(self, second: float) -> tuple[list[Moves], Computation, Rates]:
-        """Return what is played. second: seconds of a microbatch's computation."""
+        """Return what is simulated. second: seconds of a microbatch's computation."""
         compute, link, step = (part * second for part in self.ratio)
         forward, backward = [compute / 3 / UNITS] * UNITS, [2 * compute / 3 / UNITS] * UNITS
         rate = 4 * TOTAL / link
@@ -74,10 +74,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a step: measured, played, of the busiest lane, and the least of an exact step."""
+    """Seconds of a step: measured, simulated, of the busiest lane, and the least of an exact step."""
 
     measured: Sequence[float]
-    played: float
+    simulated: float
     busiest: float
     exact: float
 
@@ -107,29 +107,29 @@ def main() -> None:
 
 
 def measure(case: Case, second: float, steps: int) -> Found:
-    """Run a case, and play it."""
+    """Run a case, and simulate it."""
     given = case.given(second)
     run = EmulatedRun(*given, case.order)
     run.run(steps + 1)
     problems = order_problems(given[0], run.happened)
     assert not problems, problems[:3]
-    played = play(*given, case.order)
-    return Found(run.seconds[1:], played.seconds, max(least_seconds(*given).values()), exact_least(*given))
+    simulated = simulate_steps(*given, case.order)
+    return Found(run.seconds[1:], simulated.seconds, max(least_seconds(*given).values()), exact_least(*given))
 
 
 def row(ratio: Sequence[float], microbatches: int, found: dict[int, Found]) -> Sequence[str]:
     """Return a row of the first table."""
     full = found[1]
     cells = [f"{statistics.median(one.measured) / full.busiest:.2f}" for one in found.values()]
-    noise = (max(full.measured) - min(full.measured)) / full.played
+    noise = (max(full.measured) - min(full.measured)) / full.simulated
     return (
         shown(ratio),
         str(microbatches),
         *cells,
-        f"{statistics.median(full.measured) / full.played:.3f}",
+        f"{statistics.median(full.measured) / full.simulated:.3f}",
         f"{noise:.3f}",
-        f"{full.played / full.busiest:.3f}",
-        f"{full.played / full.exact:.3f}",
+        f"{full.simulated / full.busiest:.3f}",
+        f"{full.simulated / full.exact:.3f}",
     )
 
 
@@ -189,8 +189,8 @@ def report(
 ) -> str:  # fmt: skip
     """Return the section."""
     header = (
-        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "measured / played", "noise",
-        "played / busiest lane", "played / least exact",
+        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "measured / simulated", "noise",
+        "simulated / busiest lane", "simulated / least exact",
     )  # fmt: skip
     chunks = ("AxoNN, k = 1", "k = 2", "k = 4", "no chunks")
     return f"""## Stepping on the host beside the computation
@@ -199,9 +199,9 @@ def report(
 of {PER_UNIT} buckets, {second:g} s for the computation of one microbatch, {steps} steps a row.
 `compute : link : step` are the seconds of one microbatch's computation, of all gradients on the host link, and of
 stepping all buckets. `spare` columns are the measured seconds of a step as multiples of the busiest lane (compute, host
-link each way, step). `measured / played`, `noise` (of the measured steps, largest less smallest, over played) and the
-last two columns are with `spare 1`. The least exact step is longer than the busiest lane where gradients are complete
-only in the last of several microbatches, and as weights may come up only once the norm is known.
+link each way, step). `measured / simulated`, `noise` (of the measured steps, largest less smallest, over simulated) and
+the last two columns are with `spare 1`. The least exact step is longer than the busiest lane where gradients are
+complete only in the last of several microbatches, and as weights may come up only once the norm is known.
 
 {table(header, rows)}
 

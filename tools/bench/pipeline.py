@@ -117,9 +117,9 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
     for name, figures in passes.items():
         pieces, fit = len(figures["durations"][0]["F"]) // RANKS, ["", ""]
         if name != PEER:
-            played = [timeline(name, step, figures["transfer"]).bubble for step in figures["durations"]]
-            quotient = median(a / b for a, b in zip(figures["bubbles"], played, strict=True))
-            fit, off[name] = [f"{median(played):.3f}", f"{quotient:.3f}"], abs(quotient - 1)
+            simulated = [timeline(name, step, figures["transfer"]).bubble for step in figures["durations"]]
+            quotient = median(a / b for a, b in zip(figures["bubbles"], simulated, strict=True))
+            fit, off[name] = [f"{median(simulated):.3f}", f"{quotient:.3f}"], abs(quotient - 1)
         rows.append(
             (
                 "torch's 1f1b" if name == PEER else name,

@@ -186,7 +186,7 @@ def busy(setting: Setting) -> list[float]:
     return [setting.tokens * setting.hidden * 4 / (rate * 1e6 / 8) for rate in (NEAR, RATE)]
 
 
-def play(setting: Setting, schedule: str, limit: int, own: Durations) -> Timeline:
+def simulated_timeline(setting: Setting, schedule: str, limit: int, own: Durations) -> Timeline:
     """Simulate a schedule with durations. limit: microbatches in flight, for message-driven."""
     if schedule == "1f1b":
         return simulate(replace(make_schedule("1f1b", STAGES, 1, setting.microbatches), hands_back=True), own)
@@ -200,7 +200,7 @@ def timeline(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
     latency = [max(0.0, hop - own) for hop, own in zip(figures["transfers"], transfer, strict=True)]
     every = (durations(step, took) for step in figures["actions"])
     means = [Durations(known["F"], known["B"], known["W"], transfer, latency) for known in every]
-    return [play(setting, schedule, figures["limit"], own).makespan for own in means]
+    return [simulated_timeline(setting, schedule, figures["limit"], own).makespan for own in means]
 
 
 def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[float]:
@@ -220,7 +220,7 @@ def replayed(setting: Setting, schedule: str, figures: dict[str, Any]) -> list[f
             seconds = delivery.seconds if delivery.waited else min(delivery.seconds, figures["transfers"][hop])
             late[message] = seconds - transfer[hop]
         own = OwnDurations([], [], [], transfer, took=spent, handed=handed, late=late)
-        found.append(play(setting, schedule, figures["limit"], own).makespan)
+        found.append(simulated_timeline(setting, schedule, figures["limit"], own).makespan)
     return found
 
 

@@ -15,7 +15,7 @@ def shared_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor]:
     """Allocate uint8 `[nbytes]` for each rank of `group`, which all of them see; return them by rank. Collective.
 
     The list is empty unless all ranks are on one machine and can share memory. NCCL_SHM_DISABLE=1 forbids it, as it
-    does for NCCL. Hosts with different names are different machines, also where one machine plays several.
+    does for NCCL. Hosts with different names are different machines, also where one machine emulates several.
     """
     if group.size() == 1:
         return []

@@ -12,8 +12,8 @@ from math import isqrt
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.cluster.topology import layout_degrees
-from llmtrain.plan.budget import memory_budget, surely_exceeds
 from llmtrain.plan.facts import Device, Facts
+from llmtrain.plan.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 

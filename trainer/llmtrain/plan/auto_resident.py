@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.cluster.tiers import tier_between
-from llmtrain.plan.budget import memory_budget, surely_exceeds
 from llmtrain.plan.degrees import ZeroSettings
 from llmtrain.plan.facts import Device
+from llmtrain.plan.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan, Sharding
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.spec import ProgramSpec

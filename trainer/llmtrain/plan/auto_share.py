@@ -5,8 +5,8 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
-from llmtrain.plan.budget import memory_budget
 from llmtrain.plan.facts import Device
+from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 

@@ -16,7 +16,8 @@ from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.cluster.topology import layout_degrees
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.load import load_recipe, merge_overrides, parse_recipe
+from llmtrain.recipe.load import load_recipe, parse_recipe
+from llmtrain.recipe.overrides import merge_overrides
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import read_yaml
 from llmtrain.yaml.shipped import shipped_names

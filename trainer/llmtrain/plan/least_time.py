@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from llmtrain.cluster.description import Accelerator
 from llmtrain.cluster.quantity import quantity
 from llmtrain.plan.flops import datasheet_peak, flops_per_token
-from llmtrain.plan.lanes import CPU, LINK, Lane, busiest, volume_paths
+from llmtrain.plan.lane_times import CPU, LINK, LaneTime, busiest, volume_paths
+from llmtrain.plan.optimizer_traffic import resident_step_bytes
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.states import most_states
-from llmtrain.plan.stepped import resident_step_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LeastTime:
     link: float | None = None
 
 
-def least_time(plan: Plan, found: Sequence[Lane]) -> LeastTime:
+def least_time(plan: Plan, found: Sequence[LaneTime]) -> LeastTime:
     """Return the lower bounds of a step's times. found: the plan's lanes."""
     accelerator = plan.cluster.accelerator if plan.cluster else None
     peak = None if accelerator is None else compute_peak(plan, accelerator)

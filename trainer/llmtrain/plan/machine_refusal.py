@@ -8,10 +8,10 @@ from llmtrain_data import units
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import machine_memory
 from llmtrain.errors import BadInputError
-from llmtrain.plan.budget import memory_budget, sure_bytes
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import memory_budget, sure_bytes
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.refusal import Change, changes
 from llmtrain.plan.roles import Role, roles

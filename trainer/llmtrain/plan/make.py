@@ -15,10 +15,10 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling
 from llmtrain.plan.activation_offload import ActivationOffload
+from llmtrain.plan.auto_activations import with_most_staying
 from llmtrain.plan.auto_batch import MOST, microbatches, with_batch_that_fits
 from llmtrain.plan.auto_resident import Filling
 from llmtrain.plan.auto_share import least_share, most_spare
-from llmtrain.plan.auto_stay import with_most_staying
 from llmtrain.plan.checkpointing import checkpointing
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts

@@ -20,7 +20,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
 from llmtrain.plan.program.workspaces import InFlightBuffers, LaneBuffers, in_flight_buffers, lane_buffers
-from llmtrain.plan.tied import tied_pair
+from llmtrain.plan.tied_embedding import tied_pair
 
 GroupName = Literal["tensor", "partial", "stage", "tied"]
 """The groups of ranks that compute with parts of the same layers, and of those that hold the same parameters; see

@@ -8,10 +8,10 @@ from llmtrain_data import units
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.errors import BadInputError
-from llmtrain.plan.budget import Budget, memory_budget, surely_exceeds
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import Budget, memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import STAGES

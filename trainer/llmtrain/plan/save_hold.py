@@ -12,7 +12,7 @@ from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.levels import shard_range
 from llmtrain.plan.checkpoint_copies import copy_bytes
 from llmtrain.plan.facts import Device
-from llmtrain.plan.lanes import described_rates
+from llmtrain.plan.lane_times import described_rates
 from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_units import rank_units

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from llmtrain_data import units
 
 from llmtrain.cluster.load import shipped_clusters
-from llmtrain.plan.lanes import CPU, DEVICE, Lane, volume_paths
+from llmtrain.plan.lane_times import CPU, DEVICE, LaneTime, volume_paths
 from llmtrain.plan.least_time import LeastTime, compute_peak
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.played_step import PlayedStep
 from llmtrain.plan.save_hold import SaveHold
+from llmtrain.plan.simulated_step import SimulatedStep
 
 LANE_COLUMNS = ("lane of a step", "way", "ranks", "bytes", "rate", "least time")
 
 
-def lane_rows(found: Sequence[Lane], threads: int | None) -> Iterator[Sequence[object]]:
+def lane_rows(found: Sequence[LaneTime], threads: int | None) -> Iterator[Sequence[object]]:
     """Yield the rows of a table of lanes. threads: with which each rank steps offloaded states on the CPU, if that is
     known."""
     for lane in found:
@@ -38,23 +38,23 @@ def least_rows(least: LeastTime, host: bool) -> Iterator[tuple[str, str]]:
             yield name, f"at least {units.seconds(value)}, {why}"
 
 
-def played_rows(played: PlayedStep | None, found: Sequence[Lane]) -> Iterator[tuple[str, str]]:
-    """Yield (name, words) for a step that was played, and why it was not."""
-    if played is None:
+def simulated_rows(simulated: SimulatedStep | None, found: Sequence[LaneTime]) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for a simulated step, or why it was not simulated."""
+    if simulated is None:
         return
-    if played.unplayed is not None:
+    if simulated.also_moved is not None:
         known = [lane.seconds for lane in found if lane.seconds is not None]
         least = f"; no step is shorter than its busiest lane, {units.seconds(max(known))}" if known else ""
-        yield "step, played", f"not known, as {played.unplayed} move too{least}"
-    elif played.moves is None:
-        yield "step, played", "not known without all rates"
-    elif played.whole is None:
-        yield "step, played", f"{units.seconds(played.moves)} on rank {played.rank}, without the computation"
+        yield "step, simulated", f"not known, as {simulated.also_moved} move too{least}"
+    elif simulated.moves is None:
+        yield "step, simulated", "not known without all rates"
+    elif simulated.with_compute is None:
+        yield "step, simulated", f"{units.seconds(simulated.moves)} on rank {simulated.rank}, without the computation"
     else:
         yield (
-            "step, played",
-            f"{units.seconds(played.whole)} on rank {played.rank} with the computation at the accelerator's peak, "
-            f"{units.seconds(played.moves)} without",
+            "step, simulated",
+            f"{units.seconds(simulated.with_compute)} on rank {simulated.rank} with the computation at the "
+            f"accelerator's peak, {units.seconds(simulated.moves)} without",
         )
 
 
@@ -79,14 +79,14 @@ def hold_rows(save: SaveHold | None) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"{waits}, which takes at least {seconds}{beside}: held up for {units.seconds(save.held)}"
 
 
-def unknown_rates(plan: Plan, found: Sequence[Lane], played: PlayedStep | None) -> list[str]:
+def unknown_rates(plan: Plan, found: Sequence[LaneTime], simulated: SimulatedStep | None) -> list[str]:
     """Return a sentence about the rates that a command measures, and one about those that a datasheet has. found: of
     which some rates are not known."""
     unknown, paths = [lane for lane in found if lane.rate is None], volume_paths(plan)
     measured = list(dict.fromkeys(lane.name for lane in unknown if lane.name != DEVICE))
     stated = dict.fromkeys(lane.key for lane in unknown if lane.name == DEVICE)
     accelerator = plan.cluster.accelerator if plan.cluster else None
-    if played is not None and accelerator is not None and compute_peak(plan, accelerator) is None:
+    if simulated is not None and accelerator is not None and compute_peak(plan, accelerator) is None:
         stated[f"accelerator.peak.{plan.compute}"] = None
     sentences = list[str]()
     if measured:

@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtrain.model.tensors import parameter_count
-from llmtrain.plan.budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.check import advice, check
 from llmtrain.plan.described import assumed, described_run
 from llmtrain.plan.facts import Device
-from llmtrain.plan.lanes import CPU, Lane, lanes
+from llmtrain.plan.lane_times import CPU, LaneTime, lane_times
 from llmtrain.plan.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory_budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.played_step import PlayedStep, played_step, rank_computation
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.record import decisions
 from llmtrain.plan.refusal import refusal
 from llmtrain.plan.save_hold import SaveHold, save_hold
+from llmtrain.plan.simulated_step import SimulatedStep, rank_computation, simulated_step
 from llmtrain.plan.step_traffic import RoleTraffic, step_traffic
 from llmtrain.plan.times_shown import unknown_rates
 from llmtrain.plan.volume_traffic import Moved, moved_of
@@ -30,16 +30,17 @@ from llmtrain.plan.volume_traffic import Moved, moved_of
 class PlanView:
     """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
     each decision. advice: sentences on settings that are likely mistakes. moved: bytes that the rank with most files
-    reads from and writes to volumes in a step. lanes: what moves what leaves the device. played: the step of that rank,
-    None if no optimizer states leave. save: how long a checkpoint holds it up."""
+    reads from and writes to volumes in a step. lane_times: least times of the lanes that move offloaded states and
+    activations. simulated: the step of that rank, simulated; None if no optimizer states leave. save: how long a
+    checkpoint holds it up."""
 
     plan: Plan
     device: Device
     budget: Budget
     traffic: Sequence[RoleTraffic]
     moved: Mapping[str, Moved]
-    lanes: Sequence[Lane]
-    played: PlayedStep | None
+    lane_times: Sequence[LaneTime]
+    simulated: SimulatedStep | None
     save: SaveHold | None
     least: LeastTime
     problem: str | None
@@ -78,10 +79,10 @@ class PlanView:
             },
             "sent": [_traffic(row) for row in self.traffic],
             "moved": {"rank": most_offloaded(budget).role.rank, "volumes": self.moved},
-            "lanes": [one.as_data() for one in self.lanes],
-            "played": None if self.played is None else asdict(self.played),
+            "lanes": [one.as_data() for one in self.lane_times],
+            "played": None if self.simulated is None else self.simulated.as_data(),
             "save": None if self.save is None else {**asdict(self.save), "held": self.save.held},
-            "unknown_rates": unknown_rates(plan, self.lanes, self.played),
+            "unknown_rates": unknown_rates(plan, self.lane_times, self.simulated),
             "least_seconds": asdict(self.least),
             "step_threads": self.step_threads,
             "volumes": [asdict(one) for one in self.volumes],
@@ -115,16 +116,16 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     check(plan, facts)
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
-    found, role = lanes(plan, facts.device, programs, moved), most_offloaded(budget).role
-    played, computation = played_step(plan, role.rank, facts.device, found), rank_computation(plan, role.rank)
+    found, role = lane_times(plan, facts.device, programs, moved), most_offloaded(budget).role
+    simulated, computation = simulated_step(plan, role.rank, facts.device, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
         device=facts.device,
         budget=budget,
         traffic=step_traffic(plan, facts.device, programs),
         moved=moved(role.rank),
-        lanes=found if played is not None or any(lane.name != CPU for lane in found) else (),
-        played=played,
+        lane_times=found if simulated is not None or any(lane.name != CPU for lane in found) else (),
+        simulated=simulated,
         save=save_hold(plan, role, facts.device, None if computation is None else computation.seconds),
         least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),

@@ -9,11 +9,11 @@ from llmtrain_data.output import table
 from rich.table import Table
 
 from llmtrain.model.tensors import parameter_count
-from llmtrain.plan.budget import Budget, RoleMemory
+from llmtrain.plan.memory_budget import Budget, RoleMemory
 from llmtrain.plan.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.step_traffic import PURPOSES, RoleTraffic
-from llmtrain.plan.times_shown import LANE_COLUMNS, hold_rows, lane_rows, least_rows, played_rows, unknown_rates
+from llmtrain.plan.times_shown import LANE_COLUMNS, hold_rows, lane_rows, least_rows, simulated_rows, unknown_rates
 from llmtrain.plan.view import PlanView, layers_of, most_offloaded
 from llmtrain.plan.volume_traffic import Moved
 
@@ -72,9 +72,9 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if view.moved:
         yield ""
         yield table(("moved in a step", "volume", "read", "written"), list(_moved(view.moved)))
-    if view.lanes:
+    if view.lane_times:
         yield ""
-        yield table(LANE_COLUMNS, list(lane_rows(view.lanes, view.step_threads)))
+        yield table(LANE_COLUMNS, list(lane_rows(view.lane_times, view.step_threads)))
     groups = [list(same) for _, same in groupby(view.budget.rows, key=_sizes)]
     if len(groups) > 1:
         yield ""
@@ -179,8 +179,8 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
     if most.activations_moved:
         moved = units.size(most.activations_moved)
         yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
-    yield from least_rows(view.least, host=not view.lanes)
-    yield from played_rows(view.played, view.lanes)
+    yield from least_rows(view.least, host=not view.lane_times)
+    yield from simulated_rows(view.simulated, view.lane_times)
     yield from hold_rows(view.save)
-    for sentence in unknown_rates(view.plan, view.lanes, view.played):
+    for sentence in unknown_rates(view.plan, view.lane_times, view.simulated):
         yield "rates", sentence

@@ -12,18 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from pydantic import TypeAdapter, ValidationError
 
-from llmtrain.cluster.load import cluster_data
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.explain import explain, unknown_key
-from llmtrain.recipe.keys import type_of
+from llmtrain.recipe.explain import explain
+from llmtrain.recipe.overrides import merge, merge_overrides
 from llmtrain.recipe.schema import Recipe
-from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, check_size, one_line, read_yaml, yaml_problem
+from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, one_line, read_yaml, yaml_problem
 from llmtrain.yaml.references import resolved_size
 from llmtrain.yaml.shipped import find_recipe
 from llmtrain.yaml.shown import shown
 from llmtrain.yaml.yaml11 import as_meant
 
-_OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 # The name of a resolver comes before a colon, and may itself contain references.
 _RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")
 _LARGEST = 2**63 - 1
@@ -59,24 +57,6 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
     return data
 
 
-def merge_overrides(content: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a recipe's keys with `key=value` overrides; later values win. Raises BadInputError."""
-    for override in overrides:
-        if override.startswith("cluster."):
-            # Its keys change a description that the recipe names; they would replace the name.
-            content = _with_described_cluster(content)
-        content = _merge(content, _parse_override(override), override)
-    return content
-
-
-def _with_described_cluster(content: DictConfig) -> DictConfig:
-    """Return a recipe's keys with the content of the cluster's file in place of its name."""
-    source = OmegaConf.to_container(content, resolve=False).get("cluster")  # type: ignore[union-attr]
-    if not isinstance(source, str) or source == "auto" or "${" in source:
-        return content
-    return _merge(content, OmegaConf.create({"cluster": cluster_data(source)}), source)
-
-
 def parse_recipe(container: dict[str, Any], files: Sequence[Path] = ()) -> Recipe:
     """Return the recipe that plain data from YAML or JSON holds. files: those that it was read from, for errors. Raises
     BadInputError."""
@@ -94,7 +74,7 @@ def read_recipe_file(path: Path) -> DictConfig:
     (path, merged), *children = reversed(_chain(path))
     for path, content in children:
         _take(merged, "name")
-        merged = _merge(merged, content, str(path))
+        merged = merge(merged, content, str(path))
     return merged
 
 
@@ -132,28 +112,6 @@ def _take(content: DictConfig, key: str) -> Any:
     if key in values:
         del content[key]
     return values.get(key)
-
-
-def _parse_override(override: str) -> DictConfig:
-    if not _OVERRIDE.fullmatch(override):
-        raise BadInputError(f"{shown(override)!r} is not an override; expected key=value, such as train.steps=100")
-    key, _, value = override.partition("=")
-    if type_of(key) is None:
-        raise BadInputError(unknown_key(key))
-    try:
-        check_size(value)
-        return OmegaConf.from_dotlist([override])
-    except YAML_ERRORS as error:
-        raise BadInputError(f"{shown(override)!r} cannot be read as key=value: {yaml_problem(error)}") from error
-
-
-def _merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:
-    try:
-        merged = OmegaConf.merge(base, over)
-    except YAML_ERRORS as error:
-        raise BadInputError(f"{shown(source)} cannot be merged: {yaml_problem(error)}") from error
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from llmtrain.comm.device import stays_for_stream
 from llmtrain.comm.stream import JoinedTicket, Ticket
 from llmtrain.comm.workspace import Workspace
-from llmtrain.plan.stepped import UPDATED_TOGETHER
+from llmtrain.plan.optimizer_traffic import UPDATED_TOGETHER
 from llmtrain.plan.traffic import Count, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.hops import Hop

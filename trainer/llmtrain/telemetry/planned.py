@@ -6,14 +6,14 @@ from typing import Any
 
 from llmtrain_data import units
 
-from llmtrain.plan.budget import role_memory
 from llmtrain.plan.facts import Device
+from llmtrain.plan.memory_budget import role_memory
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.played_step import rank_computation
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.plan.roles import roles
 from llmtrain.plan.save_hold import save_hold
+from llmtrain.plan.simulated_step import rank_computation
 from llmtrain.telemetry.metrics import Row
 
 _NOT_COUNTED = ("replicated", "scalars")

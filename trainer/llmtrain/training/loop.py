@@ -18,9 +18,9 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
 from llmtrain.offload.usage import TierUsage
+from llmtrain.optim.clipping import step_numbers
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.optim.spike import is_spike, remember
-from llmtrain.optim.step import step_numbers
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.step_record import StepRecord, is_logged
 from llmtrain.training.collector import freeze, thawed

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.optim.step import step_divisor
+from llmtrain.optim.clipping import step_divisor
 from llmtrain.plan.plan import Plan
 from llmtrain.telemetry.step_record import is_logged
 from llmtrain.training.run import Run

@@ -113,20 +113,20 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Simulate a schedule. Each rank runs its actions in order and waits for the messages that an action needs, but not
     for its own sends. Raises ValueError that names the actions if ranks wait for each other forever.
     """
-    play = _Play(schedule, durations, schedule.most_live)
+    simulation = _Simulation(schedule, durations, schedule.most_live)
     at = [0] * schedule.ranks
     left = sum(map(len, schedule.actions))
     while left:
         before = left
         for rank, order in enumerate(schedule.actions):
-            while at[rank] < len(order) and (arrival := play.arrival(rank, order[at[rank]])) is not None:
-                play.run(rank, order[at[rank]], arrival)
+            while at[rank] < len(order) and (arrival := simulation.arrival(rank, order[at[rank]])) is not None:
+                simulation.run(rank, order[at[rank]], arrival)
                 at[rank] += 1
                 left -= 1
         if left == before:
             stuck = [f"rank {r} at {order[at[r]]}" for r, order in enumerate(schedule.actions) if at[r] < len(order)]
             raise ValueError(f"the schedule never ends: {', '.join(stuck)} wait for each other")
-    return play.timeline()
+    return simulation.timeline()
 
 
 def simulate_message_driven(
@@ -139,7 +139,7 @@ def simulate_message_driven(
     backward passes. hands_back: see `Schedule`. As in `simulate`, ranks do not wait for their own sends.
     """
     started = min(limit, microbatches)
-    play = _Play(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
+    simulation = _Simulation(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
     # By rank, each action that it may run next, and when the last message for it arrives.
     inbox: list[dict[Action, float]] = [{} for _ in range(ranks)]
     inbox[0] = {Action(index, 0, Kind.F): 0.0 for index in range(started)}
@@ -151,7 +151,7 @@ def simulate_message_driven(
         arrived = [action for action, arrival in inbox[rank].items() if arrival <= starts[rank]]
         action = min(arrived, key=lambda action: (action.kind is Kind.F, action.microbatch))
         del inbox[rank][action]
-        play.run(rank, action, starts[rank])
+        simulation.run(rank, action, starts[rank])
         to, follows = rank, None
         if action.kind is Kind.F:
             to, kind = (rank + 1, Kind.F) if rank < ranks - 1 else (rank, Kind.B)
@@ -162,17 +162,17 @@ def simulate_message_driven(
             follows = Action(started, 0, Kind.F)
             started += 1
         if follows is not None:
-            arrival = play.arrival(to, follows)
+            arrival = simulation.arrival(to, follows)
             assert arrival is not None
             inbox[to][follows] = arrival
         for changed in {rank, to}:
             starts.pop(changed, None)
             if inbox[changed]:
-                starts[changed] = max(min(inbox[changed].values()), play.free(changed))
-    return play.timeline()
+                starts[changed] = max(min(inbox[changed].values()), simulation.free(changed))
+    return simulation.timeline()
 
 
-class _Play:
+class _Simulation:
     """The clocks of all ranks and links during a simulation."""
 
     def __init__(self, schedule: Schedule, durations: Durations, most_live: int) -> None:

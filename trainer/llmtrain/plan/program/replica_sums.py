@@ -6,7 +6,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import ReplicaSum
-from llmtrain.plan.tied import tied_pair
+from llmtrain.plan.tied_embedding import tied_pair
 
 
 def partial_elements(plan: Plan, units: Sequence[UnitSpec]) -> Mapping[str, int]:

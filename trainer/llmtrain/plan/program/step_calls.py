@@ -16,7 +16,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
-from llmtrain.plan.tied import tied_pair
+from llmtrain.plan.tied_embedding import tied_pair
 from llmtrain.plan.traffic import Traffic
 
 SCALARS = 3

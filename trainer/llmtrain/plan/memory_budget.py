@@ -10,9 +10,9 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.plan.activations import deferred_bytes, live_activations, recomputed_peak, unit_activations
 from llmtrain.plan.checkpoint_copies import buffer_bytes, copy_bytes
+from llmtrain.plan.device_overhead import communicator_bytes, overhead_of
 from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
-from llmtrain.plan.own_needs import communicator_bytes, own_needs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
 from llmtrain.plan.program.build import Programs
@@ -94,7 +94,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
     """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
     offloaded, activations = offload_memory(plan, role.rank, device), activation_memory(plan, role.rank, device)
     host = {
-        "process": own_needs(device).process,
+        "process": overhead_of(device).process,
         "host_states": offloaded.host,
         "host_weights": offloaded.weights,
         "host_gradients": offloaded.gradients,
@@ -112,7 +112,7 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
 
 
 def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str, int]) -> dict[str, int]:
-    needs, passing = own_needs(device), passing_memory(plan, role, device)
+    needs, passing = overhead_of(device), passing_memory(plan, role, device)
     lost = passing.pop("fragmentation")
     return {
         **{name: part(plan, role) for name, part in _MODEL_STATES},
@@ -128,7 +128,7 @@ def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
     """Return the bytes, by purpose, of tensors that come and go in every step, and of what the allocator cannot use
     between them."""
     passing = max(_moments(plan, role, device), key=lambda moment: sum(moment.values()))
-    lost = int(own_needs(device).fragmentation * sum(passing.values()))
+    lost = int(overhead_of(device).fragmentation * sum(passing.values()))
     return {"activation_slots": activation_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
 
 

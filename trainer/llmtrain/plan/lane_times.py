@@ -11,17 +11,17 @@ from llmtrain.cluster.quantity import quantity
 from llmtrain.plan.facts import Device
 from llmtrain.plan.link_traffic import link_traffic
 from llmtrain.plan.near_volumes import socket_of
+from llmtrain.plan.optimizer_traffic import stepped_by_cpu, stepped_by_device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.roles import roles
-from llmtrain.plan.stepped import stepped_by_cpu, stepped_by_device
 from llmtrain.plan.volume_traffic import MovedOf
 
 LINK, CPU, DEVICE = "host link", "AdamW on the CPU", "AdamW on the device"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class LaneTime:
     """A volume (its folder is the name), the host link, or AdamW, which does one thing at a time in each way.
 
     nbytes: that all ranks which share it move in a step. ranks: number of these ranks. rate: bytes per second; None if
@@ -53,14 +53,14 @@ class Lane:
         }
 
 
-def lanes(plan: Plan, device: Device, programs: ProgramsOf, moved: MovedOf) -> list[Lane]:
+def lane_times(plan: Plan, device: Device, programs: ProgramsOf, moved: MovedOf) -> list[LaneTime]:
     """Return the lanes that move something in a step. device: what computes. programs: of the ranks. moved: what they
     move from and to volumes."""
     found = [*_volumes(plan, moved), *_link(plan, device, programs), *_steps(plan, device)]
     return [lane for lane in found if lane.nbytes]
 
 
-def busiest(found: Sequence[Lane], *names: str) -> float | None:
+def busiest(found: Sequence[LaneTime], *names: str) -> float | None:
     """Return the most seconds of the lanes with these names; None if there are none, or if a rate is not known."""
     seconds = [lane.seconds for lane in found if lane.name in names]
     known = [one for one in seconds if one is not None]
@@ -96,29 +96,31 @@ def described_rates(plan: Plan) -> DescribedRates:
     )
 
 
-def _volumes(plan: Plan, moved: MovedOf) -> Iterator[Lane]:
+def _volumes(plan: Plan, moved: MovedOf) -> Iterator[LaneTime]:
     rates = described_rates(plan).volumes
     for path in volume_paths(plan):
         for place, way in enumerate(("read", "written")):
             nbytes, ranks = _most_of_a_node(plan, partial(_moved_on, moved, path, place))
             key = f"node.nvme of {path}"
-            yield Lane(name=path, way=way, nbytes=nbytes, ranks=ranks, rate=rates.get(path), key=key)  # type: ignore[arg-type]
+            yield LaneTime(name=path, way=way, nbytes=nbytes, ranks=ranks, rate=rates.get(path), key=key)  # type: ignore[arg-type]
 
 
-def _link(plan: Plan, device: Device, programs: ProgramsOf) -> Iterator[Lane]:
+def _link(plan: Plan, device: Device, programs: ProgramsOf) -> Iterator[LaneTime]:
     copied = [link_traffic(plan, role.rank, programs(role.rank), device).values() for role in roles(plan)]
     rate = described_rates(plan).link
     for place, way in enumerate(("to the host", "to the device")):
         nbytes = max(sum(both[place] for both in of_rank) for of_rank in copied)
-        yield Lane(name=LINK, way=way, nbytes=nbytes, ranks=1, rate=rate, key="accelerator.host_link")  # type: ignore[arg-type]
+        yield LaneTime(name=LINK, way=way, nbytes=nbytes, ranks=1, rate=rate, key="accelerator.host_link")  # type: ignore[arg-type]
 
 
-def _steps(plan: Plan, device: Device) -> Iterator[Lane]:
+def _steps(plan: Plan, device: Device) -> Iterator[LaneTime]:
     rates = described_rates(plan)
     nbytes, ranks = _most_of_a_node(plan, lambda rank: stepped_by_cpu(plan, rank, device).nbytes)
-    yield Lane(name=CPU, way="read and written", nbytes=nbytes, ranks=ranks, rate=rates.host, key="node.host.bandwidth")
+    yield LaneTime(
+        name=CPU, way="read and written", nbytes=nbytes, ranks=ranks, rate=rates.host, key="node.host.bandwidth"
+    )
     nbytes = max(stepped_by_device(plan, role.rank, device).nbytes for role in roles(plan))
-    yield Lane(
+    yield LaneTime(
         name=DEVICE, way="read and written", nbytes=nbytes, ranks=1, rate=rates.device, key="accelerator.bandwidth"
     )
 

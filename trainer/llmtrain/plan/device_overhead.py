@@ -1,4 +1,4 @@
-"""What a device needs beside the run's tensors. No torch in here."""
+"""The memory that a device needs besides the run's tensors. No torch in here."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class OwnNeeds:
+class DeviceOverhead:
     """Bytes that one rank takes on its device before it allocates a tensor, and the share that it loses.
 
     context: the process's context. process: what it takes in its host's memory beside a device of its own. pair, group:
@@ -26,23 +26,23 @@ class OwnNeeds:
     fragmentation: float
 
 
-GPU = OwnNeeds(512 * MIB, 1700 * MIB, 544 * MIB, 688 * MIB, 0.15)
+GPU = DeviceOverhead(512 * MIB, 1700 * MIB, 544 * MIB, 688 * MIB, 0.15)
 """Context: 300 MB of CUDA with lazily loaded kernels (pytorch/pytorch, issue 107667), rounded up for the kernels that a
 run loads and cuBLAS's workspaces. Process: the resident memory of a rank of a tiny model on an H200 (1.77 GB), mostly
 libraries of torch and CUDA. Communicators: NCCL on A100 with NVLink (NVIDIA/nccl, issue 964); NCCL allocates as
 much for each communicator, whatever the number of nodes (issue 864). Fragmentation: the mean of eight language models
 in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures hold."""
 
-CPU = OwnNeeds(448 * MIB, 0, 0, 0, 0.0)
+CPU = DeviceOverhead(448 * MIB, 0, 0, 0, 0.0)
 """Context: the resident memory of a rank of a tiny model, mostly torch's libraries, as `test_plan_budget.py` measures
 it. gloo's buffers are negligible, and glibc gives large blocks back to the system."""
 
 
-def own_needs(device: Device) -> OwnNeeds:
-    """Return what a kind of device needs."""
+def overhead_of(device: Device) -> DeviceOverhead:
+    """Return the overhead of a kind of device."""
     return GPU if device == "cuda" else CPU
 
 
-def communicator_bytes(plan: Plan, pipeline: int, needs: OwnNeeds) -> int:
+def communicator_bytes(plan: Plan, pipeline: int, overhead: DeviceOverhead) -> int:
     """Return the bytes of the communicators of a rank at a place along the pipeline axis."""
-    return sum(needs.pair if size == 2 else needs.group for size in group_sizes(plan, pipeline))
+    return sum(overhead.pair if size == 2 else overhead.group for size in group_sizes(plan, pipeline))

@@ -1,4 +1,4 @@
-"""The numbers of an optimizer step."""
+"""Gradient clipping, and the other numbers of an optimizer step."""
 
 import torch
 from llmtrain_kernels.adamw.step import AdamWStep

@@ -8,11 +8,11 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.plan.described import described_run
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_play import Computation, Order, Rates, play
+from llmtrain.plan.offload_simulation import Computation, Order, Rates, simulate_steps
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.played_step import merged
 from llmtrain.plan.program.offload_moves import Moves
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.simulated_step import merged
 from llmtrain.plan.view import view_recipe
 
 HIDDEN, VOCAB, TOKENS, LAYERS = 64, 512, 32, 2
@@ -267,6 +267,6 @@ def test_neighbours_are_played_as_one() -> None:
         assert sum(getattr(one, name) for one in few) == sum(getattr(one, name) for one in moves)
     assert [sum(one.files[volume] for one in few) for volume in (0, 1)] == [128 * 90, 128 * 30]
     given = Computation([0.1, 0.1], [0.2, 0.2]), Rates(down=1e4, up=1e4, step=1e4, files=(1e4, 5e3)), Order(4)
-    exact, rough = (play(some, *given).seconds for some in (moves, few))
+    exact, rough = (simulate_steps(some, *given).seconds for some in (moves, few))
     assert rough == pytest.approx(exact, rel=0.1)
     assert merged(moves, 1000) == sorted(moves, key=lambda one: (one.unit, not one.spare))

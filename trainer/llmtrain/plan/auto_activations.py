@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.plan.activation_offload import READ_AHEAD
-from llmtrain.plan.budget import passing_memory, role_memory
 from llmtrain.plan.facts import Device
+from llmtrain.plan.memory_budget import passing_memory, role_memory
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
 from llmtrain.plan.rank_activations import activation_memory, boundary_bytes, rank_counts

@@ -1,4 +1,5 @@
-"""How long a step with offloaded optimizer states takes by the described rates: its program, played. No torch in here.
+"""How long a step with offloaded optimizer states takes by the described rates: its program, simulated. No torch in
+here.
 
 The ranks of a node share its volumes and processors evenly. What else a step takes, such as collectives, messages
 between stages and the waiting for them, is left out.
@@ -11,48 +12,58 @@ from math import inf
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.facts import Device
-from llmtrain.plan.lanes import CPU, DEVICE, LINK, Lane, volume_paths
+from llmtrain.plan.lane_times import CPU, DEVICE, LINK, LaneTime, volume_paths
 from llmtrain.plan.least_time import compute_peak
-from llmtrain.plan.offload_play import Computation, Order, Rates, play
+from llmtrain.plan.offload_simulation import Computation, Order, Rates, simulate_steps
+from llmtrain.plan.optimizer_traffic import UPDATED_TOGETHER, stepped_by_cpu, stepped_by_device
 from llmtrain.plan.pipeline.layer_split import stage_costs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.offload_moves import Moves, bucket_moves
 from llmtrain.plan.rank_units import rank_units
-from llmtrain.plan.stepped import UPDATED_TOGETHER, stepped_by_cpu, stepped_by_device
 
 # The third step overlaps with the one before as all later ones do.
 STEPS = 3
-# Playing takes long: of more buckets, neighbours are played as one.
+# Simulation takes long: of more buckets, neighbours are simulated as one.
 BUCKETS = 256
 
 
 @dataclass(frozen=True)
-class PlayedStep:
-    """A step of one rank, in seconds. moves: if the computation took no time. whole: with the computation at the
-    accelerator's peak. Both are None where a rate is not known that they need, or where the player does not know the
-    program: unplayed then says which states or activations also move."""
+class SimulatedStep:
+    """A simulated step of one rank, in seconds. moves: if the computation took no time. with_compute: with the
+    computation at the accelerator's peak. Both are None where a rate is not known that they need, or where the
+    simulation
+    does not cover the program: also_moved then says which states or activations also move."""
 
     rank: int
     moves: float | None = None
-    whole: float | None = None
-    unplayed: str | None = None
+    with_compute: float | None = None
+    also_moved: str | None = None
+
+    def as_data(self) -> dict[str, float | str | None]:
+        """Return the step as plain data, for JSON; seconds."""
+        return {
+            "rank": self.rank,
+            "moves": self.moves,
+            "whole": self.with_compute,
+            "unplayed": self.also_moved,
+        }
 
 
-def played_step(plan: Plan, rank: int, device: Device, found: Sequence[Lane]) -> PlayedStep | None:
-    """Return a step of a rank of the run, played; None if no optimizer states leave. found: the plan's lanes."""
+def simulated_step(plan: Plan, rank: int, device: Device, found: Sequence[LaneTime]) -> SimulatedStep | None:
+    """Return a simulated step of a rank of the run; None if no optimizer states leave. found: the plan's lanes."""
     if not plan.sharding.offload.share:
         return None
     if others := _others(plan):
-        return PlayedStep(rank, unplayed=others)
+        return SimulatedStep(rank, also_moved=others)
     moves = bucket_moves(plan, rank, device)
     rates = _rates(plan, rank, device, moves, {(lane.name, lane.way): lane for lane in found})
     if rates is None:
-        return PlayedStep(rank)
+        return SimulatedStep(rank)
     moves, count, order = merged(moves), len(rank_units(plan, rank)), _order(plan)
-    alone = play(moves, Computation([0.0] * count, [0.0] * count), rates, order, STEPS).seconds
+    alone = simulate_steps(moves, Computation([0.0] * count, [0.0] * count), rates, order, STEPS).seconds
     computation = rank_computation(plan, rank)
-    return PlayedStep(
-        rank, alone, None if computation is None else play(moves, computation, rates, order, STEPS).seconds
+    return SimulatedStep(
+        rank, alone, None if computation is None else simulate_steps(moves, computation, rates, order, STEPS).seconds
     )
 
 
@@ -95,7 +106,7 @@ def merged(moves: Sequence[Moves], most: int = BUCKETS) -> list[Moves]:
 
 
 def _others(plan: Plan) -> str | None:
-    """Return which states or activations move that the player does not move; None if there are none."""
+    """Return which states or activations move that the simulation does not cover; None if there are none."""
     offload = plan.sharding.offload
     moved = {
         "weights": offload.parameters != "device",
@@ -116,7 +127,7 @@ def _order(plan: Plan) -> Order:
 
 
 def _rates(
-    plan: Plan, rank: int, device: Device, moves: Sequence[Moves], found: dict[tuple[str, str], Lane]
+    plan: Plan, rank: int, device: Device, moves: Sequence[Moves], found: dict[tuple[str, str], LaneTime]
 ) -> Rates | None:
     """Return the rank's part of the rates; None if one is not known."""
     rates = [_share(found.get((LINK, way)), sum(moved)) for way, moved in _links(moves)]
@@ -137,7 +148,7 @@ def _links(moves: Sequence[Moves]) -> Sequence[tuple[str, Sequence[int]]]:
     return ("to the host", [one.down for one in moves]), ("to the device", [one.up for one in moves])
 
 
-def _share(lane: Lane | None, own: int) -> float | None:
+def _share(lane: LaneTime | None, own: int) -> float | None:
     """Return the rate at which a rank's own part of a lane is done when the whole lane is; None if the lane's rate is
     not known. lane: None if nothing moves on it. own: 0 if the rank moves nothing."""
     if lane is None or not own:

@@ -1,5 +1,5 @@
-"""How long a step takes in which offloaded states are stepped beside the computation, by playing its lanes. No torch in
-here.
+"""How long a step takes in which offloaded states are stepped beside the computation: a simulation of its lanes. No
+torch in here.
 
 Each lane does one thing at a time, in the order in which it is asked: the computation, the host link each way, the
 kernel that steps, and reads and writes of files. The queue of buckets is that of `plan.program.offload_moves`.
@@ -14,7 +14,7 @@ from math import inf
 
 from llmtrain.plan.program.offload_moves import Event, Moves
 
-# A process yields the time at which it goes on, or a condition.
+# A process yields the time at which it continues, or a condition.
 _Process = Generator[float | Callable[[], bool], None, None]
 
 
@@ -56,8 +56,8 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Played:
-    """seconds: of a step, in the steady state. events: of all steps that were played."""
+class SimulatedSteps:
+    """seconds: of a step, in the steady state. events: of all simulated steps."""
 
     seconds: float
     events: Sequence[Event]
@@ -90,15 +90,17 @@ def exact_least(moves: Sequence[Moves], computation: Computation, rates: Rates) 
     return alone - one + max(one, backward + weights, *busy.values())
 
 
-def play(moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order, steps: int = 6) -> Played:
-    """Play steps that do not clip, and return the time of the last one."""
-    played = _Play(moves, computation, rates, order)
-    ends = played.run(steps)
-    return Played(ends[-1] - ends[-2], played.events)
+def simulate_steps(
+    moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order, steps: int = 6
+) -> SimulatedSteps:
+    """Simulate steps that do not clip, and return the time of the last one."""
+    simulated = _Simulation(moves, computation, rates, order)
+    ends = simulated.run(steps)
+    return SimulatedSteps(ends[-1] - ends[-2], simulated.events)
 
 
 @dataclass
-class _Lanes:
+class _FreeTimes:
     """When each lane is free."""
 
     free: dict[str, float] = field(default_factory=dict)
@@ -109,12 +111,12 @@ class _Lanes:
         return self.free[lane]
 
 
-class _Play:
+class _Simulation:
     def __init__(self, moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order) -> None:
         self._moves, self._computation, self._rates, self._order = moves, computation, rates, order
         self._units = range(len(computation.forward))
         self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in self._units]
-        self._lanes, self._now, self.events = _Lanes(), 0.0, list[Event]()
+        self._lanes, self._now, self.events = _FreeTimes(), 0.0, list[Event]()
         self._ahead: list[deque[int]] = []
         self._final, self._commits = deque[int](), deque[int]()
         self._stepped_ahead: dict[int, bool] = {}

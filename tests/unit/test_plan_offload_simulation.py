@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_play import Computation, Order, Rates, exact_least, least_seconds, play
+from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
 from llmtrain.plan.program.offload_moves import Event, Moves, bucket_moves, order_problems
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.recipe.load import load_recipe
@@ -43,20 +43,20 @@ def rates(link: float, step: float) -> Rates:
 @pytest.mark.parametrize(("link", "step"), [(0.25, 0.25), (0.5, 0.5), (1, 0.5), (0.5, 1), (0.5, 2)])
 def test_all_ahead_is_near_the_least_time(link: float, step: float, microbatches: int) -> None:
     given = moves_with(1), computation(microbatches), rates(link, step)
-    played = play(*given, Order(4))
-    assert order_problems(given[0], played.events) == []
-    assert max(least_seconds(*given).values()) - 1e-9 <= exact_least(*given) <= played.seconds + 1e-9
-    assert played.seconds <= 1.07 * exact_least(*given)
+    simulated = simulate_steps(*given, Order(4))
+    assert order_problems(given[0], simulated.events) == []
+    assert max(least_seconds(*given).values()) - 1e-9 <= exact_least(*given) <= simulated.seconds + 1e-9
+    assert simulated.seconds <= 1.07 * exact_least(*given)
 
 
 def test_more_spare_memory_is_never_slower() -> None:
     for link, step in ((0.5, 1), (1, 0.5), (0.5, 2)):
         none, quarter, full = (
-            play(moves_with(spare), computation(), rates(link, step), Order(4)).seconds for spare in (0, 4, 1)
+            simulate_steps(moves_with(spare), computation(), rates(link, step), Order(4)).seconds for spare in (0, 4, 1)
         )
-        two = play(moves_with(0), computation(), rates(link, step), Order(4, waits_for=2)).seconds
-        whole = play(moves_with(0), computation(), rates(link, step), Order(4, waits_for=None)).seconds
-        apart = play(moves_with(0), computation(), rates(link, step), Order(1, waits_for=None)).seconds
+        two = simulate_steps(moves_with(0), computation(), rates(link, step), Order(4, waits_for=2)).seconds
+        whole = simulate_steps(moves_with(0), computation(), rates(link, step), Order(4, waits_for=None)).seconds
+        apart = simulate_steps(moves_with(0), computation(), rates(link, step), Order(1, waits_for=None)).seconds
         assert full < quarter < none < two < whole < apart
         # Without any overlap, everything follows.
         assert apart == pytest.approx(1 + link + link / 2 + step)
@@ -65,7 +65,7 @@ def test_more_spare_memory_is_never_slower() -> None:
 def test_files_are_read_ahead_and_written_behind() -> None:
     moves = [Moves(unit, False, ELEMENTS, files=(12 * ELEMENTS,)) for unit in range(UNITS)]
     given = moves, computation(), Rates(step=ELEMENTS * UNITS / 1.0, files=(12 * ELEMENTS * UNITS / 4.0,))
-    apart, together = (play(*given, Order(1, waits_for=None, fetched=fetched)).seconds for fetched in (0, 3))
+    apart, together = (simulate_steps(*given, Order(1, waits_for=None, fetched=fetched)).seconds for fetched in (0, 3))
     assert together == pytest.approx(1 + 4 + 1 / UNITS)
     assert apart == pytest.approx(1 + 4 + 1)
 
