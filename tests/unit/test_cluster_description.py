@@ -179,7 +179,7 @@ def test_worlds_that_do_not_fit(cluster: Cluster, world: int, per_machine: int, 
         ),
         (
             {"node": {"ranks": 1}, "clusters": [{"name": "a", "nic": {}, "nics": [{}]}]},
-            r"^clusters\[0\].nics is given beside nic",
+            r"^clusters\[0\].nics and nic are both given",
         ),
         (
             {"node": {"ranks": 1}, "clusters": [{"name": "a", "nics": [{"kind": "roce"}, {"kind": "efa"}]}]},

@@ -62,7 +62,7 @@ def _within(states: cpu.States, own: slice) -> cpu.States:
 
 
 def _changes(parts: Sequence[Decay]) -> list[int]:
-    """Return the starts of parts which decay differently from the part before them; the first one follows no decay."""
+    """Return the elements at which weight decay switches on or off, ascending. It is off before the first one."""
     before = [False, *(decays for _, _, decays in parts)]
     return [start for (start, _, decays), last in zip(parts, before, strict=False) if decays != last]
 

@@ -18,7 +18,7 @@ from llmtrain_kernels.triton_launch import ceil_div, device_of
 TILE = 1024
 # No fused multiply-add: products and sums round separately, as in the reference.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Triton compiles anew for another number of places, and for places of another width, or which are a multiple of 16 or
+# Triton compiles again for another number of places, and for places of another width, or which are a multiple of 16 or
 # not. So there are a multiple of so many, each 16 times as large, from 2^40 on.
 PLACES, FIRST = 4, 1 << 40
 

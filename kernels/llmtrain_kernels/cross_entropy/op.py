@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_grad else None
         vocab, weight = len(weight), padded(weight)
         grad_weight = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if needs_grad else None
-        # One buffer serves all chunks: on a CPU, the allocator maps memory of this size anew at each allocation.
+        # One buffer serves all chunks: on a CPU, the allocator maps memory of this size again at each allocation.
         all_logits = x.new_empty(min(rows, x.shape[0]), len(weight))
         for first in range(0, x.shape[0], rows):
             chunk, chunk_targets = x[first : first + rows], targets[first : first + rows]

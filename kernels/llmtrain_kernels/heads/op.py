@@ -13,7 +13,8 @@ def parted(qkv: Tensor, heads: int, bias: Tensor | None) -> QKV:
     """Return views of queries, keys and values, `[batch, sequence, heads or kv_heads, head_dim]`, on a GPU.
 
     qkv: `[batch, sequence, heads + 2 * kv_heads, head_dim]`. bias: `[(heads + 2 * kv_heads) * head_dim]`, which was
-    added to `qkv` without autograd. The kernel that joins the three gradients sums them as the bias's gradient.
+    added to `qkv` without autograd. The kernel that joins the three gradients also sums them over tokens, which is the
+    bias's gradient.
     """
     return _Parted.apply(qkv, heads, bias)
 

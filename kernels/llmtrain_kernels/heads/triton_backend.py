@@ -20,8 +20,8 @@ PROGRAMS = 1024
 
 @operator("join_and_sum")
 def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the three beside each other, `[batch, sequence, heads + 2 * kv_heads, head_dim]`, and the sum over batch
-    and sequence, fp32 `[(heads + 2 * kv_heads) * head_dim]`.
+    """Return the three gradients joined along heads, `[batch, sequence, heads + 2 * kv_heads, head_dim]`, and the sum
+    over batch and sequence, fp32 `[(heads + 2 * kv_heads) * head_dim]`.
 
     The three are `[batch, sequence, heads or kv_heads, head_dim]` with stride 1 within heads.
     """

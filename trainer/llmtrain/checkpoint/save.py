@@ -170,7 +170,7 @@ class Checkpointer:
             self._failure = self._failure_text(save, _reason(error))
         finally:
             self._taken.set()
-        # Without a store there is nobody to wait for.
+        # This raises where the store is gone. No rank waits then.
         with suppress(RuntimeError):
             self._acknowledge()
 

@@ -64,11 +64,11 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the accelerators of a node. memory: size, such as 512GiB, which the offloaded states of its
-    ranks, and copies and buffers of their checkpoints, may not exceed. bandwidth: bandwidth of the memory, for the
-    least time of the optimizer's step there. cores: cores of all processors; each rank steps offloaded states with an
-    even share of them. sockets: number of processors, among which the ranks are divided evenly; by default as many as
-    `node.nvme` names.
+    """The host of a node. memory: such as 512GiB, the limit for the offloaded states of all ranks of the node and for
+    the copies and buffers of their checkpoints. bandwidth: of the host's memory, from which the least time of an
+    optimizer step on the host is computed. cores: of all processors; each rank steps offloaded states with an even
+    share of them. sockets: number of processors, among which the ranks are divided evenly; by default the number of
+    sockets that `node.nvme` names.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -176,7 +176,7 @@ class NodeGroup:
 
     def __post_init__(self) -> None:
         if self.nic is not None and self.nics:
-            raise ValueError("nics is given beside nic; expected one of them, so put all cards into nics")
+            raise ValueError("nics and nic are both given; expected one of them, so put all cards into nics")
         kinds = sorted({card.kind for card in self.cards})
         if len(kinds) > 1:
             raise ValueError(f"nics are of the kinds {', '.join(kinds)}; expected one, as each node uses all of them")

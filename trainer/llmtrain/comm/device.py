@@ -63,7 +63,7 @@ def take_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     # No result depends on memory that nothing has written, so there is no need to fill it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # Its backward pass adds with atomics; attention takes another kernel.
+    # The backward pass of this attention kernel adds with atomics, so its bits vary. torch then uses another kernel.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
@@ -103,7 +103,7 @@ def allocated_memory(device: torch.device) -> dict[str, int]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Give unused memory back to the GPU, and measure its peak anew from now on."""
+    """Give unused memory back to the GPU, and reset the measured peak."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

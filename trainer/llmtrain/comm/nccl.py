@@ -16,8 +16,8 @@ class NcclCollectives(Collectives):
     """One launch for each collective; the host never waits.
 
     A unit's parameters, or its packed values with their scales, are one flat buffer, so that a gather is one launch.
-    With a workspace a collective runs on the current stream; without one it runs on NCCL's stream, beside what the
-    current stream computes until `wait`.
+    With a workspace a collective runs on the current stream; without one it runs on NCCL's stream, in parallel with
+    what the current stream computes until `wait`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Streams, which run jobs one after another beside the computation: CUDA streams, or threads on CPUs."""
+"""Streams, which run jobs one after another, in parallel with the computation: CUDA streams, or threads on CPUs."""
 
 import threading
 from collections.abc import Callable, Sequence

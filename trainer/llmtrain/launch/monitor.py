@@ -1,4 +1,4 @@
-"""Monitor the processes of this machine's ranks from their launcher, beside torch's agent. No torch in here."""
+"""Monitor the processes of this machine's ranks from their launcher, in addition to torch's agent. No torch in here."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """Published models by name. No torch in here.
 
-The papers and model cards beside each group give the sizes. Vocabularies are the published ones; a recipe with
+The papers and model cards named at each group give the sizes. Vocabularies are the published ones; a recipe with
 `data.tokenizer` takes the tokenizer's size instead. Dropout is 0 for all models, as is usual for pretraining; GPT-2 and
 GPT-3 were published with 0.1.
 """

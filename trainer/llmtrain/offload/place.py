@@ -27,7 +27,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 @dataclass(frozen=True)
 class OffloadStores:
-    """What a rank holds elsewhere than on its device. states: of the optimizer. weights: weight shards. gradients: sums
+    """What a rank offloads. states: of the optimizer. weights: weight shards. gradients: sums
     of gradients. None: nothing. moving: all of it. shards: the weight shards in the host's memory, by unit."""
 
     states: OffloadedStates | None
@@ -63,7 +63,7 @@ class Moving(Protocol):
 
 
 def open_offload(plan: Plan, ranks: Ranks, programs: Programs) -> OffloadStores:
-    """Return what a rank of the run holds elsewhere than on its device, without values. Raises RunFailedError."""
+    """Return the memory and files for what a rank of the run offloads, without values. Raises RunFailedError."""
     offload = plan.sharding.offload
     if "nvme" in (offload.tier, offload.parameters, offload.gradients) and is_cpu(ranks.device):
         # Memory that is free but kept would take the place of what has left.

@@ -28,8 +28,8 @@ class OffloadedBuckets:
 
 
 class OffloadedShard:
-    """Optimizer states as `OptimizerShard` has them: those of the first elements beside the weights, the others in
-    buckets elsewhere, which threads step.
+    """Optimizer states with the interface of `OptimizerShard`: those of the first elements are in the weights' memory,
+    the others in offloaded buckets, which threads step.
 
     resident: the states that stay. rule: how the buckets are stepped. masters: the masters of all elements, if they are
     the weights themselves; else None, and the buckets have theirs.
@@ -97,7 +97,7 @@ class OffloadedShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states beside the weights, and of masters that are weights."""
+        """Bytes of the states in the weights' memory, and of masters that are weights."""
         held = 0 if self._masters is None else self._masters[self._resident.held[1] - self.held[0] :].nbytes
         return self._resident.nbytes + held
 

@@ -19,10 +19,10 @@ from llmtrain.plan.offload import volume_weights
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.recipe.schema import Recipe
 
-# Group inputs that are read before they are used. As many stay on the device where no memory is stated: a group input
-# that is used at once would come back as soon as it has left.
+# How many group inputs are read ahead of their use. As many stay on the device where no memory is stated: the last
+# ones are used right after they are saved, and offloading them would gain nothing.
 READ_AHEAD = 2
-# Group inputs that are written to files at once.
+# How many group inputs are being written to files at the same time.
 WRITE_BEHIND = 2
 
 

@@ -77,8 +77,8 @@ def _sizes(recipe: Recipe, facts: Facts) -> list[int]:
 
 
 def _with_least(recipe: Recipe) -> Recipe:
-    """Return the recipe with the least for what fills the memory that is left: gathered weights and optimizer
-    states."""
+    """Return the recipe with the least memory for gathered weights and resident optimizer states, where they are
+    auto."""
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
     given = recipe.offload
     leaves = given.optimizer != "none" and given.share == "auto"

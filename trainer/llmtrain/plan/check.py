@@ -50,7 +50,7 @@ def check_given(recipe: Recipe) -> None:
             f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
         )
     pipeline = recipe.pipeline
-    # recipe.resolved.yaml has alpha beside the list of layers that it led to.
+    # recipe.resolved.yaml has both alpha and the list of layers that it led to.
     if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
         raise BadInputError(
             f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "

@@ -1,5 +1,5 @@
 """The host memory of a checkpoint: copies of states that are made before it is written in the background, and buffers
-through which states are read that rest elsewhere, or on a GPU without `checkpoint.async`. No torch in here."""
+for reading offloaded states, or those of a GPU without `checkpoint.async`. No torch in here."""
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range

@@ -1,4 +1,4 @@
-"""The buffers that collectives need beside the tensors that they are given, by backend. No torch in here.
+"""The buffers that collectives need in addition to their arguments, by backend. No torch in here.
 
 `llmtrain.comm` asks the same functions, so that what it allocates and what a plan counts are equal.
 """

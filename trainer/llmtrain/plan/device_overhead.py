@@ -13,7 +13,7 @@ MIB = 2**20
 class DeviceOverhead:
     """Bytes that one rank takes on its device before it allocates a tensor, and the share that it loses.
 
-    context: the process's context. process: what it takes in its host's memory beside a device of its own. pair, group:
+    context: the process's context. process: what it takes in the host's memory if it computes on a GPU. pair, group:
     buffers of a communicator of two, and of more, ranks. fragmentation: memory that the allocator cannot use, as a
     share of the tensors that come and go in a step. Those that last as long as the run (model states, buffers) are
     allocated once and leave no gaps.

@@ -1,4 +1,4 @@
-"""The buckets of a rank's sums of gradients that rest elsewhere than on its device, and how they move. No torch in
+"""The buckets of a rank's offloaded sums of gradients, and how they move. No torch in
 here."""
 
 from collections import Counter

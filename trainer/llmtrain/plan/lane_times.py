@@ -1,5 +1,5 @@
-"""What moves the states and activations that rest elsewhere than on the device: each volume and the host link in both
-directions, and what steps. Each has bytes of a step, a described rate, and so a least time. No torch in here."""
+"""Least times of the lanes that move and step offloaded states and activations: each volume and the host link in both
+directions, and AdamW. Each is computed from the bytes of a step and a described rate. No torch in here."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

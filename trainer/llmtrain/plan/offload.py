@@ -79,7 +79,7 @@ class Offload:
     @property
     def workers(self) -> int:
         """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order, and so do
-        the parts of a bucket whose gradients come from buckets that begin elsewhere."""
+        the parts of a bucket whose gradients come from buckets with other bounds."""
         return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
     def resident(self, stepped: int) -> int:
@@ -94,7 +94,7 @@ class Offload:
 
 
 def _memory(tier: str) -> Memory:
-    """Return where a state rests. tier: as a recipe names it, decided."""
+    """Return the memory that holds a state: the device unless the recipe says host or nvme."""
     return "host" if tier == "host" else "nvme" if tier == "nvme" else "device"
 
 
@@ -103,7 +103,8 @@ def offloaded_placement(
 ) -> Placement:
     """Return a placement with what an offload changes in it. compute_bytes: of an element of the compute dtype. device:
     what computes. quantized: whether ranks send anything packed."""
-    # The CPU cannot step masters that are weights on a GPU, and weights elsewhere are not there to be stepped.
+    # The CPU cannot step masters that are weights on a GPU, and offloaded weights are not on the device when masters
+    # are stepped.
     apart = (offload.share > 0 and device != "cpu") or offload.parameters != "device"
     # Whole pages are read without a copy. But what ranks round depends on which of them holds an element.
     paged = PAGE // compute_bytes if offload.parameters == "nvme" and not quantized else 1

@@ -34,7 +34,8 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
 
 def offload_kernels(plan: Plan) -> tuple[str, ...]:
     """Return the C++ kernels for which a plan's offload has no substitute. Where CPUs compute everything, torch's
-    operations take the place of those that step and sum; beside a GPU, steps would take a hundred times as long."""
+    operations take the place of those that step and sum; on the host of a GPU, steps would take a hundred times as
+    long."""
     offload, on_gpu = plan.sharding.offload, plan.device != "cpu"
     needed = {
         "direct_io": bool(offload.paths or plan.activation_offload.paths),

@@ -1,4 +1,4 @@
-"""The memory and the files that a rank's model states take elsewhere than on its device. No torch in here."""
+"""The host memory and the files that a rank's offloaded model states take. No torch in here."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class OffloadMemory:
 
 
 def offload_memory(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    """Return what a rank of the run holds elsewhere than on its device. device: what it computes on."""
+    """Return the memory and files of a rank's offloaded model states. device: what it computes on."""
     return _states(plan, rank, device) + _weights(plan, rank, device) + _gradients(plan, rank, device)
 
 

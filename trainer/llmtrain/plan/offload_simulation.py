@@ -1,5 +1,5 @@
-"""How long a step takes in which offloaded states are stepped beside the computation: a simulation of its lanes. No
-torch in here.
+"""How long a step takes in which offloaded states are stepped in parallel with the computation: a simulation of its
+lanes. No torch in here.
 
 Each lane does one thing at a time, in the order in which it is asked: the computation, the host link each way, the
 kernel that steps, and reads and writes of files. The queue of buckets is that of `plan.program.offload_moves`.

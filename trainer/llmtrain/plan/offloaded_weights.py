@@ -1,4 +1,4 @@
-"""Weight shards that rest elsewhere than on the device of a rank. No torch in here."""
+"""Offloaded weight shards of a rank. No torch in here."""
 
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.placement import PAGE, Placement

@@ -35,7 +35,7 @@ def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> Stepped:
 
 
 def stepped_by_device(plan: Plan, rank: int, device: Device) -> Stepped:
-    """Return what a rank's device steps of the states that rest elsewhere. device: what it computes on."""
+    """Return what a rank's device steps of the offloaded states. device: what it computes on."""
     offloaded = rank_buckets(plan, rank) if device != "cpu" and plan.sharding.offload.on_device else []
     elements = sum(one.numel for one in offloaded)
     return Stepped(elements, elements * _element_bytes(plan, any(one.states == 3 for one in offloaded)))

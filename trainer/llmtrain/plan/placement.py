@@ -30,9 +30,9 @@ class Placement:
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
     the sums of gradients: fp32, or that of computation. backend: kernel of the optimizer step. alignment: every shard
-    begins at a multiple of this many elements. weights_on: where weight shards rest; elsewhere than on the device, they
+    begins at a multiple of this many elements. weights_on: where weight shards are held; if they are offloaded, they
     are brought to it before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the
-    CPU that steps writes the rounded weights where they rest, in the host's memory.
+    CPU that steps writes the rounded weights directly into the offloaded shard, in the host's memory.
     """
 
     axes: tuple[Axis, ...]
@@ -49,12 +49,12 @@ class Placement:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether the weights rest elsewhere than on the device."""
+        """Whether the weights are offloaded."""
         return self.weights_on != "device"
 
     @property
     def moves_gradients(self) -> bool:
-        """Whether the sums of gradients rest elsewhere than on the device."""
+        """Whether the sums of gradients are offloaded."""
         return self.gradients_on != "device"
 
     @property

@@ -68,7 +68,7 @@ class Quantization:
 class Sharding:
     """Where model states are held and how they are communicated. placements: placement of each unit, by name. resident:
     bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead. offload: which
-    optimizer states rest elsewhere."""
+    optimizer states are offloaded."""
 
     placements: Mapping[str, Placement]
     resident: int
@@ -103,7 +103,7 @@ class Kernels:
     the queries to multiples of these. seeds: bytes of random seeds that it keeps. statistic: bytes of a statistic that
     a norm keeps, 0 if it computes them again. mask: bytes of an element of a dropout mask. weights_mask: the same for
     attention weights. generator: bytes of the random generator's state that a recomputed group with dropout keeps in
-    the device's memory. logit: bytes that the loss takes for each logit of a chunk, beside the logits.
+    the device's memory. logit: bytes that the loss takes for each logit of a chunk, besides the logit.
     rotates_in_place: whether the rotary embedding overwrites the product of queries, keys and values.
     """
 

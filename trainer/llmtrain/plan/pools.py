@@ -70,7 +70,7 @@ _Group = tuple[GroupName, Sequence[int], CollectiveBuffers]
 
 
 def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device) -> Iterator[_Group]:
-    """Yield the name, the ranks and the buffers of each group that the rank joins beside its hops."""
+    """Yield the name, the ranks and the buffers of each group of the rank besides its hops."""
     members, replicated = plan.grid.group_of(rank, Axis.TENSOR), [one for one in units if one.replicated_bytes]
     if len(members) > 1:
         yield _group("tensor", members, _tensor(plan, rank, device))

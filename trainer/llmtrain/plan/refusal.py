@@ -119,7 +119,7 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less of the host's memory: no copies for checkpoints, no spare memory,
     files instead of the host, a smaller share of what leaves the device, and none."""
     given = recipe.offload
-    # States that leave the device are written as they are, without a copy.
+    # Offloaded states are written to the checkpoint directly, without a copy.
     if plan.checkpoint.asynchronous and not plan.sharding.offload.share:
         yield Change(
             ("checkpoint.async=false",), replace(recipe, checkpoint=replace(recipe.checkpoint, asynchronous=False))

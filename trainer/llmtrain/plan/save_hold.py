@@ -1,7 +1,7 @@
 """How long a checkpoint that is saved holds up the run, by the described rates. No torch in here.
 
-States that rest elsewhere are read while the checkpoint is written. With `checkpoint.async`, the next step computes
-beside that, and its optimizer waits until all of them are read. Other states are copied before.
+Offloaded states are read while the checkpoint is written. With `checkpoint.async`, the next step computes meanwhile,
+and its optimizer waits until all of them are read. Other states are copied before.
 """
 
 from collections import Counter
@@ -23,9 +23,10 @@ from llmtrain.plan.roles import Role
 class SaveHold:
     """The time for which a save holds up a rank.
 
-    ranks: of its node, which save at once. taken: bytes of states that they read, or copy. waits: whether the next
-    optimizer step waits until they are read. seconds: that this takes at least; None if a rate is not known. passes:
-    seconds of the next step beside it; 0.0 if nothing computes meanwhile, None if the accelerator's peak is not known.
+    ranks: of its node, which save at the same time. taken: bytes of states that they read, or copy. waits: whether the
+    next optimizer step waits until they are read. seconds: that this takes at least; None if a rate is not known.
+    passes: seconds of the next step's passes, which run meanwhile; 0.0 if nothing computes meanwhile, None if the
+    accelerator's peak is not known.
     """
 
     ranks: int

@@ -23,7 +23,7 @@ from llmtrain.plan.rank_units import rank_units
 
 # The third step overlaps with the one before as all later ones do.
 STEPS = 3
-# Simulation takes long: of more buckets, neighbours are simulated as one.
+# The most buckets that are simulated one by one, as simulation is slow; of more, neighbours are merged.
 BUCKETS = 256
 
 

@@ -25,7 +25,7 @@ class StateBytes:
 
     weights: in the compute dtype. gradients: their sums. masters: fp32 weights of their own; 0 where the weights are
     the masters. moments: AdamW's two, fp32. secondary: the secondary copy of the weights, packed or not. replicated:
-    TP-replicated parameters, kept unpacked beside quantized weights.
+    TP-replicated parameters, kept unpacked in addition to quantized weights.
     """
 
     weights: int = 0
@@ -75,7 +75,7 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
 def unit_states(
     numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
 ) -> StateBytes:
-    """Return the model states of one rank for a unit of `numel` elements, without those that rest elsewhere
+    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded
     than on the device."""
     padded, degrees = placement.padded(numel), placement.degrees
     summed = 0 if placement.moves_gradients else padded // degrees.gradients

@@ -1,4 +1,4 @@
-"""The largest tensors beside activations that a step allocates and frees. No torch in here."""
+"""The largest tensors besides activations that a step allocates and frees. No torch in here."""
 
 from itertools import groupby
 
@@ -13,7 +13,8 @@ from llmtrain.plan.roles import Role
 
 
 def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes of gradients at once that wait to be added to their sums, or are averaged.
+    """Return the most bytes of gradients that exist at the same time: that wait to be added to their sums, or are
+    averaged.
 
     In the compute dtype, autograd holds one parameter's gradient until it is added; a GPU keeps a unit's small ones.
     After the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in
@@ -27,9 +28,10 @@ def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
 
 
 def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes at once beside what the loss keeps: its input, a padded copy of the output matrix if the
-    device needs one, and a chunk's logits with the numbers that it makes of them, or with the product that it adds to
-    the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last stage. Optimizer kernels
+    """Return the most bytes that exist at the same time, besides what the loss keeps: its input, a padded copy of the
+    output matrix if the device needs one, and a chunk's logits with the numbers that it makes of them, or with the
+    product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last
+    stage. Optimizer kernels
     work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0

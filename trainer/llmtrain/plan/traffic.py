@@ -37,7 +37,7 @@ class Traffic:
     packed: bool
 
 
-# Called with the collectives of one launch.
+# Counts the collectives that are started together.
 Count = Callable[[Iterable[Traffic]], None]
 
 

@@ -161,5 +161,5 @@ def layers_of(plan: Plan, row: RoleMemory) -> int:
 
 
 def most_offloaded(budget: Budget) -> RoleMemory:
-    """Return the first role of those that take most of the host's memory, and most files."""
+    """Return the role that takes most of the host's memory and of files; the first one if several do."""
     return max(budget.rows, key=lambda row: (sum(row.host.values()), row.files))

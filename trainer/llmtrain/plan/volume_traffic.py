@@ -73,7 +73,7 @@ def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[_Region]:
     reads = Counter((sweep.unit, sweep.stepped) for sweep in sweeps if sweep.reads)
     writes = Counter((sweep.unit, sweep.stepped) for sweep in sweeps if sweep.writes)
     for name, unit in units.items():
-        # By whether the rank steps a bucket.
+        # Reads and writes of each bucket: (of one that other ranks step, of one that this rank steps).
         moved = [(count[name, False], count[name, False] + count[name, True]) for count in (reads, writes)]
         for bucket, owned in zip(unit.buckets, unit.owned, strict=True):
             yield bucket.nbytes, moved[0][owned], moved[1][owned]

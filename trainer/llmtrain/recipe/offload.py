@@ -14,7 +14,7 @@ Overlap = Annotated[int, Field(ge=1, le=64)]
 class OffloadConfig:
     """Which model states and activations rest outside of the memory that computes.
 
-    optimizer: where the fp32 weights and both moments rest: none (beside the weights), host (memory of the host; on a
+    optimizer: where the fp32 weights and both moments rest: none (on the device), host (memory of the host; on a
     CPU that is the memory that computes) or nvme (files, which pass through the memory of the host in buckets;
     ZeRO-Infinity, section 6). step: what steps them: host (its CPU; ZeRO-Offload, section 4) or device (they come to
     the device in buckets, are stepped there, and go back; AxoNN, section V). parameters: where the weights rest that
@@ -27,7 +27,7 @@ class OffloadConfig:
     and two where that is not stated. share: part of the optimizer states that leaves, from 0 to 1; auto is the least
     with which the run fits `cluster.accelerator.memory`, and 1 where that is not stated. spare: part of what leaves
     that is stepped as its gradients arrive, before their norm is known, into spare memory or files of the same size; it
-    counts once the norm is known and does not clip, and else the step is done anew from the old states. auto is 0 on
+    counts once the norm is known and does not clip, and else the step is repeated from the old states. auto is 0 on
     CPUs and for nvme; for host it is the most that fits `cluster.node.host.memory`, in eighths, or a quarter where that
     is not stated. paths: folders for nvme, one for each volume, over which bytes are striped; by default those of the
     cluster file's node.nvme. bucket: elements of a bucket of states; auto is 524288. overlap: buckets of optimizer

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How model states travel; each unit's placement says where its states rest. replica_groups: ranks beyond the
-    data-parallel ones that hold the same parameters. in_flight: buffers of gathers and reductions in flight. ahead:
+    """How model states are communicated. Where they are held is in each unit's placement. replica_groups: ranks beyond
+    the data-parallel ones that hold the same parameters. in_flight: buffers of gathers and reductions in flight. ahead:
     steps states before the norm is known; None if nothing does."""
 
     weights: WeightPolicy = field(default_factory=WeightPolicy)
@@ -253,7 +253,7 @@ class Engine:
         if isinstance(saved, Tensor):
             return saved
         # A tensor that counts its changes by itself: other threads write other units to the same arena meanwhile, and
-        # autograd would take that for a change of these weights where a backward pass computes forward anew.
+        # autograd would take that for a change of these weights where a backward pass recomputes forward.
         weights = self._use(saved.unit).data
         return weights.as_strided(saved.shape, saved.stride, weights.storage_offset() + saved.offset)
 

@@ -64,7 +64,7 @@ class UnshardedSum:
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit, self._views, self._kept = unit, unit.parameters.views(unit.gradient), Kept(unit)
         # Autograd can add gradients to a sum of their dtype by itself; a hook would take 5 us per parameter. Weights
-        # that come from elsewhere leave when their gradients are complete, which the hooks report.
+        # that are offloaded are dropped when their gradients are complete, which the hooks report.
         self._leaves = unit.weight.dtype == unit.gradient.dtype and not unit.hops.placement.moves_weights
         self._overwrites = True
         self.missing, self.by_autograd = 0, False

@@ -96,7 +96,7 @@ class GradientReducer:
             self._offloaded.store.begin()
 
     def range_steps(self, unit: ShardedUnit) -> Callable[[StepRange], None] | None:
-        """Return what steps a unit range by range with gradients that rest elsewhere; None if they do not."""
+        """Return what steps a unit range by range with its offloaded gradients; None if they are not offloaded."""
         if self._offloaded is None or not unit.hops.placement.moves_gradients:
             return None
         return partial(self._offloaded.store.step, unit.spec.name)

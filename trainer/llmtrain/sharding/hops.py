@@ -19,7 +19,8 @@ class Hop:
     """One collective of a gather or a reduction.
 
     span: ranks that this hop and all faster ones reach. tier: the slowest link that it crosses. collectives: of its
-    ranks, one after another. stream: where it runs, so that one unit's slow hop runs beside another unit's fast hop.
+    ranks, one after another. stream: where it runs, so that one unit's slow hop runs in parallel with another unit's
+    fast hop.
     """
 
     span: int

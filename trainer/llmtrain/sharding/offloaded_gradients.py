@@ -1,4 +1,4 @@
-"""Sums of gradients that rest elsewhere than on the device, and their reduction."""
+"""Offloaded sums of gradients, and their reduction."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,7 +51,7 @@ class OffloadedGradients:
 
 
 class OffloadedReduction:
-    """How the gradients of a unit travel whose sum rests elsewhere; see GradientReduction."""
+    """Reduces the gradients of a unit into its offloaded sum. See GradientReduction."""
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None, offloaded: OffloadedGradients) -> None:
         self._unit, self._packing, self._offloaded, self._wire = unit, packing, offloaded, unit.weight.dtype

@@ -1,4 +1,4 @@
-"""Weight shards that rest elsewhere than on the device: in the host's memory, or in files (ZeRO-Infinity, section
+"""Offloaded weight shards: in the host's memory, or in files (ZeRO-Infinity, section
 5)."""
 
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ class OptimizerShard:
     """fp32 masters and AdamW's two moments of the elements `[start, end)` of a unit, on the device that computes.
 
     Methods take ranges of the unit's elements within `[start, end)`. No other code holds the states as tensors, so
-    another class can keep them elsewhere.
+    another class can offload them.
     """
 
     read_late = False
@@ -74,7 +74,7 @@ class OptimizerShard:
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
-        """Do nothing: states beside the weights are stepped when the norm is known."""
+        """Do nothing: resident states are stepped when the norm is known."""
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
         """Step a range with its gradient, `[n]`, fp32 or of the weights' dtype, which may change. Return None.
@@ -130,7 +130,7 @@ class OptimizerStates(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the weights."""
+        """Bytes of the states, without masters that are weights."""
 
     @property
     def read_late(self) -> bool:

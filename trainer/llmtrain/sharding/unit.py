@@ -43,8 +43,8 @@ class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
     hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
-    it rests elsewhere than on the device. gradient: sum over microbatches, in fp32 or in the
-    compute dtype; `[0]` where it rests elsewhere. optimizer: the fp32 masters and AdamW's moments. parameters: the
+    it is offloaded. gradient: sum over microbatches, in fp32 or in the
+    compute dtype; `[0]` where it is offloaded. optimizer: the fp32 masters and AdamW's moments. parameters: the
     module's. at_rest: the weight shard in the host's memory, if steps on the host write it there; `weight` then has, in
     a step, only the first elements, which the device steps. Else None.
     """
@@ -112,7 +112,7 @@ class ShardedUnit:
 
     def step(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. by_ranges: steps ranges that follow each other with gradients from elsewhere; None: the gradient is
+        done. by_ranges: steps consecutive ranges with offloaded gradients; None: the gradient is
         `owned_gradient`."""
         weight, offset = self._stepped_weight, self.ranges.optimizer[0]
         if by_ranges is None:
@@ -148,7 +148,7 @@ class ShardedUnit:
 
     @property
     def _stepped_weight(self) -> Tensor | None:
-        """What a step writes beside the masters."""
+        """The weights that a step writes in addition to the masters; None if the masters are the weights."""
         return None if self.masters_are_weights else self.owned_weight
 
     @property

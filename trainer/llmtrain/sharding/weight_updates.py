@@ -43,7 +43,7 @@ class WeightUpdates:
         name = unit.spec.name
         self._places.setdefault(name, len(self._places))
         hops = unit.hops.gather(unit.degrees.weights, unit.degrees.optimizer)
-        # Weights that rest elsewhere leave memory that the next pass needs, so they start to go at once.
+        # Offloaded weights take memory that the next pass needs, so their stores start immediately.
         waits = (hops or name in self._replicated) and not unit.hops.placement.moves_weights
         if stepped is not None and waits:
             self._later[name] = unit, stepped

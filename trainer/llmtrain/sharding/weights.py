@@ -110,7 +110,8 @@ class GatheredWeights:
         return None
 
     def open(self, unit: ShardedUnit) -> None:
-        """Give a unit whose shard rests elsewhere memory for what the device steps of it, where `update` finds it."""
+        """Allocate device memory for the elements of an offloaded shard that the device steps; `update` reads them
+        there."""
         name = unit.spec.name
         if not unit.hops.placement.moves_weights:
             return

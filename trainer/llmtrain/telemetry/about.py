@@ -21,7 +21,7 @@ from llmtrain.telemetry.planned import planned_figures
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """Facts that the logger needs beside the plan.
+    """Facts that the logger needs in addition to the plan.
 
     device: of this rank. model_state_bytes: parameters, gradients and optimizer states that this rank holds.
     unigram_entropy: of the validation tokens, in nats: the loss of the best model that sees no context. host_of: names

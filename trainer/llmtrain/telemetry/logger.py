@@ -40,7 +40,7 @@ class RunLogger:
         self._main = MainLogger(run_dir, plan, about, links) if enabled else None
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int = 0) -> None:
-        """Resume after `resumed_step` (0: start anew), and drop later rows.
+        """Resume after `resumed_step` (0: start from the beginning), and drop later rows.
 
         decisions: sentences on the values that were resolved for the user. tokens: trained on so far.
         """

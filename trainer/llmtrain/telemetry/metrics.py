@@ -75,7 +75,7 @@ class MetricsFile:
     """Appends rows to a metrics file. Raises RunFailedError if a line cannot be written."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Open `path` to resume after `resumed_step` (0: start anew), and drop later rows."""
+        """Open `path` to resume after `resumed_step` (0: start from the beginning), and drop later rows."""
         self._path = path
         try:
             self.rows_kept = drop_after(path, resumed_step)

@@ -1,4 +1,5 @@
-"""What the plan says of the main rank's memory and collectives, beside what a run measures. No torch in here."""
+"""The plan's figures for the main rank's memory and collectives, compared with what a run measures. No torch in
+here."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

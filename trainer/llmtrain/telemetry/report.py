@@ -164,7 +164,7 @@ def _evaluation(row: Row) -> tuple[str, ...]:
 
 
 def _planned(run: Row, rows: list[Row]) -> list[tuple[str, ...]]:
-    """Return what was planned beside what the run measured until its end, or until now."""
+    """Return planned figures and those that the run has measured so far."""
     last = rows[-1]
     if "measured" in last:
         found = planned_and_measured(last.get("planned"), last["measured"])
@@ -205,7 +205,7 @@ def _bandwidth(rows: list[Row]) -> list[tuple[str, ...]]:
 
 def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
     """Return what the logged steps moved on the mean between the device, the host and each volume, and how long it was
-    waited for; and how long the computation waited for optimizer steps elsewhere."""
+    waited for; and how long the computation waited for offloaded optimizer steps."""
     found: list[tuple[str, ...]] = []
     for what, key in (("model states", None), ("activations", "activations")):
         moved = [row for step in steps if (row := _offloaded(step, key))]

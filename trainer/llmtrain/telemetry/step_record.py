@@ -17,7 +17,7 @@ class StepRecord:
     that rewinds skipped. rank_seconds: each rank's seconds, waits for other ranks excluded; empty if the step is not
     logged. loss_scale: None unless the run computes in fp16. offload: what the rank's offloaded states moved since the
     last step: `read_bytes`, `written_bytes` and `waits_s` of each volume, `wait_s`, on a GPU `to_host_bytes` and
-    `to_device_bytes`, and with optimizer states elsewhere `compute_wait_s`; None without them. save_held: seconds for
+    `to_device_bytes`, and with offloaded optimizer states `compute_wait_s`; None without them. save_held: seconds for
     which the checkpoint before held up the optimizer.
     """
 

@@ -40,8 +40,8 @@ from llmtrain.training.build_pipeline import build_executor, offloaded_activatio
 
 @dataclass(frozen=True)
 class Assembly:
-    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, what rests
-    elsewhere than on its device, and what moves activations."""
+    """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, what it offloads,
+    and what moves activations."""
 
     model: GPT
     engine: Engine
@@ -76,7 +76,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     """Return this rank's part of a plan's model. count: called with every collective. Collective."""
     plan = for_rank(plan, ranks.rank)
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
-    # The first stage hands back no gradient.
+    # The first stage sends no gradient back.
     hands_back = schedule.hands_back and not all(stage_layout.opens for stage_layout in stage_layouts)
     weight_gradients = WeightGradientQueue()
     # The order matters: create the model on the meta device, remove the layers of other stages, shard layers along the

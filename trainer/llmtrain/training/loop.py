@@ -214,7 +214,7 @@ def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:
 
 def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
     """Return what this rank moved between its device, the host and files since the last step: model states, and
-    `activations`; None where nothing rests elsewhere than on the device. step: counted from 0."""
+    `activations`; None where nothing is offloaded. step: counted from 0."""
     if is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2):
         # A row has all of its step, and nothing of the step before.
         run.engine.finish_steps()

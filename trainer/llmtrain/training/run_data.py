@@ -14,7 +14,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.plan.plan import Plan
 
-# The key of the fingerprints beside a checkpoint's progress.
+# The key of the data's fingerprints in a checkpoint's progress.
 DATA = "data"
 
 _FINGERPRINTS = TypeAdapter(list[Fingerprint])

@@ -17,7 +17,7 @@ WINDOWS, SECONDS = 8, 0.1
 # The most rows of the matrices. More rows take longer and do not change the result.
 MOST_ROWS = 1024
 # Speeds that differ by less count as equal, so that equal ranks get the same layers in every run.
-ALIKE = 0.1
+TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def measured_speeds(work: Work, ranks: Ranks) -> tuple[float, ...] | None:
 def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] | None:
     """Return the speed of each pipeline rank relative to the fastest, from every rank's rate; None if all are equal.
 
-    A pipeline rank is as fast as the slowest of its replicas. If its best rate is close to the usual rate of a faster
-    one, the two count as equal.
+    A pipeline rank is as fast as the slowest of its replicas. If its best rate is close to the median rate of a faster
+    pipeline rank, the two count as equal.
     """
     slowest = [Rate(inf, inf)] * layout.degree(Axis.PIPELINE)
     for rank, rate in enumerate(rates):
@@ -63,7 +63,7 @@ def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] 
         slowest[stage] = Rate(min(slowest[stage].best, rate.best), min(slowest[stage].usual, rate.usual))
     speeds, level = [1.0] * len(slowest), Rate(inf, inf)
     for stage in sorted(range(len(slowest)), key=lambda stage: -slowest[stage].best):
-        if level.best == inf or slowest[stage].best < level.usual * (1 - ALIKE):
+        if level.best == inf or slowest[stage].best < level.usual * (1 - TOLERANCE):
             level = slowest[stage]
         speeds[stage] = level.best / max(rate.best for rate in slowest)
     return tuple(speeds) if min(speeds) < 1 else None

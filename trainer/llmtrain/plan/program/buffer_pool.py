@@ -1,4 +1,4 @@
-"""Offsets for buffers of unlike sizes in one buffer pool. No torch in here."""
+"""Offsets for buffers of different sizes in one buffer pool. No torch in here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class BufferPool:
 
 
 def paired_size(sizes: Sequence[int]) -> int:
-    """Return the elements of a buffer pool in which each buffer of `sizes` fits beside the one before it."""
+    """Return the elements of a buffer pool in which each buffer of `sizes` fits together with the one before it."""
     return max([first + second for first, second in pairwise(sizes)] or sizes or [0])
 
 

@@ -100,7 +100,7 @@ def full_program(
 
 def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tuple[list[list[Issue]], int]:
     capacity = residency_capacity(spec, events)
-    # Buffers of unlike sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
+    # Buffers of different sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
     capacity = capacity if most is None else min(capacity, most)
     return reside(events, residency_units(spec), capacity)
 

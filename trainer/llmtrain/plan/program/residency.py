@@ -160,8 +160,8 @@ class Residency:
 def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
     """Return what is issued at the start and at each event, and the elements of the buffer pool.
 
-    Units of unlike sizes may leave gaps that are too small for the units in use at once. Then less is gathered ahead,
-    so that the buffer pool has `capacity` elements at most, if the units in use at once allow it.
+    Units of different sizes may leave gaps that are too small for the units in use at once. Then less is gathered
+    ahead, so that the buffer pool has `capacity` elements at most, if the units in use at once allow it.
     """
     for eighths in range(8, -1, -1):
         room = capacity * eighths // 8 // units.granule * units.granule

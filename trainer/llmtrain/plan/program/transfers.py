@@ -1,7 +1,7 @@
 """The collectives that a program's instructions start, lane by lane. No torch in here.
 
 A lane runs its collectives one after another. Each level of a placement has one for gathers and one for reductions, so
-that one unit's slow hop runs beside another unit's fast hop.
+that one unit's slow hop runs in parallel with another unit's fast hop.
 """
 
 from collections.abc import Iterator

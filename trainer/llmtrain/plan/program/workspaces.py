@@ -116,17 +116,17 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
         yield from _sized(unit.gather(gather), unit, shards=direct and not gather.secondary)
     yield from _sized(unit.update(), unit)
     for reduce in _reductions(unit):
-        as_they_are = _sent_as_they_are(unit, reduce)
+        from_compute_dtype = _hops_from_compute_dtype(unit, reduce)
         for place, transfer in enumerate(unit.reduce(reduce)):
-            converted = unit.element_bytes < 4 and place not in as_they_are
+            converted = unit.element_bytes < 4 and place not in from_compute_dtype
             yield from _sized([transfer], unit, converted=converted)
     for lane, _ in unit.replicated_lanes:
         yield lane, SizedCollective("all_reduce", unit.replicated_bytes)
 
 
-def _sent_as_they_are(unit: UnitTraffic, reduce: Reduce) -> set[int]:
-    """Return the places of a reduction's hops that send what is in the compute dtype already: whole gradients, or the
-    sums of all microbatches. Other hops send what the one before has added in fp32."""
+def _hops_from_compute_dtype(unit: UnitTraffic, reduce: Reduce) -> set[int]:
+    """Return the numbers of a reduction's hops whose input is in the compute dtype already: unsharded gradients, or
+    sums over all microbatches. The input of any other hop is the fp32 sum of the hop before."""
     degree = unit.placement.degrees.gradients
     whole = {0} if reduce.offset is not None else set()
     if unit.sum_bytes > unit.element_bytes:
@@ -156,7 +156,7 @@ def _gathers(unit: UnitTraffic, programs: Programs) -> list[Gather]:
     if not programs.spec.is_gathered(name):
         return []
     found = [Gather(name, 0)]
-    # An evaluation of several groups of microbatches gathers anew.
+    # An evaluation of several groups of microbatches gathers again for each group.
     copied = programs.spec.degrees[name].secondary > 0
     if copied and (name in programs.from_secondary or serves_secondary(programs.spec, name, Kind.F)):
         found.append(Gather(name, 0, secondary=True))

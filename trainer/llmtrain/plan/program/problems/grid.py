@@ -128,7 +128,7 @@ class RankPrograms:
         """Return the ranks of a lane's group that `rank` is in. unit: one that travels on the lane."""
         if (rank, lane) not in self._members:
             if lane.kind in ("partial", "stage", "tied"):
-                # A rank that is in no such group is told elsewhere.
+                # Another check reports a rank that is in no such group.
                 members = replica_group(self.plan, rank, lane.kind) or (rank,)
             else:
                 members = lane_members(self.plan.grid, rank, self.plan.sharding.placements[unit], lane)

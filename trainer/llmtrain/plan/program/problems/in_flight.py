@@ -71,8 +71,8 @@ class InFlight:
         if transfers:
             self._gathered[gather.unit] = self._start(self._gathers, transfers, after)[-1]
         elif gather.unit in self._part.units:
-            # Every rank has the whole secondary copy, which is copied on a lane. Whole weights that rest elsewhere come
-            # on one of their own, which joins no ranks.
+            # Nothing is sent. The secondary copy is complete on this rank, and is copied on the lane of the first hop.
+            # Offloaded weights that are not sharded are read on a lane of this rank alone.
             placement = self._part.units[gather.unit].placement
             span = 1 if placement.moves_weights and not gather.secondary else placement.levels[0].span
             lane = Lane("gather", placement.axes, span)
@@ -85,7 +85,7 @@ class InFlight:
             held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
             while any(overlap(held, other) for _, other in self._buffers):
                 yield from self._wait(place, self._buffers.popleft()[0])
-        # The first hop begins with the sum, and has read the buffer once it ends.
+        # The sum over tensor-parallel ranks comes first. The buffer is free once the first hop after it has ended.
         sums = list(self._part.partial(reduce))
         transfers = (*sums, *self._part.transfers(reduce))
         if transfers:

@@ -77,8 +77,8 @@ def _point_problems(spec: ProgramSpec, one: Pass, backward: Mapping[str, Backwar
 
 
 def _expected_points(spec: ProgramSpec, one: Pass, backward: Mapping[str, BackwardPass]) -> list[Spot]:
-    """Return the points at which a rank may issue something: no uses of weights that it holds whole, and no gradients
-    that it does not reduce."""
+    """Return the points at which a rank may issue something: uses of weights that are gathered, and gradients that are
+    reduced."""
     spots = spots_of(one.action, spec.stages[one.action.chunk], spec.splits_backward, spec.recompute)
     return [
         (at, unit)
