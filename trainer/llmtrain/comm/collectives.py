@@ -87,7 +87,8 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather(self, gathered: Tensor) -> Work:
-        """Fill `gathered`, `[size * n]`, with the parts of all ranks. This rank's part is at its place already."""
+        """Fill `gathered`, `[size * n]` of any dtype, with the parts of all ranks. This rank's part is at its place
+        already."""
 
     @abstractmethod
     def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
@@ -102,7 +103,8 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Work:
-        """Sum `x` over the ranks in place. The result has the same bits on every rank."""
+        """Sum contiguous `x`, of any shape and float dtype, over the ranks in place. The result has the same bits on
+        every rank."""
 
     def all_reduce_bytes(self, nbytes: int) -> int:
         """Return how many bytes this rank sends to others in an all-reduce of `nbytes`. Here: of a ring."""
@@ -137,7 +139,8 @@ class Collectives(ABC):
 
 
 def add_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
-    """Write the sum of two or more `parts`, equally long and added in fp32 one after another, to `total`."""
+    """Write the sum of two or more `parts`, each `[n]` of any float dtype, to `total`, `[n]`. They are added in fp32,
+    in order."""
     first, second, *others = parts
     if others and total.itemsize < torch.float32.itemsize:
         wide = torch.empty_like(total, dtype=torch.float32)

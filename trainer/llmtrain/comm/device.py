@@ -122,13 +122,13 @@ def give_freed_memory_back() -> None:
 
 
 def in_host_memory(tensor: Tensor) -> bool:
-    """Return whether the CPU can read `tensor` where it is."""
+    """Return whether the CPU can read `tensor`, of any shape and dtype, without a copy."""
     return not tensor.is_cuda
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return host values on `device`. The host does not wait: a GPU copies them from pinned memory, in the order of its
-    current stream."""
+    """Return host values, of any shape and dtype, on `device`. The host does not wait: a GPU copies them from pinned
+    memory, in the order of its current stream."""
     return values if is_cpu(device) else values.pin_memory().to(device, non_blocking=True)
 
 
@@ -147,19 +147,21 @@ def on_this_device(work: Callable[..., object]) -> Callable[..., object]:
 
 
 def stays_for_stream(values: Tensor) -> None:
-    """Keep the memory of a GPU's tensor, which may be freed, until the current stream has done what it holds so far."""
+    """Keep the memory of a GPU's tensor, of any shape and dtype, until the current stream has done what is queued on it
+    now. The tensor itself may be freed before."""
     if values.is_cuda:
         values.record_stream(torch.cuda.current_stream())
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Return values in the host's memory. The host waits once, until a GPU has computed and copied them."""
+    """Return values, of any shape and dtype, in the host's memory. The host waits once, until a GPU has computed and
+    copied them."""
     return start_to_host(values)()
 
 
 def start_to_host(values: Tensor) -> Callable[[], Tensor]:
-    """Start to copy values to the host's memory, in the order of a GPU's current stream. Return a function that waits
-    for that copy, but for nothing that is queued later, and returns it."""
+    """Start to copy values, of any shape and dtype, to the host's memory, in the order of a GPU's current stream.
+    Return a function that waits for that copy, but for nothing that is queued later, and returns it."""
     if in_host_memory(values):
         return lambda: values
     host = torch.empty_like(values, device="cpu", pin_memory=True)
@@ -178,6 +180,7 @@ class HostCopies:
     """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """tensors: those that will be copied, or others of the same shapes, `[n]` each, on the same devices."""
         self._sizes = [tensor.numel() for tensor in tensors]
         pinned = not all(map(in_host_memory, tensors))
         # Zeros touch every page, so that the kernel maps the memory now and not during the first copy.
@@ -185,11 +188,12 @@ class HostCopies:
         self.copies: list[Tensor] = list(memory.split(self._sizes))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether `tensors` are as large as those that the memory was made for."""
+        """Return whether `tensors`, `[n]` each, are as large as those that the memory was made for."""
         return self._sizes == [tensor.numel() for tensor in tensors]
 
     def copy(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
-        """Copy one-dimensional tensors to `copies`, and return what waits until that is done.
+        """Copy tensors, `[n]` of any float dtype each, to `copies`, in fp32. Return a function that waits until that is
+        done.
 
         Copies from a GPU are queued on the current stream, and the host continues. Other threads may wait for them.
         """
@@ -214,8 +218,8 @@ class DeviceCopies:
             self._copied = torch.cuda.Event()
 
     def copy(self, values: Tensor) -> Tensor:
-        """Return `values` on the device: on the CPU themselves; on a GPU a buffer that the call after the next one
-        overwrites.
+        """Return `values`, of the shape and dtype given before, on the device: on the CPU themselves; on a GPU a buffer
+        that the call after the next one overwrites.
 
         The copy is queued on the current stream. The host waits only for the copy of the call before.
         """
@@ -230,7 +234,8 @@ class DeviceCopies:
 
 
 def new_buffer_pool(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeroed memory: `[elements]`. On a CPU it begins at a page, so that files are read into it directly."""
+    """Return zeros, `[elements]` of `dtype`. On a CPU they begin at a page, so that files are read into them
+    directly."""
     if not is_cpu(device):
         return torch.zeros(elements, dtype=dtype, device=device)
     return aligned_bytes(elements * dtype.itemsize).view(dtype).zero_()

@@ -38,7 +38,8 @@ def group_over(
 
 @contextmanager
 def gloo_over(card: Nic | None) -> Iterator[None]:
-    """Groups that this process makes inside the block use `card`, or what the environment says if it is None."""
+    """Make groups that this process creates inside the block use `card`; None: the environment decides. Raises
+    BadInputError if this machine lacks the card's interface."""
     if card is None or card.interface is None:
         yield
         return

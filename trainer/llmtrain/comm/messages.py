@@ -35,10 +35,11 @@ class Messages(Protocol):
     """How many receives to post on each channel."""
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
-        """Post a receive of a channel's next message into contiguous `values`."""
+        """Post a receive of a channel's next message into contiguous `values`, of the message's shape and dtype."""
 
     def send(self, channel: Channel, values: Tensor) -> Request:
-        """Post a send of contiguous `values`, which must not change before the request completes."""
+        """Post a send of contiguous `values`, of any shape and dtype, which must not change before the request
+        completes."""
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Return once `condition` holds. It may depend on `is_completed` of receives, and nothing else."""

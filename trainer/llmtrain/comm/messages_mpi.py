@@ -27,6 +27,8 @@ class MpiMessages:
     """
 
     def __init__(self, peers: Mapping[Channel, int], stages: int, world: int, device: torch.device, ahead: int) -> None:
+        """peers: the rank at the other end of each channel. stages: of the pipeline. ahead: receives to post on each
+        channel. Raises BadInputError if MPI has another number of ranks than `world`."""
         everyone = _mpi().COMM_WORLD
         if everyone.size != world:
             raise BadInputError(
@@ -38,12 +40,12 @@ class MpiMessages:
         self.posting = posting_of("mpi", ahead)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
-        """Post a receive."""
+        """See Messages."""
         memory, finish = self._memory.incoming(values)
         return _Request(self._world.Irecv(memory, self._peers[channel], self._tag(channel)), memory, finish)
 
     def send(self, channel: Channel, values: Tensor) -> Request:
-        """Post a send."""
+        """See Messages."""
         memory = self._memory.outgoing(values)
         return _Request(self._world.Isend(memory, self._peers[channel], self._tag(channel)), memory)
 

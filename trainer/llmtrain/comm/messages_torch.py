@@ -27,14 +27,14 @@ class TorchMessages(ABC):
         self.peers, self.posting, self._arrivals = peers, posting, Arrivals(on_arrival)
 
     def receive(self, channel: Channel, values: Tensor) -> Request:
-        """Post a receive of a channel's next message into contiguous `values`."""
+        """See Messages."""
         group, peer = self.peers[channel]
         work = dist.irecv(values, peer, group=group)
         assert work is not None
         return _Receive(work, lambda: self._arrivals.watch(channel, self.arrival(channel, work)))
 
     def send(self, channel: Channel, values: Tensor) -> Request:
-        """Post a send of contiguous `values`."""
+        """See Messages."""
         group, peer = self.peers[channel]
         work = dist.isend(values, peer, group=group)
         assert work is not None

@@ -15,7 +15,8 @@ LARGE = 2**24
 
 
 def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Return zeros in the host's memory, `[numel]`; pinned, so that a GPU copies from and to it directly, if `pinned`.
+    """Return zeros in the host's memory, `[numel]` of `dtype`; pinned, so that a GPU copies from and to it directly, if
+    `pinned`.
 
     Large pinned memory takes the bytes of its elements, in whole pages. It is unpinned with its last reference, for
     which no copy must still run: torch does not keep it until a stream has passed. Raises RunFailedError if it cannot

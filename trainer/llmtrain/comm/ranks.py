@@ -109,7 +109,8 @@ class Ranks:
         return collectives_of(group, self.device, self.node, buffers, order)
 
     def sum_all(self, values: Sequence[float | Tensor]) -> list[float]:
-        """Return the sums of `values` over all ranks; see `sums`. The host waits once for all of them. Collective."""
+        """Return the sums of `values`, numbers or scalar tensors, over all ranks, in fp64; see `sums`. The host waits
+        once for all of them. Collective."""
         found: list[float] = to_host(self.sums(values)).tolist()
         return found
 

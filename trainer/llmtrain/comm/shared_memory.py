@@ -178,5 +178,6 @@ def _nothing() -> Work:
 
 
 def share_slots(group: dist.ProcessGroup, count: int, nbytes: int) -> list[Tensor]:
-    """Allocate `count` slots of `nbytes` for each rank of `group`; none where they cannot share memory. Collective."""
+    """Return each rank's slots, uint8 `[count, nbytes]`, in the order of `group`; empty where the ranks cannot share
+    memory. Collective."""
     return [part.view(count, nbytes) for part in shared_memory(group, count * nbytes)]

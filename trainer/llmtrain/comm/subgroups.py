@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """Make process groups, and return the one that has this rank. Collective over all ranks. See `join_group`."""
+    """Make process groups, and return the one that has this rank. Raises ValueError if none has. Collective over all
+    ranks. See `join_group`."""
     group = join_group(ranks, groups, backend)
     if group is None:
         raise ValueError(f"rank {ranks.rank} is in none of the groups {groups}")

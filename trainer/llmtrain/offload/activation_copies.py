@@ -15,8 +15,8 @@ class ActivationCopies(Protocol):
     """Moves group inputs between the memory that computes and a store."""
 
     def save(self, values: Tensor, region: int) -> None:
-        """Start to write a group input. It must not change, and its memory is kept, until `settle` or the next
-        `save`."""
+        """Start to write a group input, `[batch, sequence, hidden]` of the compute dtype. It must not change, and its
+        memory is kept, until `settle` or the next `save`."""
 
     def settle(self) -> None:
         """Let go of the group input that was saved last."""
@@ -28,7 +28,8 @@ class ActivationCopies(Protocol):
         """Bring the group input that was fetched first, and is not taken, nearer."""
 
     def take(self, region: int) -> Tensor:
-        """Return the group input that was fetched first, where it can be computed with until the next one is taken."""
+        """Return the group input that was fetched first, on the device, of the shape and dtype that was saved. It is
+        valid until the next one is taken."""
 
 
 class CpuCopies:

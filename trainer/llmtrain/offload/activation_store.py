@@ -26,7 +26,7 @@ class ActivationStore(Protocol):
     link: LinkCount
 
     def destination(self, region: int) -> Tensor:
-        """Return host memory into which the group input of a region can be written now."""
+        """Return host memory, `[batch, sequence, hidden]` of the compute dtype, for the group input of a region."""
 
     def put(self, region: int) -> None:
         """Report that `destination` has the group input."""
@@ -35,8 +35,8 @@ class ActivationStore(Protocol):
         """Start to read a region."""
 
     def take(self, region: int) -> Tensor:
-        """Return the group input that was fetched first, in host memory that is valid until READ_AHEAD more are fetched
-        and one is taken."""
+        """Return the group input that was fetched first, in host memory, of the shape and dtype of `destination`. It is
+        valid until READ_AHEAD more are fetched and one is taken."""
 
     def usage(self) -> TierUsage:
         """Return what has been moved since the start."""

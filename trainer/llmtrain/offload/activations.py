@@ -30,8 +30,8 @@ class _Kept:
 
 
 class OffloadedActivations:
-    """Follows a rank's list of moves. Each group input is saved and used as the list says; RuntimeError if it is
-    not."""
+    """Follows a rank's list of moves. Raises RuntimeError if a group input is saved or used in another order than
+    listed."""
 
     def __init__(self, moves: ActivationMoves, store: ActivationStore, copies: ActivationCopies) -> None:
         self._moves, self._store, self._copies = moves, store, copies
@@ -40,7 +40,7 @@ class OffloadedActivations:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose all passes of an optimizer step."""
+        """Enclose all passes of an optimizer step. Raises RuntimeError if the passes have left out a planned move."""
         self._saves, self._uses = iter(self._moves.saves), iter(self._moves.uses)
         yield
         for left in (next(self._saves, None), next(self._uses, None)):

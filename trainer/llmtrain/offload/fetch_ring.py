@@ -53,8 +53,8 @@ class FetchRing:
         self._fetched += 1
 
     def take(self) -> Tensor:
-        """Return the bytes of the region that was fetched first and is not taken, which may change until it is put
-        back."""
+        """Return the region that was fetched first and is not taken, as uint8 `[nbytes]`. The caller may change it
+        until it is put back."""
         slot = self._slots[self._taken % len(self._slots)]
         self._finish(slot.read)
         self._taken += 1

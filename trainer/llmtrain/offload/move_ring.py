@@ -19,8 +19,8 @@ class MoveRing:
         self._fetched = self._taken = self._done = 0
 
     def take(self, bucket: int) -> Tensor:
-        """Return a bucket's bytes, which may change until it is put back; uninitialized if its move does not read
-        it."""
+        """Return a bucket as uint8 `[nbytes]`, which the caller may change until it is put back. It is uninitialized if
+        its move does not read it. Raises RuntimeError if another bucket is next."""
         if self._move(self._taken).bucket != bucket:
             raise RuntimeError(f"bucket {bucket} is taken, but the step's next move is {self._move(self._taken)}")
         while self._fetched <= self._taken + self._ahead and not self._changes_before(self._fetched):

@@ -28,11 +28,11 @@ class OffloadedBuckets:
 
 
 class OffloadedShard:
-    """Optimizer states with the interface of `OptimizerShard`: those of the first elements are in the weights' memory,
-    the others in offloaded buckets, which threads step.
+    """Optimizer states with the interface of `OptimizerShard`: the first elements are resident in the memory that
+    computes, the others are in offloaded buckets, which threads step.
 
-    resident: the states that stay. rule: how the buckets are stepped. masters: the masters of all elements, if they are
-    the weights themselves; else None, and the buckets have theirs.
+    resident: the states that stay. rule: how the buckets are stepped. masters: fp32 `[n]`, the masters of all elements,
+    if they are the weights themselves; else None, and the buckets have theirs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class OffloadedShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states in the weights' memory, and of masters that are weights."""
+        """Bytes of the resident states, and of masters that are weights."""
         held = 0 if self._masters is None else self._masters[self._resident.held[1] - self.held[0] :].nbytes
         return self._resident.nbytes + held
 

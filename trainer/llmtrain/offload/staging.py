@@ -43,12 +43,12 @@ class Work:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The states that rest outside."""
+        """The states that are offloaded."""
         return STATES if self.masters is None else STATES[1:]
 
     @property
     def result(self) -> Tensor:
-        """What the model computes with."""
+        """The weights with which the model computes, `[n]`: rounded ones in the compute dtype, or the fp32 masters."""
         found = self.weight if self.masters is None else self.masters
         assert found is not None
         return found
@@ -121,7 +121,8 @@ class Copies:
             yield
 
     def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
-        """Copy weights behind an event; return when they are there, None if that is now."""
+        """Copy weights, `[n]` of the compute dtype, after an event. Return the event of their arrival; None if they
+        have arrived."""
         if self._publishing is None or in_host_memory(to):
             to.copy_(values)
             return None

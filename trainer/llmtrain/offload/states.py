@@ -36,7 +36,7 @@ class StateStore(Protocol):
         """Return the elements `[start, end)` of one state: fp32, valid until it changes."""
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
-        """Set the elements of one state from `start` on to `values`: of any float dtype, on any device."""
+        """Set the elements of one state from `start` on to `values`, `[n]` of any float dtype, on any device."""
 
     def close(self) -> None:
         """Free the memory."""

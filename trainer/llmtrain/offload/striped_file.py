@@ -35,12 +35,13 @@ class StripedFile:
 
     def start_read(self, queue: DirectQueue, region: int, into: Tensor, start: int = 0) -> list[tuple[int, int]]:
         """Start to read bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`.
-        into: uint8, from `aligned_bytes`."""
+        into: uint8 `[nbytes]`, from `aligned_bytes`."""
         parts = self._parts(region, start, into)
         return [(volume, queue.read(self._files[volume], offset, own)) for volume, offset, own in parts]
 
     def start_write(self, queue: DirectQueue, region: int, values: Tensor, start: int = 0) -> list[tuple[int, int]]:
-        """Start to write bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`."""
+        """Start to write `values`, uint8 `[nbytes]`, to a region from `start`, a multiple of ALIGNMENT; return the
+        transfers for `finish`."""
         parts = self._parts(region, start, values)
         return [(volume, queue.write(self._files[volume], offset, own)) for volume, offset, own in parts]
 
@@ -53,13 +54,15 @@ class StripedFile:
             self._waited[volume] += time.perf_counter() - started
 
     def read(self, region: int, start: int, into: Tensor) -> None:
-        """Read bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them. Any thread may call it."""
+        """Read bytes of a region from `start`, a multiple of ALIGNMENT, into uint8 `[nbytes]`, and wait for them. Any
+        thread may call it. Raises RunFailedError."""
         for volume, offset, own in self._parts(region, start, into):
             with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 _whole(os.preadv, self._files[volume], own, offset)
 
     def write(self, region: int, start: int, values: Tensor) -> None:
-        """Write bytes of a region from `start`, a multiple of ALIGNMENT, and wait for them."""
+        """Write uint8 `[nbytes]` to a region from `start`, a multiple of ALIGNMENT, and wait for it. Raises
+        RunFailedError."""
         for volume, offset, own in self._parts(region, start, values):
             with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 _whole(os.pwritev, self._files[volume], own, offset)

@@ -59,8 +59,8 @@ class WeightGradientQueue:
         self._pending.append((parameter, begin))
 
     def begin(self, parameter: nn.Parameter, begin: Begin) -> Callable[[], Tensor | None]:
-        """Begin the product of the gradient of `parameter` and return it; while the queue collects, push it and return
-        a function that returns None."""
+        """Begin the product that is the gradient of `parameter`, of the parameter's shape and dtype, and return it;
+        while the queue collects, push it and return a function that returns None."""
         if not self.active:
             return begin()
         self.push(parameter, begin)
@@ -68,7 +68,8 @@ class WeightGradientQueue:
 
 
 def gradients(pending: PendingProducts) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Compute and yield each parameter's gradient, in the compute dtype, and free what its product kept.
+    """Compute and yield each parameter's gradient, of its shape and in the compute dtype, and free what its product
+    kept.
 
     Each product's communication starts before the product ahead of it is computed.
     """
@@ -94,7 +95,7 @@ class SplitBackwardLinear(nn.Module):
         self._input_major = isinstance(plain, InputMajorLinear)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., in]` to `[..., out]`."""
+        """Map `[..., in]` to `[..., out]`, both of the weight's dtype."""
         return self._uncompiled(x) if torch.compiler.is_compiling() else self._map(x)
 
     @torch.compiler.disable

@@ -41,8 +41,8 @@ class Packing(PackedFormat):
 
 
 def own_shard(gathered: Tensor, hops: Sequence[Hop]) -> Tensor:
-    """Return this rank's part of `gathered`, one-dimensional. hops: the fastest, which is the most significant,
-    first."""
+    """Return this rank's part of `gathered`, one-dimensional and of any dtype. hops: the fastest, which is the most
+    significant, first."""
     for hop in hops:
         size = gathered.numel() // hop.radix
         gathered = gathered[hop.place * size : (hop.place + 1) * size]
@@ -50,7 +50,7 @@ def own_shard(gathered: Tensor, hops: Sequence[Hop]) -> Tensor:
 
 
 def all_gather(gathered: Tensor, hops: Sequence[Hop]) -> list[HopStep]:
-    """Fill `gathered`, one-dimensional, which has this rank's part already.
+    """Return the steps that fill `gathered`, one-dimensional and of any dtype, which has this rank's part already.
 
     The slowest hop goes first, with the smallest parts. All parts are received in place (MiCS, section 3.3, without its
     rearranging copy).

@@ -21,8 +21,8 @@ class Reduction(Protocol):
     """How one unit's gradients travel."""
 
     def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
-        """Return the steps of a reduction. buffer: gradients of one microbatch, of the whole unit, in the dtype of the
-        weights; None if they are in the unit's own gradient."""
+        """Return the steps of a reduction. buffer: `[padded]`, gradients of one microbatch, of the full unit, in the
+        dtype of the weights; None if they are in the unit's own gradient."""
 
     def first_traffic(self) -> list[Traffic]:
         """Return the collectives that sum one microbatch's gradients into the gradient shards."""
@@ -73,8 +73,8 @@ def reduce_to_optimizer_shard(
 ) -> list[HopStep]:
     """Return the steps that sum a gradient shard over all other ranks.
 
-    shard: fp32, or in the dtype of the weights. target: receives the part that this rank steps, in the dtype of the
-    weights.
+    shard: `[n]`, fp32 or in the dtype of the weights. target: `[owned]`, receives the part that this rank steps, in the
+    dtype of the weights.
     """
     degrees = unit.degrees
     replica_hops = unit.hops.reduce(degrees.optimizer, degrees.ranks)

@@ -27,15 +27,15 @@ class GradientSum(Protocol):
         the pass now and computes all its gradients."""
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Add the gradient of the parameter at `place`, in the compute dtype; a GPU keeps small ones until
-        `flush`."""
+        """Add the gradient of the parameter at `place`, of its shape and in the compute dtype; a GPU keeps small ones
+        until `flush`."""
 
     def flush(self) -> None:
         """Add all gradients that are kept. Called when the pass's gradients are complete."""
 
     def take(self) -> Tensor | None:
-        """Return the buffer with the pass's gradients of the whole unit, which the caller then owns; None if they are
-        already in the unit's gradient."""
+        """Return the buffer with the pass's gradients of the full unit, `[padded]` of the compute dtype, which the
+        caller then owns; None if they are already in the unit's gradient."""
 
 
 class Kept:
@@ -45,14 +45,15 @@ class Kept:
         self._starts, self._gradients = unit.parameters.starts, dict[int, Tensor]()
 
     def add(self, flat: Tensor, place: int, gradient: Tensor, overwrite: bool) -> None:
-        """Keep a small gradient of the parameter at `place` on a GPU; else add it to `flat`, or replace that."""
+        """Keep a small gradient of the parameter at `place`, in the compute dtype, on a GPU; else add it to `flat`,
+        `[padded]`, or replace what is there."""
         if takes_triton(flat) and kept(gradient.numel()):
             self._gradients[place] = gradient
         else:
             accumulate(flat, self._starts[place : place + 1], [gradient], overwrite)
 
     def flush(self, flat: Tensor, overwrite: bool) -> None:
-        """Add what is kept to `flat`, or replace what is there."""
+        """Add what is kept to `flat`, `[padded]` of the compute dtype or fp32, or replace what is there."""
         found, self._gradients = dict(sorted(self._gradients.items())), {}
         if found:
             accumulate(flat, [self._starts[place] for place in found], [*found.values()], overwrite)
@@ -100,7 +101,7 @@ class BufferedSum:
     """Collects each pass's gradients in a buffer, which is then reduced into the unit's gradient shard."""
 
     def __init__(self, unit: ShardedUnit, new_buffer: Callable[[], Tensor]) -> None:
-        """new_buffer: waits for and returns a buffer of the unit's padded elements."""
+        """new_buffer: waits for and returns a buffer, `[padded]` of the compute dtype."""
         self._unit, self._new_buffer, self._kept = unit, new_buffer, Kept(unit)
         self._buffer: Tensor | None = None
         self._leading = False

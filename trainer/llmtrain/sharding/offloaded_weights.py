@@ -26,7 +26,8 @@ class WeightStore(Protocol):
         the stream of writes."""
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
-        """Return the elements `[start, end)` of a unit's shard in the host's memory, once the writes are done."""
+        """Return the elements `[start, end)` of a unit's shard, of the compute dtype, in the host's memory, once the
+        writes are done."""
 
     def settle(self) -> None:
         """Wait until the device no longer reads or writes what the store holds."""

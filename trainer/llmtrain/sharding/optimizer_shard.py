@@ -94,7 +94,7 @@ class OptimizerShard:
         self._at(name, start, start + values.numel()).copy_(values)
 
     def use_masters(self, masters: Tensor) -> None:
-        """Use `masters`, which already holds their values, as the masters."""
+        """Use `masters`, fp32 `[end - start]`, which already holds their values, as the masters."""
         self._states["master"] = masters
 
     @property
@@ -112,21 +112,21 @@ class OptimizerStates(Protocol):
     held: Range
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
-        """Start to step what may be stepped before the gradients' norm is known. gradient: of all elements, complete,
-        and unchanged until `step`, or until the step is skipped. weight: see `step`, which changes it."""
+        """Start to step what may be stepped before the gradients' norm is known. gradient: `[end - start]`, see `step`;
+        complete, and unchanged until `step`, or until the step is skipped. weight: see `step`, which changes it."""
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> Ticket | None:
-        """Step a range with its gradient. Return a ticket of what is not done yet, which reads the gradient and writes
-        the weight; None if all is done."""
+        """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of what is not done
+        yet, which reads the gradient and writes the weight; None if all is done."""
 
     def read(self, name: str, start: int, end: int) -> Tensor:
-        """Return one of STATES."""
+        """See OptimizerShard."""
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Set one of STATES."""
+        """See OptimizerShard."""
 
     def use_masters(self, masters: Tensor) -> None:
-        """Use `masters` as the masters."""
+        """See OptimizerShard."""
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +170,7 @@ class OptimizerStateRange:
         return self._shard.read(name, first, last)
 
     def write(self, name: str, offset: int, values: Tensor) -> None:
-        """Set a state from `start + offset` on."""
+        """Set a state from `start + offset` on to `values`, `[n]` of any float dtype."""
         self._shard.write(name, self.start + offset, values)
 
 

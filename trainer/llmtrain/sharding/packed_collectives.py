@@ -16,7 +16,8 @@ def gather_parts(
     buffer: Tensor, part: Tensor, hops: tuple[Hop, ...], packing: Packing | None, workspace: Workspace,
     packed: bool = False,
 ) -> list[HopStep]:  # fmt: skip
-    """Fill `buffer` from every rank's `part`, which is sent packed if there is a `packing`. See all_gather_packed."""
+    """Fill `buffer`, `[n]`, from every rank's `part`, `[n / ranks]` of the same dtype, which is sent packed if there is
+    a `packing`. See all_gather_packed."""
     if packing is not None:
         return all_gather_packed(buffer, part, hops, packing, workspace, packed=packed)
     own = own_shard(buffer, hops)
@@ -27,9 +28,10 @@ def gather_parts(
 def all_gather_packed(
     gathered: Tensor, part: Tensor, hops: Sequence[Hop], packing: Packing, workspace: Workspace, packed: bool = False
 ) -> list[HopStep]:
-    """Fill `gathered` from every rank's `part`, which is sent packed. This rank's own part is rounded as well.
+    """Fill `gathered`, `[n]` of any float dtype, from every rank's `part`, `[n / ranks]`, which is sent packed. This
+    rank's own part is rounded as well (ZeRO++, section 3.1).
 
-    workspace: buffers for this gather alone. packed: whether `part` is packed already.
+    workspace: buffers for this gather alone. packed: whether `part` is packed already, uint8 `[row_bytes]`.
     """
     rows = math.prod(hop.radix for hop in hops)
     buffer = workspace.take("packed", rows * packing.row_bytes(gathered.numel() // rows), torch.uint8)
@@ -45,7 +47,8 @@ def all_gather_packed(
 def reduce_scatter(
     values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, workspace: Workspace
 ) -> tuple[list[HopStep], Tensor]:
-    """Sum `values` over the hops' ranks. Return the steps, and this rank's part of the sum, fp32 and in `workspace`.
+    """Sum `values`, `[n]` of any float dtype, over the hops' ranks. Return the steps, and this rank's part of the sum,
+    fp32 `[n / ranks]` in `workspace`.
 
     The fastest hop goes first, with the largest parts. Every hop adds in fp32. Values are sent as `wire`, or packed
     (ZeRO++, section 3.3, with a hop for each level).

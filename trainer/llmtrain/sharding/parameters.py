@@ -26,19 +26,22 @@ class UnitParameters:
         return len(self.tensors)
 
     def show(self, flat: Tensor) -> None:
-        """Make the parameters views into `flat`: gathered weights in a buffer that lives as long as the unit."""
+        """Make the parameters views into `flat`, `[padded]` of their dtype: gathered weights in a buffer that lives as
+        long as the unit."""
         for parameter, view in zip(self.tensors, self.cached_views(flat), strict=True):
             parameter.data = view
 
     def cached_views(self, flat: Tensor) -> list[Tensor]:
-        """Return `views` of a buffer that lives as long as the unit; cached, because a view takes about 5 us."""
+        """Return `views` of `flat`, a buffer that lives as long as the unit. They are cached, because making a view
+        takes about 5 us."""
         found = self._cached_views.get(flat.data_ptr())
         if found is None:
             found = self._cached_views[flat.data_ptr()] = self.views(flat)
         return found
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return, for each parameter, the view of its shape into a flat buffer of the whole unit."""
+        """Return, for each parameter, the view of its shape into `flat`, `[padded]` of any dtype, a buffer of the full
+        unit."""
         return [flat[start:end].view(shape) for (_, start, end), shape in zip(self._ranges, self._shapes, strict=True)]
 
 

@@ -29,7 +29,7 @@ class ReplicaGroups:
 
     def sum_partial(self, unit: ShardedUnit, gradient: Tensor) -> None:
         """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. gradient: of the full
-        unit."""
+        unit, `[padded]` of its dtype; changed in place."""
         part = gradient[unit.spec.replicated : unit.spec.numel]
         if self.partial is not None and len(part):
             self.partial.all_reduce(part).wait()

@@ -26,7 +26,7 @@ class SecondaryCopy:
             self._copy = like.new_zeros(packing.row_bytes(numel), dtype=torch.uint8)
 
     def fill(self, buffer: Tensor) -> None:
-        """Copy this rank's shard out of gathered weights."""
+        """Copy this rank's shard out of `buffer`: gathered weights, `[padded]` of the compute dtype."""
         part = own_shard(buffer, self._hops)
         if self._packing is None:
             self._copy.copy_(part)

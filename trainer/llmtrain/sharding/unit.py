@@ -79,19 +79,21 @@ class ShardedUnit:
 
     @property
     def owned_gradient(self) -> Tensor:
-        """The part of `gradient` that the optimizer steps with."""
+        """The part of `gradient` that the optimizer steps with: `[n]` for the `n` elements of `ranges.optimizer`, of
+        its dtype."""
         start, end = (place - self.ranges.gradients[0] for place in self.ranges.optimizer)
         return self.gradient[start:end]
 
     @property
     def owned_weight(self) -> Tensor:
-        """The part of `weight` that the optimizer writes."""
+        """The part of `weight` that the optimizer writes: `[n]` for the `n` elements of `ranges.optimizer`, of its
+        dtype."""
         start, end = (place - self.ranges.weights[0] for place in self.ranges.optimizer)
         return self.weight[start:end]
 
     @property
     def masters(self) -> Tensor:
-        """The fp32 masters of `ranges.optimizer`, read-only, on the device that computes."""
+        """The fp32 masters of the `n` elements of `ranges.optimizer`, `[n]`, read-only, on the device that computes."""
         held = self.optimizer.read("master", *self.ranges.optimizer)
         return to_device(held, self.weight.device) if in_host_memory(held) else held
 
@@ -101,7 +103,7 @@ class ShardedUnit:
         return min(max(place - start, 0), end - start)
 
     def move_weight(self, to: Tensor) -> None:
-        """Move the weight shard to `to`, of the same size; the masters too, if they are the weights."""
+        """Move the weight shard to `to`, of the same shape and dtype; the masters too, if they are the weights."""
         self.weight = to.copy_(self.weight)
         if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)

@@ -85,7 +85,8 @@ class GatheredWeights:
         return sum(values.nbytes for values in self._replicated.values())
 
     def wait(self, name: str) -> Tensor:
-        """Wait for a unit's weights and return them, flat; its parameters become views into them."""
+        """Wait for a unit's weights and return them, flat `[padded]` of the compute dtype; its parameters become views
+        into them."""
         unit = self._units[name]
         if name not in self.gathered:
             self.updates.wait(name)
@@ -96,11 +97,11 @@ class GatheredWeights:
         return gathered.buffer
 
     def buffer(self, name: str) -> Tensor:
-        """Return the weights of a unit that was waited for, flat."""
+        """Return the weights of a unit that was waited for, flat `[padded]` of the compute dtype."""
         return self._gathered[name].buffer if name in self.gathered else self._units[name].weight
 
     def owner_of(self, tensor: Tensor) -> str | None:
-        """Return the unit whose gathered weights `tensor` is a part of, if any."""
+        """Return the unit whose gathered weights contain `tensor`, a view of any shape and dtype, if any."""
         if tensor.untyped_storage().data_ptr() != self.pool.untyped_storage().data_ptr():
             return None
         place = tensor.storage_offset()
@@ -136,7 +137,8 @@ class GatheredWeights:
             self._policy.offloaded.store.settle()
 
     def read(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
-        """Return the elements `[start, end)` of a unit, of its shard on this rank, after all updates."""
+        """Return the elements `[start, end)` of a unit, of the compute dtype, from its shard on this rank, after all
+        updates."""
         first, offloaded = unit.ranges.weights[0], self._policy.offloaded
         if unit.hops.placement.moves_weights and offloaded is not None:
             return offloaded.store.read(unit.spec.name, start - first, end - first)

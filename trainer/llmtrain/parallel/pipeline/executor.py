@@ -73,10 +73,11 @@ class Executor:
         self._engine, self._weight_gradients = engine, weight_gradients
 
     def train(self, rows: Sequence[Tensor], factor: float) -> Tensor:
-        """Run forward and backward passes of all microbatches; return the sum of their mean losses, which is 0 on ranks
-        without the last stage.
+        """Run forward and backward passes of all microbatches; return the sum of their mean losses, a scalar, which
+        is 0 on ranks without the last stage.
 
-        Collective over the pipeline.
+        rows: of each microbatch, int64 `[sequences, tokens + 1]`. factor: multiplies each mean loss in the
+        backward pass. Collective over the pipeline.
         """
         step = _Step(rows, factor, len(rows) * len(self._stages))
         self._expect(rows, backward=True)
@@ -89,7 +90,8 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Run forward passes in groups of microbatches; yield for each group its number of microbatches and their mean
-        losses, which only the last stage's rank has. Collective over the pipeline."""
+        losses, fp32 scalars, which only the last stage's rank has. rows: as in `train`. Collective over the
+        pipeline."""
         # Enough to keep all stages busy, and few enough to fit into memory.
         together = 2 * self._schedule.stages
         groups = [range(first, min(first + together, len(rows))) for first in range(0, len(rows), together)]

@@ -21,7 +21,7 @@ def keep(model: GPT, stage_layouts: Sequence[StageLayout]) -> None:
 class Stage:
     """One stage of a model.
 
-    blank: a tensor of one element, which takes the place of the stage's input if the first group of blocks keeps the
+    blank: `[1]` of the compute dtype, which takes the place of the stage's input if the first group of blocks keeps the
     input by itself; None where autograd keeps it.
     """
 

@@ -42,7 +42,8 @@ class StageLinks:
         return self._schedule.place(stage)[0] == self._rank
 
     def expect(self, stage: int, rows: Sequence[Tensor], backward: bool) -> None:
-        """Announce the messages that `stage` will receive for microbatches `rows`. backward: gradients as well."""
+        """Announce the messages that `stage` will receive for microbatches `rows`, int64 `[sequences, tokens + 1]`
+        each. backward: gradients as well."""
         shapes = [self._shape_of(len(one), one.shape[1] - 1) for one in rows]
         before, after = stage > 0, backward and stage < self._schedule.stages - 1
         for source in ([stage - 1] if before else []) + ([stage + 1] if after else []):
@@ -50,13 +51,14 @@ class StageLinks:
                 self._transport.expect(Channel(source, stage), shapes)
 
     def receive(self, channel: Channel) -> Tensor:
-        """Wait for the next tensor of a channel and return it."""
+        """Wait for the next tensor of a channel, `[batch, sequence, hidden]` of the compute dtype, and return it."""
         if self.is_local(channel.source):
             return self._local[channel].popleft()
         return self.activity.wait(partial(self._transport.receive, channel))
 
     def send(self, channel: Channel, values: Tensor) -> None:
-        """Start sending a tensor. It must not change before `flush` returns."""
+        """Start sending a tensor, `[batch, sequence, hidden]` of the compute dtype. It must not change before `flush`
+        returns."""
         if self.is_local(channel.target):
             self._local.setdefault(channel, deque()).append(values)
         else:

@@ -74,7 +74,7 @@ class Transport:
         self.posted_bytes = max(self.posted_bytes, self._posted)
 
     def receive(self, channel: Channel) -> Tensor:
-        """Wait for the next message of a channel and return it."""
+        """Wait for the next message of a channel and return it, with the shape and dtype that were announced."""
         inbox = self._inboxes[channel]
         self._post(channel, inbox, 1)
         values, request = inbox.posted.popleft()
@@ -102,7 +102,7 @@ class Transport:
         self._messages.until(lambda: any(request.is_completed() for request in requests))
 
     def send(self, channel: Channel, values: Tensor) -> None:
-        """Start sending a tensor. It must not change before `flush` returns."""
+        """Start sending a tensor, of any shape and dtype. It must not change before `flush` returns."""
         values, outbox = values.contiguous(), self._outboxes.setdefault(channel, _Outbox())
         request = self._messages.send(channel, values)
         self.progress()

@@ -27,7 +27,8 @@ class Pending:
     activity: Activity | None = None
 
     def wait(self) -> Tensor:
-        """Return the result. On CUDA the current stream waits for it, and the host continues."""
+        """Return the result, with the shape and dtype that the collective documents. On CUDA the current stream waits
+        for it, and the host continues."""
         if self.work is not None:
             self.work.wait() if self.activity is None else self.activity.wait(self.work.wait)
         return self.finish()
@@ -59,24 +60,28 @@ class TensorMesh:
         return self.sequence and self.degree > 1
 
     def gather(self, x: Tensor) -> Pending:
-        """Start to gather the tokens of every rank's `x`, rank by rank. Without sharded tokens the result is `x`."""
+        """Start to gather the tokens of every rank's `x`, `[batch, sequence / degree, ...]` of any dtype, rank by rank.
+        Without sharded tokens the result is `x`."""
         return self.all_gather(x) if self.sharded else Pending(lambda: x)
 
     def reduce(self, x: Tensor) -> Pending:
-        """Start to sum every rank's `x`, which it overwrites. With sharded tokens, `x` has all tokens, rank by rank,
-        and the result has this rank's."""
+        """Start to sum every rank's `x`, of any float dtype, which it overwrites. Without sharded tokens the result has
+        the shape of `x`. With sharded tokens, `x` is `[degree * batch, sequence / degree, ...]`, rank by rank, and the
+        result is `[batch, sequence / degree, ...]`, this rank's tokens."""
         if self.degree == 1:
             return Pending(lambda: x)
         return self.reduce_scatter(x) if self.sharded else self.all_reduce(x)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Reorder `[batch, sequence, ...]` rank by rank if tokens are sharded. A batch of 1 needs no copy."""
+        """Reorder `[batch, sequence, ...]`, of any dtype, to `[degree * batch, sequence / degree, ...]`, rank by rank,
+        if tokens are sharded. A batch of 1 needs no copy."""
         if not self.sharded:
             return x
         return x.unflatten(1, (self.degree, -1)).transpose(0, 1).flatten(0, 1)
 
     def by_sequence(self, x: Tensor) -> Tensor:
-        """Undo `by_rank`."""
+        """Reorder `[degree * batch, sequence / degree, ...]`, of any dtype, to `[batch, sequence, ...]`: undo
+        `by_rank`."""
         if not self.sharded:
             return x
         return x.unflatten(0, (self.degree, -1)).transpose(0, 1).flatten(1, 2)
@@ -87,20 +92,21 @@ class TensorMesh:
             self.collectives.close()
 
     def all_reduce(self, x: Tensor) -> Pending:
-        """Start to sum `x` over the ranks, in place."""
+        """Start to sum `x`, of any shape and float dtype, over the ranks, in place."""
         x, collectives = x.contiguous(), self._connected()
         self.count("all_reduce", x.nbytes, collectives.all_reduce_bytes(x.nbytes))
         return Pending(lambda: x, collectives.all_reduce(x), self.activity)
 
     def all_gather(self, x: Tensor) -> Pending:
-        """Start to join every rank's `x` along dim 0."""
+        """Start to join every rank's `x`, `[n, ...]` of any dtype, along dim 0: `[degree * n, ...]`."""
         parts = x.new_empty(self.degree, *x.shape)
         parts[self.place].copy_(x)
         self.count("all_gather", parts.nbytes, x.nbytes * (self.degree - 1))
         return Pending(lambda: parts.flatten(0, 1), self._connected().all_gather(parts.view(-1)), self.activity)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        """Start to sum `x` over the ranks; each rank keeps its part along dim 0."""
+        """Start to sum `x`, `[degree * n, ...]` of any float dtype, over the ranks in fp32. Each rank keeps its part
+        along dim 0, `[n, ...]`."""
         x = x.contiguous()
         part = x.new_empty(x.shape[0] // self.degree, *x.shape[1:])
         self.count("reduce_scatter", x.nbytes, part.nbytes * (self.degree - 1))

@@ -64,12 +64,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's tokens `[batch, sequence or a share, inputs]` to all tokens' `[..., outputs / degree]`."""
+        """Map this rank's tokens, `[batch, sequence or a share, inputs]` of the weight's dtype, to all tokens' `[...,
+        outputs / degree]`."""
         return _Column.apply(x, self.weight, self.bias, self)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Affine map of which this rank has a share of the inputs: weight `[inputs / degree, outputs]`, and the whole
+    """Affine map of which this rank has a share of the inputs: weight `[inputs / degree, outputs]`, and all of the
     bias."""
 
     @staticmethod
@@ -78,7 +79,8 @@ class RowParallelLinear(_ParallelLinear):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Map all tokens' `[..., inputs / degree]` to this rank's tokens `[batch, sequence or a share, outputs]`."""
+        """Map all tokens' `[..., inputs / degree]`, of the weight's dtype, to this rank's tokens `[batch, sequence or a
+        share, outputs]`."""
         # The node of the backward pass comes before the product. Autograd saves a function's tensors once the function
         # has run, and recomputation of a checkpoint stops at the last tensor that was saved. This product is the last
         # one of a block, so it is not recomputed.
@@ -99,7 +101,8 @@ class ParallelAttention(Attention):
         self.out = RowParallelLinear(config.hidden, config.hidden, bias, mesh, queue, ordered=True)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Map this rank's tokens `[batch, sequence or a share of it, hidden]` to the same shape."""
+        """Map this rank's tokens, `[batch, sequence or a share of it, hidden]` of the weights' dtype, to the same shape
+        and dtype."""
         if not (self.training and self.dropout) or self.mesh.degree == 1 or self.mesh.sharded:
             return super().forward(x, rotary)
         # All ranks draw the same random numbers, because residual dropout must drop the same elements on each of them.
