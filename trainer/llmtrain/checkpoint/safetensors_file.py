@@ -1,9 +1,9 @@
 """Write a safetensors file front to back, without a copy of the data, faster than write-then-fsync.
 
 safetensors' own `save_file` first collects all data in memory. Here the header follows from the shapes alone, so each
-tensor's bytes go directly from its memory to the disk. The kernel begins to write back each block at once, so that the
-final fsync has little left to do. The format is that of the safetensors documentation: an 8-byte little-endian length,
-a JSON header padded with spaces, the tensors back to back.
+tensor's bytes go directly from its memory to the disk. The kernel begins to write back each block immediately, so that
+the final fsync has little left to do. The format is that of the safetensors documentation: an 8-byte little-endian
+length, a JSON header padded with spaces, the tensors back to back.
 """
 
 import json

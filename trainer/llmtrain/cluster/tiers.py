@@ -152,7 +152,7 @@ def _described(cluster: Cluster, world: int) -> list[Tier]:
 
 
 def _through_all_cards(group: NodeGroup) -> Figures:
-    """Return the figures of one node of a cluster, with all its cards used at once."""
+    """Return the figures of one node of a cluster, with all its cards used at the same time."""
     figures = [_figures(card) for card in group.cards]
     return _known([rate for rate, _ in figures], sum), _slowest(figures)[1]
 

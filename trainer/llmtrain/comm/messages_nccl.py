@@ -18,8 +18,8 @@ class NcclMessages(TorchMessages):
 
     They cannot deadlock: each channel has a communicator, and so a stream, of its own, on which both ends post in the
     order of messages. A kernel whose other end is late delays its own channel alone, so it does not matter in which
-    order a rank posts on different channels. Kernels of several communicators run at once as long as the GPU has room
-    for all of them, so at most one receive and one send of each channel run at a time.
+    order a rank posts on different channels. Kernels of several communicators run at the same time as long as the GPU
+    has room for all of them, so at most one receive and one send of each channel run at a time.
 
     peers: see TorchMessages; in an order that all ranks share. chunks: stages of a rank.
     """

@@ -48,7 +48,7 @@ class SharedMemoryCollectives(Collectives):
         order: Sequence[int] | None = None,
         workspace: Workspace | None = None,
     ) -> None:
-        """slots: by rank, uint8 `[an even number, bytes]`. Half of the number may be under way at once."""
+        """slots: by rank, uint8 `[an even number, bytes]`. Half of the number may be under way at the same time."""
         super().__init__(group, order, workspace)
         self._slots, self._slot_bytes, self._next = slots, slots[0].shape[1], 0
         self._others = [rank for rank in range(self.size) if rank != self.rank]

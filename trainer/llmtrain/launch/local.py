@@ -85,7 +85,7 @@ class _NoLogs(LogsSpecs):
 
 
 class _Signals:
-    """Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end; a second SIGINT ends them at once.
+    """Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end; a second SIGINT ends them immediately.
     asked: whether a signal has arrived. interrupts: the number of SIGINTs."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashN
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
-    # The agent sends the other ranks SIGTERM at once and SIGKILL after GRACE.
+    # The agent sends the other ranks SIGTERM immediately and SIGKILL after GRACE.
     together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
     for failure in together:

@@ -25,10 +25,10 @@ _OVER = b"\0"
 
 
 class StopRequest:
-    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops at once.
+    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops immediately.
 
     asked: whether a request has arrived; interrupted: whether it was a SIGINT. agreed: whether ranks have agreed that
-    one was asked; `interrupted` is then the same on all of them. A thread notes both at once, because
+    one was asked; `interrupted` is then the same on all of them. A thread notes both immediately, because
     Python calls a handler only between two calls of the main thread, which may take minutes. After the block SIGUSR1 is
     ignored, as the process is about to end.
     """
@@ -99,8 +99,9 @@ class StopRequest:
 
 
 def end_early() -> None:
-    """End this process at once on a stop signal, until `restore_handlers`: it has nothing to save yet, and an import
-    may swallow an exception. In ranks that `llmtrain run` started, does nothing: their launcher handles the signal."""
+    """End this process immediately on a stop signal, until `restore_handlers`: it has nothing to save yet, and an
+    import may swallow an exception. In ranks that `llmtrain run` started, does nothing: their launcher handles the
+    signal."""
     if LAUNCHER_PID not in os.environ:
         for number in STOP_SIGNALS:
             signal.signal(number, _end)

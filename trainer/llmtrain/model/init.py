@@ -9,7 +9,7 @@ from torch import Tensor
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 
 # Elements of a block. Each block has its own generator, so that a shard draws only its own blocks and still gets the
-# same values as the whole tensor.
+# same values as the full tensor.
 BLOCK = 1 << 20
 
 
@@ -27,7 +27,7 @@ def _draw(tensor: TensorSpec, first: int, last: int, seed: int, out: Tensor) -> 
         return
     blocks, threads = range(first // BLOCK, (last - 1) // BLOCK + 1), torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        # A block of each thread at once, so that few of them are in memory.
+        # A block of each thread at the same time, so that few of them are in memory.
         for start in range(0, len(blocks), threads):
             part = blocks[start : start + threads]
             for block, drawn in zip(part, pool.map(lambda block: _normal(tensor, block, seed), part), strict=True):

@@ -22,7 +22,7 @@ class TensorSpec:
     """One canonical tensor, or the rows of it that a tensor-parallel rank holds.
 
     name: name in checkpoints. parameter: name of the module parameter that views it, relative to the unit's module;
-    neighbours with the same parameter are stacked along dim 0. shape: shape of the whole tensor. std: standard
+    neighbours with the same parameter are stacked along dim 0. shape: shape of the full tensor. std: standard
     deviation of the normal initialisation; None fills with `fill`. decay: whether weight decay applies. split: whether
     tensor parallelism splits it along dim 0. rows: the `[start, end)` along dim 0 that this rank holds; None for all.
     """
@@ -38,12 +38,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """Number of elements of the full tensor."""
         return prod(self.shape)
 
     @property
     def held(self) -> tuple[int, int]:
-        """The `[start, end)` of the whole tensor's elements that this rank holds."""
+        """The `[start, end)` of the full tensor's elements that this rank holds."""
         if self.rows is None:
             return 0, self.numel
         row = prod(self.shape[1:])
@@ -70,7 +70,7 @@ class UnitSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole unit."""
+        """Number of elements of the full unit."""
         return self.offsets[-1]
 
     @property
@@ -88,7 +88,7 @@ class UnitSpec:
         return self.offsets[sum(tensor.split for tensor in self.tensors)]
 
     def tensor_ranges(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
-        """Return (tensor, first, last) for the part of each whole tensor in `[start, end)` of the unit, in order."""
+        """Return (tensor, first, last) for the part of each full tensor in `[start, end)` of the unit, in order."""
         index = bisect_right(self.offsets, start) - 1
         found = []
         while start < end:
@@ -100,7 +100,7 @@ class UnitSpec:
         return found
 
     def slice(self, place: int, parts: int) -> "UnitSpec":
-        """Return the part of this whole unit that the tensor-parallel rank at `place` of `parts` holds.
+        """Return the part of this full unit that the tensor-parallel rank at `place` of `parts` holds.
 
         Rows are divided as evenly as possible (a vocabulary need not be a multiple of `parts`).
         """

@@ -19,13 +19,13 @@ class ActivationCopies(Protocol):
         memory is kept, until `settle` or the next `save`."""
 
     def settle(self) -> None:
-        """Let go of the group input that was saved last."""
+        """Release the group input that was saved last: its memory may be used again."""
 
     def fetch(self, region: int) -> None:
-        """Start to bring a group input back."""
+        """Start to read a group input back."""
 
     def advance(self) -> None:
-        """Bring the group input that was fetched first, and is not taken, nearer."""
+        """Start to copy the group input that was fetched first, and is not taken, to the device."""
 
     def take(self, region: int) -> Tensor:
         """Return the group input that was fetched first, on the device, of the shape and dtype that was saved. It is

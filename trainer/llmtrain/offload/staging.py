@@ -101,7 +101,7 @@ class InPlace:
 
 
 class Copies:
-    """Copies between the host and a device: on a CUDA stream of their own, or at once."""
+    """Copies between the host and a device: on a CUDA stream of their own, or immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self.link = LinkCount()
@@ -233,7 +233,8 @@ def stagings(
     offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, sums: torch.dtype, states: int
 ) -> list[Staging]:
     """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype, sums:
-    of weights and of gradients. states: of a bucket. torch's threads are shared out over kernels that run at once."""
+    of weights and of gradients. states: of a bucket. torch's threads are shared out over kernels that run at the same
+    time."""
     threads = max(1, torch.get_num_threads() // offload.workers)
     if offload.on_device:
         return [_on_device(offload, device, bucket, dtype, sums, states) for _ in range(offload.workers)]

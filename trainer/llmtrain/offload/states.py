@@ -74,7 +74,7 @@ class Regions:
 
 class HostStates:
     """States in the host's memory; pinned, so that a GPU copies from and to it directly, if `pinned`. Several threads
-    may take different buckets at once."""
+    may take different buckets at the same time."""
 
     def __init__(self, buckets: Sequence[Bucket], pinned: bool) -> None:
         self._regions = Regions(buckets)

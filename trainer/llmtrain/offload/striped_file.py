@@ -17,8 +17,8 @@ class StripedFile:
     """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
 
     paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. weights: relative bandwidths
-    of the volumes, by which bytes are shared out; equal by default. The files take their space at once: a later write
-    cannot find the volume full. Raises RunFailedError.
+    of the volumes, by which bytes are shared out; equal by default. The files take their space immediately: a later
+    write cannot find the volume full. Raises RunFailedError.
     """
 
     def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:

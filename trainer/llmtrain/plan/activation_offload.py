@@ -110,12 +110,12 @@ class ActivationSlots(ABC):
 
     @property
     def read_slots(self) -> int:
-        """Group inputs that are in use or being read at once."""
+        """Group inputs that are in use or being read at the same time."""
         return min(READ_AHEAD + 1, self.left)
 
     @property
     def write_slots(self) -> int:
-        """Group inputs that are being written at once."""
+        """Group inputs that are being written at the same time."""
         return min(WRITE_BEHIND, self.left)
 
 
@@ -165,7 +165,7 @@ def activation_counts(actions: Sequence[Action], groups: Sequence[int], stay: in
 
 def activation_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> ActivationMoves:
     """Return what happens to the group inputs of a rank's actions. groups: of each chunk's stage. stay: most group
-    inputs that stay at once, at least READ_AHEAD.
+    inputs that stay at the same time, at least READ_AHEAD.
 
     A region is taken when its group input is saved and free once it is used. The next READ_AHEAD group inputs that left
     come back

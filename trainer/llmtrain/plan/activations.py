@@ -72,8 +72,8 @@ def deferred_bytes(plan: Plan, layout: StageLayout, place: int | None = None) ->
 
 def live_activations(plan: Plan, rank: int) -> int:
     """Return the most bytes that a rank of the run keeps between two of its actions: all chunks and all microbatches
-    that are alive at once, without what offload has moved. What happens inside of an action comes on top, such as
-    `recomputed_peak`.
+    that are alive at the same time, without what offload has moved. What happens inside of an action comes on top, such
+    as `recomputed_peak`.
 
     Message-driven: the most that `limit` allows, which the order of arrivals need not reach. The last stage runs each
     backward pass directly after the forward pass.

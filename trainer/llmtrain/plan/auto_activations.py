@@ -40,7 +40,7 @@ def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf
         other = _staying(plan, [stay] * places)
         return any(_bytes(other, role, device) > room for role, room in zip(held, rooms, strict=True))
 
-    # Group inputs that are offloaded at once, besides those that stay.
+    # Group inputs that are offloaded at the same time, besides those that stay.
     every = READ_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
     # Where all stay, there are no buffers either.
     if not exceeds(every):

@@ -1,7 +1,7 @@
 """What `zero.resident: auto` stands for: the memory that a run leaves, filled so that slow links carry least.
 
-The memory holds whole units until their next use, or a secondary copy of all weights and as many whole units as then
-fit. Neither changes a result. No torch in here.
+The memory holds gathered units until their next use, or a secondary copy of all weights and as many gathered units as
+then fit. Neither changes a result. No torch in here.
 """
 
 from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ STATE_BYTES = 12
 """Masters and two moments of an element, fp32."""
 
 BLOCK = 16 * 1024**2
-"""Bytes of a range that a checkpoint reads and writes at once."""
+"""Bytes of a range that a checkpoint reads and writes at the same time."""
 
 
 def copy_bytes(plan: Plan, role: Role) -> int:

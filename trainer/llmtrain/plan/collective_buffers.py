@@ -13,7 +13,7 @@ Backend = Literal["nccl", "shared", "gloo"]
 """NCCL between GPUs; memory that the CPUs of a node share; gloo between other CPUs."""
 
 ONE_ROUND = 2**20
-"""Up to this many bytes per rank, the ranks of an all-reduce over gloo send each other their whole tensors. gloo's ring
+"""Up to this many bytes per rank, the ranks of an all-reduce over gloo send each other their full tensors. gloo's ring
 sends less, but in many messages that wait for each other: small tensors take two to four times as long."""
 
 SLOT_BYTES = 8 << 20
@@ -32,13 +32,13 @@ def backend_of(device: Device, ranks: Sequence[int], node: int) -> Backend:
 
 
 def in_one_round(nbytes: int, ranks: int) -> bool:
-    """Return whether gloo's ranks send each other all of a tensor of `nbytes` at once."""
+    """Return whether gloo's ranks send each other all of a tensor of `nbytes` at the same time."""
     return nbytes * (ranks - 1) <= ONE_ROUND
 
 
 @dataclass(frozen=True, slots=True)
 class SizedCollective:
-    """A collective. size: bytes of the whole tensor, as it is sent. element: bytes of an element on the wire.
+    """A collective. size: bytes of the full tensor, as it is sent. element: bytes of an element on the wire.
 
     reduce_scatter, converted: its values have another dtype than the wire. all_to_all: of packed values, which come
     from a buffer and go to another one. all_gather, shards: of weight shards, which ranks of one node read directly.

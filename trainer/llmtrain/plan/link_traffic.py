@@ -38,7 +38,7 @@ def _sum(copied: Iterator[Copied]) -> Copied:
 
 def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
     shards = {unit: numel * plan.compute_bytes for unit, numel in offloaded_shards(plan, rank).items()}
-    # What the device has of each shard after the step goes down once.
+    # After the step, the elements of each shard that the device has are copied to the host once.
     yield sum(programs.spec.stored.values()) * plan.compute_bytes, 0
     for issue in programs.step.issues if shards else ():
         if isinstance(issue, Gather) and not issue.secondary:

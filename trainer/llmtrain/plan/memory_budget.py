@@ -133,7 +133,7 @@ def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
 
 
 def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict[str, int]:
-    """Return the bytes of the memory for gathered weights, of that for whole gradients, and of the buffers of
+    """Return the bytes of the memory for gathered weights, of that for unsharded gradients, and of the buffers of
     collectives and messages."""
     weights = gradients = 0
     # A program of many microbatches takes long to make.

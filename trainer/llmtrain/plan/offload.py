@@ -31,10 +31,10 @@ class Offload:
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
     parameters, gradients: where all weights, and all sums of gradients, rest. paths: folders of files, one for each
-    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at once. on_device: whether the
-    part comes to the device to be stepped. backend: the kernel that steps it. overlap: buckets that are on their way
-    while one is stepped. spare: share of the part that may be stepped before the gradients' norm is known, in memory of
-    its own.
+    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at the same time. on_device:
+    whether the part comes to the device to be stepped. backend: the kernel that steps it. overlap: buckets that are on
+    their way while one is stepped. spare: share of the part that may be stepped before the gradients' norm is known, in
+    memory of its own.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
@@ -130,7 +130,7 @@ def volume_weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements of a unit whose states move together. In a file, each state takes `part` bytes, one behind the other.
+    """Elements of a unit whose states move together. In a file, each state takes `part` bytes, one after another.
 
     start, end: from the first element that the rank steps. states: number of states. spare: whether it may be stepped
     before the gradients' norm is known, into spare memory of the same size."""
@@ -163,12 +163,13 @@ def largest(buckets: Iterable[Bucket]) -> int:
 
 
 def slots(buckets: int) -> int:
-    """Return how many of a rank's buckets of gradients are in memory at once."""
+    """Return how many of a rank's buckets of gradients are in memory at the same time."""
     return ring_slots(buckets)
 
 
 def ring_slots(buckets: int, overlap: int = OVERLAP) -> int:
-    """Return how many of a rank's buckets of files are in memory at once. overlap: how many of them are read ahead."""
+    """Return how many of a rank's buckets of files are in memory at the same time. overlap: how many of them are read
+    ahead."""
     return min(1 + overlap + WRITE_BEHIND, buckets)
 
 

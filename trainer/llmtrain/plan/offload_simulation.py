@@ -46,9 +46,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Order:
-    """What may overlap. threads: buckets that are under way at once. waits_for: units whose buckets a unit's forward
-    pass waits for, its own and those of the units after it; None: it waits for all. fetched: buckets of files that are
-    read while one is stepped."""
+    """What may overlap. threads: buckets that are under way at the same time. waits_for: units whose buckets a unit's
+    forward pass waits for, its own and those of the units after it; None: it waits for all. fetched: buckets of files
+    that are read while one is stepped."""
 
     threads: int
     waits_for: int | None = 1
@@ -81,7 +81,7 @@ def exact_least(moves: Sequence[Moves], computation: Computation, rates: Rates) 
     """Return the least seconds of a step that is exact.
 
     Gradients are complete in the last backward pass, and the next forward pass needs the weights: the other lanes run
-    beside these two alone. Weights come up once the norm is known, beside the forward pass.
+    beside these two alone. Weights are copied to the device once the norm is known, during the forward pass.
     """
     busy = least_seconds(moves, computation, rates)
     alone = busy.pop("compute")

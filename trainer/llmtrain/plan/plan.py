@@ -35,7 +35,7 @@ COMPUTE_BYTES: Mapping[Compute, int] = MappingProxyType({"fp32": 4, "bf16": 2, "
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The batch of one optimizer step. sequences: sequences of the global batch. microbatch: sequences that a rank
-    computes at once. microbatches: microbatches of each replica in a step."""
+    computes at the same time. microbatches: microbatches of each replica in a step."""
 
     sequences: int
     sequence_length: int

@@ -104,7 +104,7 @@ def _tensor(plan: Plan, rank: int, device: Device) -> Iterator[SizedCollective]:
 
 
 def _partial(unit: UnitTraffic) -> int:
-    """Bytes of the sum of a unit's TP-replicated gradients: whole gradients are in the compute dtype."""
+    """Bytes of the sum of a unit's TP-replicated gradients: unsharded gradients are in the compute dtype."""
     buffered = unit.placement.degrees.gradients > 1
     return unit.replicated_bytes if buffered else unit.replicated_bytes // unit.element_bytes * unit.sum_bytes
 

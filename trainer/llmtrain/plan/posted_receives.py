@@ -41,8 +41,8 @@ def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int, ch
 
 
 def posted_bytes(plan: Plan, rank: int, device: Device) -> int:
-    """Return the most bytes of a rank's receives that are posted and not taken at once. Message-driven: the most that
-    may be, as a rank also posts those whose arrival it asks for."""
+    """Return the most bytes of a rank's receives that are posted and not taken at the same time. Message-driven: the
+    most that may be, as a rank also posts those whose arrival it asks for."""
     spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank, device)
     if posting is None:
         return 0
@@ -54,8 +54,8 @@ def posted_bytes(plan: Plan, rank: int, device: Device) -> int:
 
 
 def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
-    """Return the most receives that are posted at once. sources: the channel of each message, in the order in which
-    they are taken."""
+    """Return the most receives that are posted at the same time. sources: the channel of each message, in the order in
+    which they are taken."""
     left = Counter(sources)
     posted = {channel: min(posting.at_start, count) for channel, count in left.items()}
     most = sum(posted.values())

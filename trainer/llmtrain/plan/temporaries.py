@@ -49,7 +49,7 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
 
 
 def _held(unit: UnitSpec, device: Device) -> int:
-    """Return the most elements of a unit's gradients that wait at once. Neighbours that share a parameter are
+    """Return the most elements of a unit's gradients that wait at the same time. Neighbours that share a parameter are
     stacked."""
     sizes = [
         sum(end - start for _, start, end in stacked)

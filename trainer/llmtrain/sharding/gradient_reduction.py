@@ -1,8 +1,8 @@
 """The reduction of one unit's gradients over the ranks that share it, hop by hop.
 
-Every microbatch reduces the whole gradients to the gradient shard (the first hops). The last microbatch then reduces
-the gradient shard to the optimizer shard (the second hops); MiCS, section 3.4, all-reduces there, with twice the bytes.
-If several ranks hold the same optimizer shard, they gather the sum back.
+Every microbatch reduces the unsharded gradients to the gradient shard (the first hops). The last microbatch then
+reduces the gradient shard to the optimizer shard (the second hops); MiCS, section 3.4, all-reduces there, with twice
+the bytes. If several ranks hold the same optimizer shard, they gather the sum back.
 """
 
 from typing import Protocol
@@ -18,7 +18,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 class Reduction(Protocol):
-    """How one unit's gradients travel."""
+    """How one unit's gradients are reduced over ranks."""
 
     def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
         """Return the steps of a reduction. buffer: `[padded]`, gradients of one microbatch, of the full unit, in the

@@ -30,7 +30,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients travel. packing: None for not packed. offloaded: where sums rest that are not on the device."""
+    """How gradients are reduced over ranks. packing: None for not packed. offloaded: where offloaded sums are held."""
 
     packing: Packing | None = None
     offloaded: OffloadedGradients | None = None

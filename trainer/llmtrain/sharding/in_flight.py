@@ -18,8 +18,8 @@ class _Slot:
 
 
 class InFlight:
-    """Starts gathers or reductions on the streams of their steps. At most `count` are in flight at once, each with
-    buffers of its own."""
+    """Starts gathers or reductions on the streams of their steps. At most `count` are in flight at the same time, each
+    with buffers of its own."""
 
     def __init__(self, device: torch.device, count: int, sizes: Mapping[str, int]) -> None:
         """sizes: bytes of each buffer of one workspace, by name."""

@@ -10,7 +10,7 @@ class UnitParameters:
     where each begins and ends in the buffer."""
 
     def __init__(self, spec: UnitSpec, module: nn.Module, weight: Tensor, gathered: bool) -> None:
-        """Replace the parameters of `module`: by views into `weight` if it is the whole unit (gathered), else by empty
+        """Replace the parameters of `module`: by views into `weight` if it is the gathered unit, else by empty
         parameters of its dtype, until `show`."""
         self._ranges = parameter_ranges(spec)
         self.starts = [start for _, start, _ in self._ranges]

@@ -36,7 +36,7 @@ class SecondaryCopy:
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
         if not self._hops:
-            # Every rank holds the whole copy. Copy it on the stream of a hop, in parallel with the computation.
+            # The copy is not sharded. Copy it on the stream of a hop, in parallel with the computation.
             return [HopStep(self._unit.hops.weights[0].stream, lambda: self._restore(buffer))]
         return gather_parts(buffer, self._copy, self._hops, self._packing, workspace, packed=self._packing is not None)
 

@@ -18,7 +18,7 @@ from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range, StepRange
 from llmtrain.sharding.parameters import UnitParameters
 
-# Elements of masters in files that are read at once.
+# Elements of masters in files that are read at the same time.
 CHUNK = 2**22
 
 

@@ -23,7 +23,7 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """How weights travel. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
+    """How weights are gathered. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
     tensor-parallel ranks hold replicated parameters, which are then sent unpacked. offloaded: where the shards rest
     that are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after
     a step, until they are stored. updated: the first element of the buffer pool that holds them; units without any are

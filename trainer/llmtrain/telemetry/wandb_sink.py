@@ -66,7 +66,7 @@ class WandbSink:
         self._worker.start()
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Log the values, which may be nested, at a step. Returns at once."""
+        """Log the values, which may be nested, at a step. Returns immediately."""
         self._put(_Log(step, values))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:

@@ -139,7 +139,7 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[Shard
 
 
 def _weight_policy(plan: Plan, programs: Programs, offloaded: OffloadStores) -> WeightPolicy:
-    """Return how weights travel."""
+    """Return how weights are gathered."""
     quantization = plan.sharding.quantization
     return WeightPolicy(
         packing=_packing(quantization.weights, quantization.block),

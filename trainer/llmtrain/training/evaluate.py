@@ -16,7 +16,7 @@ from llmtrain.model.gpt import GPT
 # Seed of the order of samples: the same for all runs, so that their losses can be compared.
 ORDER = 0
 
-# Most microbatches on the device at once.
+# Most microbatches on the device at the same time.
 TOGETHER = 64
 
 # Seconds after which ranks ask each other whether one of them was asked to stop.

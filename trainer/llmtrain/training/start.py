@@ -107,7 +107,7 @@ def _refuse_second(folder: Path) -> None:
 
 def _gpus(place: Launched | None) -> int:
     """Return how many GPUs this process sees."""
-    # torch is imported this late so that a mistake in the recipe's text or paths is reported at once.
+    # torch is imported this late so that a mistake in the recipe's text or paths is reported immediately.
     with loading("PyTorch", place is None or place.is_first):
         from llmtrain.comm.device import gpu_count
     return gpu_count()

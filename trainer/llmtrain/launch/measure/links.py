@@ -1,4 +1,4 @@
-"""The links that `bench comm` measures, and the ranks that use each one at once. Pure data, no torch."""
+"""The links that `bench comm` measures, and the ranks that use each one at the same time. Pure data, no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

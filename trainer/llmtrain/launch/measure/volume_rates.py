@@ -14,7 +14,7 @@ from llmtrain.launch.measure.memory_result import TOGETHER, WAYS, VolumeRate, Wa
 from llmtrain.offload.striped_file import StripedFile
 
 BLOCKS, DEPTHS = (2**17, 2**20, 2**22), (1, 8, 64)
-"""Bytes of a transfer, and transfers of a volume at once."""
+"""Bytes of a transfer, and transfers of a volume at the same time."""
 
 FILE = 2**28
 """Bytes of the file on each volume. They are written before they are read: a disk is not read where nothing was."""
@@ -81,8 +81,8 @@ def measure_volumes(
 
 
 def rate(volumes: Sequence[Volume], way: Way, cell: tuple[int, int], seconds: float, memory: Tensor) -> float:
-    """Return the bytes per second of transfers on all volumes at once. cell: bytes of a block, and depth of each
-    volume's queue. memory: uint8, for the regions that are started at once."""
+    """Return the bytes per second of transfers on all volumes at the same time. cell: bytes of a block, and depth of
+    each volume's queue. memory: uint8, for the regions that are started at the same time."""
     block, depth = cell
     parts = memory.split(_REGION)
     started: deque[tuple[Volume, list[tuple[int, int]]]] = deque()

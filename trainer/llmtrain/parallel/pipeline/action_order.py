@@ -20,7 +20,7 @@ class ActionOrder(Protocol):
 
     @property
     def most_live(self) -> int:
-        """The most microbatches of a stage that any rank of the pipeline holds at once."""
+        """The most microbatches of a stage that any rank of the pipeline holds at the same time."""
 
     def actions(self) -> Iterator[Action]:
         """Yield the actions of one step. Each is run before the next one is asked for."""

@@ -57,7 +57,7 @@ class Transport:
     """Tensors on channels between this rank and the ranks of other stages. Without channels it does nothing.
 
     messages: the backend. dtype, device: of all tensors. posted_bytes: most bytes of receives that were posted and not
-    taken at once.
+    taken immediately.
     """
 
     def __init__(self, messages: Messages, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of tensor-parallel ranks. Each one starts at once and is waited for where its result is needed."""
+"""Collectives of tensor-parallel ranks. Each one starts immediately and is waited for where its result is needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from llmtrain.comm.collectives import Collectives, Work
 from llmtrain.plan.traffic import Count, Traffic
 
 CountCollective = Callable[[str, int, int], None]
-"""Takes each collective's operation, the bytes of the whole tensor, and the bytes that this rank sends."""
+"""Takes each collective's operation, the bytes of the full tensor, and the bytes that this rank sends."""
 
 
 def count_as_tensor(count: Count, tier: str) -> CountCollective:

@@ -55,7 +55,7 @@ class Schedule:
 
     @cached_property
     def most_live(self) -> int:
-        """The most activations that any rank holds at once, in microbatches of one stage."""
+        """The most activations that any rank holds at the same time, in microbatches of one stage."""
         return max(peak_live(self))
 
     @property
@@ -76,7 +76,7 @@ class Schedule:
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Return the most activations that each rank holds at once, counted in microbatches of one stage.
+    """Return the most activations that each rank holds at the same time, counted in microbatches of one stage.
 
     A rank holds them from the forward pass to the backward pass; if that is split, to the backward pass of the weights.
     """

@@ -155,7 +155,8 @@ def schedule_warning(
 
 
 def live_bound(name: ScheduleName, ranks: int, chunks: int, microbatches: int, limit: int | None = None) -> list[int]:
-    """Return an upper bound of the activations that each rank holds at once, counted in microbatches of one stage.
+    """Return an upper bound of the activations that each rank holds at the same time, counted in microbatches of one
+    stage.
 
     gpipe: m, and 1 on the last rank. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g microbatches in the
     largest group. zero-bubble: p on every rank. zero-bubble-v: 2p of stages half as large. message-driven: `limit`

@@ -44,7 +44,7 @@ class PipelineView:
 
     @property
     def live(self) -> list[int]:
-        """The most activations that each rank holds at once, in microbatches of one stage."""
+        """The most activations that each rank holds at the same time, in microbatches of one stage."""
         return peak_live(self.schedule)
 
     @property

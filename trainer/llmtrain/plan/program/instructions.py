@@ -119,7 +119,7 @@ class Program:
 
     start: what is issued before the first pass. passes: in order; with message-driven, arriving messages decide the
     order of forward and backward passes, and only messages depend on it. weights, gradients: elements of the buffer
-    pools of gathered weights and of whole gradients. finish: sums over replicas after the passes, in order.
+    pools of gathered weights and of unsharded gradients. finish: sums over replicas after the passes, in order.
     """
 
     start: tuple[Issue, ...]

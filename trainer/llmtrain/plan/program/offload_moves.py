@@ -70,7 +70,7 @@ class Event:
 
 def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
     """Return what each bucket of a rank of the run moves in a step. device: what it computes on; a CPU's memory is the
-    host's, so that nothing comes down or up."""
+    host's, so that nothing is copied between the host and the device."""
     offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
     places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
     in_files = offload.tier == "nvme"

@@ -50,8 +50,8 @@ class _Held:
 class Residency:
     """Decides, event by event, what to gather and what to drop.
 
-    events: of one step. capacity: elements of the buffer pool; it takes more only if the units in use at once need
-    more. `issues(k)` has to be called for k = -1, the start, and then for each event in order.
+    events: of one step. capacity: elements of the buffer pool; it takes more only if the units in use at the same time
+    need more. `issues(k)` has to be called for k = -1, the start, and then for each event in order.
     """
 
     events: Sequence[Event]
@@ -160,8 +160,9 @@ class Residency:
 def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
     """Return what is issued at the start and at each event, and the elements of the buffer pool.
 
-    Units of different sizes may leave gaps that are too small for the units in use at once. Then less is gathered
-    ahead, so that the buffer pool has `capacity` elements at most, if the units in use at once allow it.
+    Units of different sizes may leave gaps that are too small for the units in use at the same time. Then less is
+    gathered ahead, so that the buffer pool has `capacity` elements at most, if the units in use at the same time allow
+    it.
     """
     for eighths in range(8, -1, -1):
         room = capacity * eighths // 8 // units.granule * units.granule

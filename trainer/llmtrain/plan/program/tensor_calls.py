@@ -19,7 +19,7 @@ from llmtrain.plan.plan import Plan
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Sized = tuple[Operation, int]
-"""A collective: its operation, and the bytes of the whole tensor."""
+"""A collective: its operation, and the bytes of the full tensor."""
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """How the states of one unit travel. element_bytes: of the compute dtype. weights, secondary, gradients: packed
-    formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks share the unit."""
+    """How the states of one unit are gathered and reduced. element_bytes: of the compute dtype. weights, secondary,
+    gradients: packed formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks share the unit."""
 
     spec: UnitSpec
     placement: Placement
@@ -138,7 +138,7 @@ class UnitTraffic:
 
 
 def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
-    """Return how the units of a rank of the run travel, in the order of the model."""
+    """Return how the units of a rank of the run are gathered and reduced, in the order of the model."""
     quantization, grid = plan.sharding.quantization, plan.grid
 
     def packed(bits: int) -> PackedFormat | None:

@@ -1,4 +1,4 @@
-"""The buffers that gathers and reductions in flight need, from how units travel. No torch in here.
+"""The buffers that gathers and reductions in flight need, from how units are gathered and reduced. No torch in here.
 
 Each gather, and each reduction, in flight has a workspace of its own, which the largest unit fits. So has each lane,
 whose collectives run one after another.
@@ -22,7 +22,7 @@ Sized = tuple[str, int]
 @dataclass(frozen=True)
 class InFlightBuffers:
     """The workspaces of what is in flight. weights, gradients: bytes of each buffer, by name, of one gather's and of
-    one reduction's workspace. count: gathers, and reductions, in flight at once."""
+    one reduction's workspace. count: gathers, and reductions, in flight at the same time."""
 
     weights: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)

@@ -36,7 +36,7 @@ def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
 
 
 def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
-    """Yield the problems of the buffers that hold whole gradients before their reduction."""
+    """Yield the problems of the buffers that hold unsharded gradients before their reduction."""
     before: tuple[str, tuple[int, int]] | None = None
     for place, issue in program_issues(program):
         if not isinstance(issue, Reduce) or issue.offset is None or issue.unit not in spec.padded:

@@ -24,8 +24,8 @@ Started = tuple[Transfer, Place]
 @dataclass(frozen=True, eq=False)
 class Part:
     """What the programs of the data-parallel ranks at one place of the pipeline and tensor axes depend on. units: how
-    each unit travels, in the order of the updates. groups: ranks of each group of sums over replicas. evaluates:
-    whether the programs are those of an evaluation, after which nothing is updated."""
+    each unit is gathered and reduced, in the order of the updates. groups: ranks of each group of sums over replicas.
+    evaluates: whether the programs are those of an evaluation, after which nothing is updated."""
 
     spec: ProgramSpec
     units: Mapping[str, UnitTraffic]
@@ -125,7 +125,7 @@ class RankPrograms:
         return self.parts[self.place(rank)]
 
     def members(self, rank: int, lane: Lane, unit: str) -> tuple[int, ...]:
-        """Return the ranks of a lane's group that `rank` is in. unit: one that travels on the lane."""
+        """Return the ranks of a lane's group that `rank` is in. unit: one that is sent on the lane."""
         if (rank, lane) not in self._members:
             if lane.kind in ("partial", "stage", "tied"):
                 # Another check reports a rank that is in no such group.
