@@ -17,7 +17,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Part:
+class BlendPart:
     """One source. share: fraction of the samples. available: tokens of its training split. drawn: tokens trained on."""
 
     prefix: str
@@ -33,7 +33,7 @@ class BlendPlan:
     """A blend for a run of `tokens` tokens. yaml: the recipe's `data` section."""
 
     tokens: int
-    parts: list[Part]
+    parts: list[BlendPart]
     yaml: str
 
     def json(self) -> str:
@@ -72,7 +72,7 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
     available = [source.token_count for source in samples.sources]
     total = _amount(tokens) if tokens else sum(available)
     parts = [
-        Part(
+        BlendPart(
             prefix=source.data.prefix,
             share=source.weight,
             documents=source.documents,

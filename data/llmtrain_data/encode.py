@@ -56,7 +56,7 @@ SPECIMENS = (
 
 
 @dataclass(frozen=True)
-class Ending:
+class DocumentFormat:
     """How documents are stored. end: the id that ends each document, None for none. dtype: dtype of the ids."""
 
     end: int | None
@@ -83,7 +83,7 @@ class Encoder(Protocol):
     name: str
     reason: str
 
-    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks."""
 
 
@@ -103,7 +103,7 @@ class Gigatoken:
         self._cores = cores
         self.tokenizer = self.load()
 
-    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks. Raises DataError if the two encoders differ."""
         tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         tokenizers.put((0, self.tokenizer))
@@ -159,7 +159,7 @@ class Workers:
         self._folder = folder
         self._cores = cores
 
-    def stream(self, chunks: Iterator[Chunk], ending: Ending) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks."""
         # Importing these takes 0.02 s, and gigatoken does not need them.
         import multiprocessing
@@ -208,7 +208,7 @@ def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     return ids, lengths
 
 
-def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: Ending) -> Encoded:
+def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: DocumentFormat) -> Encoded:
     """Append the end token to each document, and skip texts without a token, as Megatron does.
 
     A text that does not end its document gets no end token.
@@ -227,7 +227,7 @@ def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, e
     return Encoded(ids, lengths, _text_bytes(texts), empty, chunk.done)
 
 
-def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, ending: Ending) -> np.ndarray:
+def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, ending: DocumentFormat) -> np.ndarray:
     """Return the ids in the dtype of `ending`, with the end token after each finished text."""
     out = np.full(len(ids) + int(finished.sum()), ending.end, ending.dtype)
     ends = np.cumsum(lengths + finished)
@@ -307,10 +307,10 @@ class _Worker:
     """State that a worker process keeps between chunks."""
 
     tokenizer: "tokenizers.Tokenizer"
-    ending: Ending
+    ending: DocumentFormat
 
 
-def _start_worker(folder: str, ending: Ending) -> None:
+def _start_worker(folder: str, ending: DocumentFormat) -> None:
     """Load the tokenizer. Ignore stop signals, which the parent handles; exit when the parent has exited."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmtrain_data import units
 from llmtrain_data.corpus import Corpus, no_text
-from llmtrain_data.encode import ENCODERS, STOPS, Encoded, Encoder, Ending, choose_encoder
+from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
 from llmtrain_data.output import Terminal
@@ -93,7 +93,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
         dtype = token_dtype(size)
         gc.freeze()
         with _writing(prefix, dtype) as writer, progress("prepare", corpus.total, corpus.unit) as report:
-            stream = encoder.stream(chain([first], chunks), Ending(end, dtype))
+            stream = encoder.stream(chain([first], chunks), DocumentFormat(end, dtype))
             counts = _write(writer, stream, report)
             if writer.documents == 0:
                 raise no_text(corpus)

@@ -221,7 +221,7 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
         work(found.setdefault(name, {}))
 
     assert dist.group.WORLD is not None
-    collectives = collectives_of(dist.group.WORLD, CPU, world, CollectiveBuffers(world, in_turn=False))
+    collectives = collectives_of(dist.group.WORLD, CPU, world, CollectiveBuffers(world, sequential=False))
     for sequence in (False, True):
         mesh = TensorMesh(rank, world, collectives, sequence)
         kind = "sequence" if sequence else "tensor"

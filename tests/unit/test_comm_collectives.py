@@ -288,14 +288,14 @@ def test_each_group_gets_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 3])
     recorded = Recorded(monkeypatch, 2).group
 
-    def kind(device: str, node: int, in_turn: bool = False) -> str:
-        buffers = CollectiveBuffers(2, frozenset({SizedCollective("all_reduce", 5000)}), in_turn)
+    def kind(device: str, node: int, sequential: bool = False) -> str:
+        buffers = CollectiveBuffers(2, frozenset({SizedCollective("all_reduce", 5000)}), sequential)
         return type(collectives_of(recorded, torch.device(device), node, buffers)).__name__
 
     assert kind("cuda", 4) == "NcclCollectives"
     assert kind("cpu", 1) == kind("cpu", 3) == "GlooCollectives"
     assert asked == []
-    assert kind("cpu", 2) == kind("cpu", 4, in_turn=True) == "SharedMemoryCollectives"
+    assert kind("cpu", 2) == kind("cpu", 4, sequential=True) == "SharedMemoryCollectives"
     assert asked == [(4, 8192), (2, 8192)]
     slots.clear()
     assert kind("cpu", 2) == "GlooCollectives"

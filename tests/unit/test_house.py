@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -169,6 +170,17 @@ def test_no_device_checks(module: str) -> None:
 def test_no_module_imports_itself_through_others() -> None:
     # This raises CycleError, which names the modules.
     list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    """A name means one thing, in whichever module a reader meets it."""
+    classes = [
+        node.name
+        for path in SOURCES
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert [name for name, count in Counter(classes).items() if count > 1] == []
 
 
 def test_packages_are_only_folders() -> None:

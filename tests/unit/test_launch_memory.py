@@ -17,7 +17,7 @@ from llmtrain.launch.measure.memory_result import (
     WAYS,
     Copy,
     MemoryFound,
-    Stepped,
+    StepRate,
     VolumeRate,
     described,
 )
@@ -49,7 +49,7 @@ def found(**sockets: int | None) -> MemoryFound:
             Copy(HOST, 1, 10e9), Copy(HOST, 8, 40e9), Copy("from pinned memory to the GPU", 1, 25e9),
             Copy("from the GPU to pinned memory", 1, 22e9), Copy("from pageable memory to the GPU", 1, 9e9),
         ],
-        stepped=[Stepped(1, 4e8, 12e9), Stepped(8, 3e9, 90e9)],
+        stepped=[StepRate(1, 4e8, 12e9), StepRate(8, 3e9, 90e9)],
         volumes=volumes,
         sockets=dict(sockets),
     )  # fmt: skip

@@ -14,8 +14,8 @@ from llmtrain.launch.slurm.config import Container, Site
 from llmtrain.launch.slurm.script import (
     Allocation,
     Array,
+    BatchJob,
     Chain,
-    Job,
     SubmittedRecipe,
     array_indices,
     render,
@@ -24,7 +24,7 @@ from llmtrain.launch.slurm.script import (
 
 RECIPE = "name: a run\nseed: 3\n"
 COMMAND = ("/env/bin/python", "-m", "llmtrain", "run")
-JOB = Job("a run", Path("/data/my runs/a run"), Allocation(2, 4), COMMAND, SubmittedRecipe(RECIPE))
+JOB = BatchJob("a run", Path("/data/my runs/a run"), Allocation(2, 4), COMMAND, SubmittedRecipe(RECIPE))
 FULL = Site(
     account="abc", partition="gpu", qos="high", constraint="a100&nvlink", reservation="r", time="1-0", gpus_per_node=4,
     cpus_per_rank=16, exclusive=True, margin=120, modules=("cuda/12.4", "gcc"), sbatch=("--mail-type=END",),

@@ -12,7 +12,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import seconds
 from llmtrain.launch.slurm.record import jobs_of
-from llmtrain.launch.slurm.script import Job
+from llmtrain.launch.slurm.script import BatchJob
 from llmtrain.launch.status import statuses
 from llmtrain.launch.submit import load_site, plan, submit
 from llmtrain.plan.facts import Facts
@@ -45,7 +45,7 @@ def site_file(folder: Path, text: str) -> Path:
     return path
 
 
-def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", nodes: int | None = None) -> Job:
+def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", nodes: int | None = None) -> BatchJob:
     return plan(str(recipe), overrides, load_site(site_file(recipe.parent, site)), nodes)
 
 

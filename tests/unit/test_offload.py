@@ -21,7 +21,7 @@ from llmtrain.offload.stepper import Do, Stepper, StepTicket
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.plan.offload import GRANULE, Bucket, Offload, ring_slots, rounded
 from llmtrain.plan.placement import Placement
-from llmtrain.plan.program.offload_moves import Event, Moves, order_problems
+from llmtrain.plan.program.offload_moves import MoveEvent, Moves, order_problems
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
@@ -74,12 +74,12 @@ def numbers_of(number: int, divisor: float = DIVISOR) -> AdamWStep:
     )
 
 
-def draw(units: list[ShardedUnit], number: int, events: list[Event] | None = None) -> None:
+def draw(units: list[ShardedUnit], number: int, events: list[MoveEvent] | None = None) -> None:
     """Draw the gradients of a step, from the last unit to the first, and let each unit be stepped ahead."""
     for place, unit in reversed(list(enumerate(units))):
         unit.gradient.normal_(generator=torch.Generator().manual_seed(100 * number + place))
         if events is not None:
-            events.append(Event("gradient", place))
+            events.append(MoveEvent("gradient", place))
         unit.step_ahead()
 
 
@@ -88,7 +88,7 @@ def step(
     number: int,
     stepper: Stepper | None = None,
     ahead: float | None = None,
-    events: list[Event] | None = None,
+    events: list[MoveEvent] | None = None,
 ) -> None:
     """Step units with drawn gradients; the first steps wait for steps ahead. ahead: the divisor of a step ahead of some
     of them; None for no step ahead. events: receives what happens."""
@@ -100,7 +100,7 @@ def step(
         stepper.wait_until(lambda: not stepper._queue.ahead and all(stepper._queue.stepped_ahead.values()))
     if stepper is not None:
         stepper.decide(numbers_of(number))
-        events.append(Event("decide", applies=ahead == DIVISOR))
+        events.append(MoveEvent("decide", applies=ahead == DIVISOR))
     tickets = [unit.step(numbers_of(number)) for unit in units]
     for ticket in tickets:
         if ticket is not None:
@@ -149,8 +149,8 @@ def test_steps_have_the_same_bits(
     beside = units_of(dtype, gradients)
     with offloaded(dtype, offload, gradients) as (units, outside):
         assert all(map(torch.equal, states(units), states(beside)))
-        events = list[Event]()
-        outside.stepper.observe = lambda do, bucket: events.append(Event(do.value, bucket))
+        events = list[MoveEvent]()
+        outside.stepper.observe = lambda do, bucket: events.append(MoveEvent(do.value, bucket))
         for number, ahead in enumerate(AHEAD, 1):
             step(units, number, outside.stepper, ahead, events)
             step(beside, number)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from late_streams import LateCopies, LateStream, late_copies
 from llmtrain.offload import staging as staging_module
-from llmtrain.offload.staging import Copies, Event, OnDevice, Pinned, Staging, Work
+from llmtrain.offload.staging import BucketStep, Copies, CopyEvent, OnDevice, Pinned, Staging
 from llmtrain.sharding.optimizer_shard import StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
 
@@ -65,7 +65,7 @@ def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateC
         with torch.cuda.stream(computing):  # type: ignore[arg-type]
             gradient.copy_(values)
             event.record()
-        work = Work(
+        work = BucketStep(
             bucket=number, part=slice(0, size), last=True, within=(0, size), rule=cast(StepRule, Doubles(late)),
             gradient=gradient, weight=weight, masters=None, spare=torch.zeros(size).bfloat16(), computed=event,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies, mon
 class Earlier(Copies):
     """Does not wait until the gradient is computed."""
 
-    def after(self, event: Event) -> Any:
+    def after(self, event: CopyEvent) -> Any:
         return super().after(None)
 
 
@@ -132,10 +132,10 @@ class Impatient(Copies):
 class Unreported(Copies):
     """Does not say when the weights are there."""
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         return None
 
-    def publish(self, to: torch.Tensor, values: torch.Tensor, after: Event) -> Event:
+    def publish(self, to: torch.Tensor, values: torch.Tensor, after: CopyEvent) -> CopyEvent:
         super().publish(to, values, after)
         return None
 

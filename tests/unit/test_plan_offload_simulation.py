@@ -6,7 +6,7 @@ import pytest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
-from llmtrain.plan.program.offload_moves import Event, Moves, bucket_moves, order_problems
+from llmtrain.plan.program.offload_moves import MoveEvent, Moves, bucket_moves, order_problems
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.recipe.load import load_recipe
 
@@ -70,11 +70,11 @@ def test_files_are_read_ahead_and_written_behind() -> None:
     assert apart == pytest.approx(1 + 4 + 1)
 
 
-def events(*texts: str) -> list[Event]:
+def events(*texts: str) -> list[MoveEvent]:
     found = []
     for text in texts:
         kind, _, place = text.partition(" ")
-        found.append(Event(kind, int(place or 0), applies=kind == "decide" and not place))  # type: ignore[arg-type]
+        found.append(MoveEvent(kind, int(place or 0), applies=kind == "decide" and not place))  # type: ignore[arg-type]
     return found
 
 

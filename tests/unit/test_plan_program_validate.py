@@ -11,7 +11,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.instructions import At, Drop, Gather, Pass, Point, Reduce
 from llmtrain.plan.program.problems.grid import RankPrograms, step_programs
-from llmtrain.plan.program.problems.lanes import Job, Lanes
+from llmtrain.plan.program.problems.lanes import LaneJob, Lanes
 from llmtrain.plan.program.transfers import unit_traffic
 from llmtrain.plan.program.validate import evaluation_problems, program_problems, step_problems
 from llmtrain.recipe.load import load_recipe
@@ -286,10 +286,10 @@ def test_lanes_that_wait_for_each_other_are_stuck(tmp_path: Path) -> None:
     plan = small_plan(tmp_path, "pipeline")
     blocks = unit_traffic(plan, 0)[1]
     gather, reduction = (next(blocks.of(one)) for one in (Gather("blocks.0", 0), Reduce("blocks.0", 0, True, False)))
-    lanes, jobs = Lanes(), list[Job]()
+    lanes, jobs = Lanes(), list[LaneJob]()
     for rank, (first, second) in enumerate([(gather, reduction), (reduction, gather)]):
-        before = Job(rank, first.lane, (0, 1), "blocks.0", first, ())
-        jobs += [before, Job(rank, second.lane, (0, 1), "blocks.0", second, (before,))]
+        before = LaneJob(rank, first.lane, (0, 1), "blocks.0", first, ())
+        jobs += [before, LaneJob(rank, second.lane, (0, 1), "blocks.0", second, (before,))]
         for job in jobs[-2:]:
             lanes.start(job)
     assert not any(job.done for job in jobs)

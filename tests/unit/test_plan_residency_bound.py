@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from llmtrain.cli.main import main
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Gather
-from llmtrain.plan.program.residency import NEVER, Event, Units, reside
+from llmtrain.plan.program.residency import NEVER, Units, UnitUse, reside
 from llmtrain.plan.program.residency_bound import _next_uses, gather_gap, least_gathered
 from llmtrain.plan.program.spec import ProgramSpec
 
 from tests.unit.random_plans import RandomPlans
 
 
-def events_of(uses: Sequence[str]) -> list[Event]:
-    return [Event(at, unit) for unit in uses for at in (At.USE, At.DONE)]
+def events_of(uses: Sequence[str]) -> list[UnitUse]:
+    return [UnitUse(at, unit) for unit in uses for at in (At.USE, At.DONE)]
 
 
-def fewest(events: Sequence[Event], sizes: dict[str, int], capacity: int) -> int:
+def fewest(events: Sequence[UnitUse], sizes: dict[str, int], capacity: int) -> int:
     """Try every choice of units that stay whole."""
     following, found = _next_uses(events), []
     gaps = [(place, following[place]) for place, one in enumerate(events) if one.at is At.DONE]

@@ -18,7 +18,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload.usage import TierUsage
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
-from llmtrain.telemetry.counters import AmdLinks, Counts, HostLink, HostLinks, NvidiaLinks, Volumes
+from llmtrain.telemetry.counters import AmdLinks, Counts, HostLink, HostLinks, NvidiaLinks, VolumeCounters
 from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
@@ -252,7 +252,7 @@ def test_volumes_are_counted_by_the_kernel(tmp_path: Path) -> None:
     """A stat file has reads, merged reads, sectors read, milliseconds, and the same of writes."""
     number = os.stat(tmp_path).st_dev
     stat = tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}/stat"
-    volumes = Volumes([str(tmp_path), "/proc", "/not/there"], tmp_path)
+    volumes = VolumeCounters([str(tmp_path), "/proc", "/not/there"], tmp_path)
     assert volumes.counts() == {}
     stat.parent.mkdir(parents=True)
     stat.write_text("  1 0 100 5 2 0 300 7 0 1 1\n")
@@ -262,7 +262,7 @@ def test_volumes_are_counted_by_the_kernel(tmp_path: Path) -> None:
 
 
 def test_what_this_machine_s_volume_moves_is_counted(tmp_path: Path) -> None:
-    volumes = Volumes([str(tmp_path)])
+    volumes = VolumeCounters([str(tmp_path)])
     before = volumes.counts()
     if not before:
         pytest.skip("the file system is on no block device")

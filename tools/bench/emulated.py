@@ -13,13 +13,12 @@ from typing import cast
 
 import torch
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.staging import Event, InPlace, Work
+from llmtrain.offload.staging import BucketStep, CopyEvent, InPlace
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.offload_simulation import Computation, Order, Rates
-from llmtrain.plan.program.offload_moves import Event as Happened
-from llmtrain.plan.program.offload_moves import Moves
+from llmtrain.plan.program.offload_moves import MoveEvent, Moves
 from llmtrain.sharding.optimizer_shard import StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
 
@@ -81,7 +80,9 @@ class EmulatedStaging:
         self._device, self._inside, self._clock, self._published = device, InPlace(), 0.0, 0.0
         self.link = self._inside.link
 
-    def step(self, work: Work, old: torch.Tensor, new: torch.Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+    def step(
+        self, work: BucketStep, old: torch.Tensor, new: torch.Tensor, numbers: AdamWStep, ahead: bool
+    ) -> CopyEvent:
         """See Staging."""
         device, one = self._device, self._device.moves[work.bucket]
         there, back = ("up", "down") if one.on_device else ("down", "up")
@@ -89,18 +90,18 @@ class EmulatedStaging:
         self._inside.step(work, old, new, numbers, ahead)
         stepped = device.kernel.take(came, one.elements / device.rates.step)
         self._clock = device.link(back, stepped, one.back_ahead if ahead else one.back)
-        return cast(Event, At(self._clock))
+        return cast(CopyEvent, At(self._clock))
 
-    def publish(self, work: Work) -> Event:
+    def publish(self, work: BucketStep) -> CopyEvent:
         """See Staging."""
         self._inside.publish(work)
         self._published = self._device.link(
             "up", max(self._published, at(work)), self._device.moves[work.bucket].commit
         )
-        return cast(Event, At(self._published))
+        return cast(CopyEvent, At(self._published))
 
 
-def at(work: Work) -> float:
+def at(work: BucketStep) -> float:
     """Return when a bucket may be stepped."""
     return cast(At, work.computed).time
 
@@ -121,8 +122,8 @@ class EmulatedRun:
         device = Device.new(moves, rates)
         stagings = [EmulatedStaging(device) for _ in range(order.threads)]
         self.stepper = Stepper(HostStates(buckets, pinned=False), stagings, 0)
-        self.happened = list[Happened]()
-        self.stepper.observe = lambda do, bucket: self.happened.append(Happened(do.value, bucket))
+        self.happened = list[MoveEvent]()
+        self.stepper.observe = lambda do, bucket: self.happened.append(MoveEvent(do.value, bucket))
         self._works = [self._work(place) for place in range(len(moves))]
         self._tickets: list[StepTicket] = []
         self._now = 0.0
@@ -138,7 +139,7 @@ class EmulatedRun:
             for microbatch in range(self._computation.microbatches):
                 self._pass(microbatch == self._computation.microbatches - 1)
             self.stepper.decide(numbers)
-            self.happened.append(Happened("decide", applies=True))
+            self.happened.append(MoveEvent("decide", applies=True))
             self._tickets = [self.stepper.step(self._at(places, self._now)) for places in self._of_unit]
             self.seconds.append(self._now - began)
         self.stepper.finish()
@@ -167,7 +168,7 @@ class EmulatedRun:
         for unit, seconds in reversed(list(enumerate(self._computation.backward))):
             self._compute(seconds)
             if last:
-                self.happened.append(Happened("gradient", unit))
+                self.happened.append(MoveEvent("gradient", unit))
                 spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
                 self.stepper.step_ahead(self._at(spare, self._now))
 
@@ -175,13 +176,13 @@ class EmulatedRun:
         self._now += seconds
         At(self._now).synchronize()
 
-    def _at(self, places: Sequence[int], when: float) -> list[Work]:
-        return [replace(self._works[place], computed=cast(Event, At(when))) for place in places]
+    def _at(self, places: Sequence[int], when: float) -> list[BucketStep]:
+        return [replace(self._works[place], computed=cast(CopyEvent, At(when))) for place in places]
 
-    def _work(self, place: int) -> Work:
+    def _work(self, place: int) -> BucketStep:
         gradient = torch.full((self._size,), 1.0 + place)
         weights = torch.zeros(2, self._size, dtype=torch.bfloat16)
-        return Work(
+        return BucketStep(
             bucket=place, part=slice(0, self._size), last=True, within=(0, self._size), rule=self._rule,
             gradient=gradient, weight=weights[0], masters=None, spare=weights[1], computed=None,
         )  # fmt: skip

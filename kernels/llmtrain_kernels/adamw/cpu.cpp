@@ -1,5 +1,5 @@
 // One step of AdamW over a flat range, in one pass over memory. The results equal those of reference.py bit for bit,
-// with any instruction set and wherever a range is cut. All numbers are rounded to nearest, ties to even.
+// with any instruction set and wherever a range is split. All numbers are rounded to nearest, ties to even.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -187,21 +187,21 @@ void step_groups(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, 
 }
 
 // Where a range lies in the blocks of its flat buffer, and how to step it.
-struct Cut {
+struct Partition {
     int64_t count, first, block, lanes, threads;
 
     int64_t blocks() const { return (first + count + block - 1) / block; }
 };
 
 template <typename Set, typename G, typename W>
-void step_range(const Ranges<G, W>& range, const Cut& cut, const Numbers& numbers, double* sums) {
-    bool large = range.weight && cut.count >= MIN_ELEMENTS_TO_STREAM;
-#pragma omp parallel num_threads(cut.threads) if (cut.count > MIN_ELEMENTS_FOR_THREADS)
+void step_range(const Ranges<G, W>& range, const Partition& partition, const Numbers& numbers, double* sums) {
+    bool large = range.weight && partition.count >= MIN_ELEMENTS_TO_STREAM;
+#pragma omp parallel num_threads(partition.threads) if (partition.count > MIN_ELEMENTS_FOR_THREADS)
     {
 #pragma omp for schedule(static)
-        for (int64_t one = 0; one < cut.blocks(); one++) {
-            int64_t start = std::max<int64_t>(one * cut.block - cut.first, 0);
-            int64_t count = std::min(cut.count, (one + 1) * cut.block - cut.first) - start, rest = count % GROUP;
+        for (int64_t one = 0; one < partition.blocks(); one++) {
+            int64_t start = std::max<int64_t>(one * partition.block - partition.first, 0);
+            int64_t count = std::min(partition.count, (one + 1) * partition.block - partition.first) - start, rest = count % GROUP;
             Ranges<G, W> at = range.at(start);
             double lanes[SQUARE_LANES] = {}, *squares = sums ? lanes : nullptr;
             if (large && reinterpret_cast<uintptr_t>(at.weight) % 64 == 0)
@@ -225,13 +225,13 @@ extern "C" void adamw(float* master, float* m, float* v, float* to_master, float
                       float divisor, float m_share, float v_share, float v_kept, float eps, float rate, float kept,
                       int64_t count, int64_t first, int64_t block, int64_t lanes, int64_t threads) {
     Numbers numbers{divisor, m_share, v_share, v_kept, eps, rate, kept};
-    Cut cut{count, first, block, lanes, threads};
+    Partition partition{count, first, block, lanes, threads};
     auto with = [&](auto* g, auto* w) {
         using G = std::remove_pointer_t<decltype(g)>;
         using W = std::remove_pointer_t<decltype(w)>;
         auto* step = lanes >= 16 ? step_range<Avx512, G, W> : step_range<Avx2, G, W>;
         if (lanes < 8) step = step_range<Plain, G, W>;
-        step(Ranges<G, W>{{master, m, v}, {to_master, to_m, to_v}, g, w}, cut, numbers, sums);
+        step(Ranges<G, W>{{master, m, v}, {to_master, to_m, to_v}, g, w}, partition, numbers, sums);
     };
     auto with_gradient = [&](auto* g) {
         if (short_weight) with(g, static_cast<bf16*>(weight));
@@ -239,5 +239,5 @@ extern "C" void adamw(float* master, float* m, float* v, float* to_master, float
     };
     if (short_gradient) with_gradient(static_cast<bf16*>(gradient));
     else with_gradient(static_cast<float*>(gradient));
-    if (sums) *total = std::accumulate(sums, sums + cut.blocks(), 0.0);
+    if (sums) *total = std::accumulate(sums, sums + partition.blocks(), 0.0);
 }

@@ -1,7 +1,7 @@
 // Reads and writes of files that run while the caller computes: io_uring, or Linux AIO where the kernel has no io_uring
 // or a container forbids it. Files are opened with O_DIRECT by the caller, so the device moves the bytes itself.
 //
-// A transfer is one range of one file. It is cut into pieces of at most `piece` bytes; at most `depth` pieces are with
+// A transfer is one range of one file. It is split into pieces of at most `piece` bytes; at most `depth` pieces are with
 // the kernel at once, so that a device sees a deep queue, and the others wait in order. All functions of one queue are
 // called by one thread at a time.
 

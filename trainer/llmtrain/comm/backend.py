@@ -30,7 +30,7 @@ def collectives_of(
     """
 
     def workspace(backend: Backend) -> Workspace | None:
-        return Workspace(device, buffers.workspace(backend)) if buffers.in_turn else None
+        return Workspace(device, buffers.workspace(backend)) if buffers.sequential else None
 
     backend = _backend_of(group, device, node)
     if backend == "nccl":

@@ -133,7 +133,7 @@ class Ranks:
         self.activity.record("all_reduce over all ranks")
         assert dist.group.WORLD is not None
         # node=1 means no shared memory: a run does not know its nodes yet when it starts.
-        buffers = CollectiveBuffers(self.layout.world, in_turn=False)
+        buffers = CollectiveBuffers(self.layout.world, sequential=False)
         everyone = collectives_of(dist.group.WORLD, self.device, 1, buffers)
         self.activity.wait(lambda: everyone.all_reduce(summed).wait())
 

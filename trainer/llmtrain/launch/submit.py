@@ -18,7 +18,7 @@ from llmtrain.launch.run_lock import holder_of, taken_by
 from llmtrain.launch.slurm import queue
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.record import jobs_of, record_job, record_sources, slurm_folder
-from llmtrain.launch.slurm.script import Allocation, Array, Chain, Job, SubmittedRecipe, render
+from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, SubmittedRecipe, render
 from llmtrain.plan.check import check, check_given
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16
@@ -55,7 +55,7 @@ def plan(
     array: str | None = None,
     chain: int = 1,
     force: bool = False,
-) -> Job:
+) -> BatchJob:
     """Check a recipe for its job's ranks, and return the job. Raises BadInputError; writes nothing.
 
     name: of a recipe, or its file. nodes: None for the recipe's number. array: seeds. chain: jobs in a row.
@@ -89,7 +89,9 @@ def plan(
     alone = ["--nproc", "1"] if allocation.ranks == 1 else []
     command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
-    return Job(recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array))
+    return BatchJob(
+        recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array)
+    )
 
 
 def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
@@ -138,7 +140,7 @@ def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
     return text
 
 
-def submit(job: Job, site: Site) -> list[str]:
+def submit(job: BatchJob, site: Site) -> list[str]:
     """Submit a job, or each job of its chain, and return the jobs' numbers.
 
     Writes the script, which contains the recipe, into the run's folder, and records the numbers there. Raises

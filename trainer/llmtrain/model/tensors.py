@@ -84,7 +84,7 @@ class UnitSpec:
 
     @property
     def replicated(self) -> int:
-        """Start of the suffix that tensor parallelism replicates."""
+        """The first element of the TP-replicated tensors, which come last in the unit."""
         return self.offsets[sum(tensor.split for tensor in self.tensors)]
 
     def tensor_ranges(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:

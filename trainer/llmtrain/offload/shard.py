@@ -8,7 +8,7 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.offload.staging import Work
+from llmtrain.offload.staging import BucketStep
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
 from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, StepRule
@@ -106,7 +106,7 @@ class OffloadedShard:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
-    def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[Work]:
+    def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[BucketStep]:
         on_gpu = gradient.is_cuda or (weight is not None and weight.is_cuda)
         computed = torch.cuda.current_stream().record_event() if on_gpu else None
         if self._offloaded.at_rest is not None:
@@ -117,7 +117,7 @@ class OffloadedShard:
             start, end = within[0] + own.start, within[0] + own.stop
             masters = None if self._masters is None else self._masters[start - self.held[0] : end - self.held[0]]
             found.append(
-                Work(
+                BucketStep(
                     bucket=number,
                     part=slice(*part),
                     last=part[1] == bucket.numel,

@@ -15,11 +15,11 @@ from llmtrain.offload.usage import LinkCount
 from llmtrain.plan.offload import Offload
 from llmtrain.sharding.optimizer_shard import STATES, Range, StepRule
 
-Event = torch.cuda.Event | None
+CopyEvent = torch.cuda.Event | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Work:
+class BucketStep:
     """A bucket, or a part of one, to be stepped. bucket: its number. part: of its elements; parts of a bucket come in
     order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
 
@@ -39,7 +39,7 @@ class Work:
     weight: Tensor | None
     masters: Tensor | None
     spare: Tensor | None
-    computed: Event
+    computed: CopyEvent
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,14 +57,14 @@ class Work:
 class Staging(Protocol):
     """Steps one bucket at a time, with buffers of its own."""
 
-    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+    def step(self, work: BucketStep, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> CopyEvent:
         """Step a bucket. old, new: fp32 `[states, n]` in the host's memory; may be the same. ahead: the weights go to
         `work.spare`. When it returns, `new` has the states and the gradient is no longer needed.
 
         Return when the device has the weights; None if it has them already, or does not get them.
         """
 
-    def publish(self, work: Work) -> Event:
+    def publish(self, work: BucketStep) -> CopyEvent:
         """Bring the weights of a step ahead to the device. Return when it has them; None if it has them already."""
 
     @property
@@ -84,7 +84,7 @@ class InPlace:
     def __init__(self, threads: int = 1) -> None:
         self._threads, self.link = threads, LinkCount()
 
-    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+    def step(self, work: BucketStep, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> CopyEvent:
         """See Staging."""
         weight = work.spare if ahead else work.weight
         before, into = _by_name(work, old, work.masters), _by_name(work, new, work.spare if ahead else work.masters)
@@ -93,7 +93,7 @@ class InPlace:
         _step(work, before, gradient, numbers, weight, into, self._threads)
         return None
 
-    def publish(self, work: Work) -> Event:
+    def publish(self, work: BucketStep) -> CopyEvent:
         """See Staging."""
         assert work.spare is not None
         work.result.copy_(work.spare)
@@ -110,7 +110,7 @@ class Copies:
         self._publishing = None if device.type == "cpu" else torch.cuda.Stream(device)
 
     @contextmanager
-    def after(self, event: Event) -> Iterator[None]:
+    def after(self, event: CopyEvent) -> Iterator[None]:
         """Queue what is computed inside behind an event."""
         if self._stream is None:
             yield
@@ -120,7 +120,7 @@ class Copies:
                 self._stream.wait_event(event)
             yield
 
-    def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
+    def publish(self, to: Tensor, values: Tensor, after: CopyEvent) -> CopyEvent:
         """Copy weights, `[n]` of the compute dtype, after an event. Return the event of their arrival; None if they
         have arrived."""
         if self._publishing is None or in_host_memory(to):
@@ -144,7 +144,7 @@ class Copies:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         """Return an event behind the same copies; None if there are none under way."""
         return None if self._stream is None else self._stream.record_event()
 
@@ -160,7 +160,7 @@ class Pinned:
         self._copies, self._threads, self.link = copies, threads, copies.link
         self._gradient, self._weight = (host_zeros(bucket, one, pinned=True) for one in (sums, dtype))
 
-    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+    def step(self, work: BucketStep, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> CopyEvent:
         """See Staging."""
         assert work.weight is not None
         size = work.gradient.numel()
@@ -181,7 +181,7 @@ class Pinned:
         self.link.to_device += weight.nbytes
         return self._copies.record()
 
-    def publish(self, work: Work) -> Event:
+    def publish(self, work: BucketStep) -> CopyEvent:
         """See Staging."""
         assert work.spare is not None
         return self._copies.publish(work.result, work.spare, work.computed)
@@ -198,7 +198,7 @@ class OnDevice:
         self.link = copies.link
         self.nbytes = sum(one.nbytes for one in (slot, ahead, weight) if one is not None)
 
-    def step(self, work: Work, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> Event:
+    def step(self, work: BucketStep, old: Tensor, new: Tensor, numbers: AdamWStep, ahead: bool) -> CopyEvent:
         """See Staging."""
         size = work.gradient.numel()
         slot, gradient, weight = self._slot[: len(old), :size], work.gradient, work.weight
@@ -223,7 +223,7 @@ class OnDevice:
         self._copies.wait()
         return None
 
-    def publish(self, work: Work) -> Event:
+    def publish(self, work: BucketStep) -> CopyEvent:
         """See Staging."""
         assert work.spare is not None
         return self._copies.publish(work.result, work.spare, work.computed)
@@ -253,14 +253,14 @@ def _on_device(
     return OnDevice(copies, slot, gradient, weight)
 
 
-def _by_name(work: Work, states: Tensor, masters: Tensor | None) -> dict[str, Tensor]:
+def _by_name(work: BucketStep, states: Tensor, masters: Tensor | None) -> dict[str, Tensor]:
     """Return all states of a bucket by name. masters: those that rest with the weights; None if `states` has them."""
     found = dict(zip(work.names, states.unbind(), strict=True))
     return found if work.masters is None or masters is None else {"master": masters, **found}
 
 
 def _step(
-    work: Work, states: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
+    work: BucketStep, states: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
     into: Mapping[str, Tensor], threads: int,
 ) -> None:  # fmt: skip
     weight = weight if work.masters is None else None

@@ -12,7 +12,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import on_this_device
-from llmtrain.offload.staging import Event, Staging, Work
+from llmtrain.offload.staging import BucketStep, CopyEvent, Staging
 from llmtrain.offload.states import StateStore
 
 
@@ -37,7 +37,7 @@ class StepTicket:
         for event in self.events:
             torch.cuda.current_stream().wait_event(event)
 
-    def done(self, event: Event) -> None:
+    def done(self, event: CopyEvent) -> None:
         """Report a bucket."""
         self.left -= 1
         if event is not None:
@@ -49,7 +49,7 @@ class _Job:
     """numbers: of its step. A step ahead may run when the next step has begun."""
 
     do: Do
-    work: Work
+    work: BucketStep
     numbers: AdamWStep
     ticket: StepTicket | None = None
 
@@ -118,7 +118,7 @@ class Stepper:
         with self._changed:
             self._ahead_numbers = numbers
 
-    def step_ahead(self, works: Sequence[Work]) -> None:
+    def step_ahead(self, works: Sequence[BucketStep]) -> None:
         """Step buckets into their spare memory, some time. All threads may call this."""
         with self._changed:
             numbers = self._ahead_numbers
@@ -138,7 +138,7 @@ class Stepper:
                 self._wait(lambda: all(queue.stepped_ahead.values()))
                 queue.stepped_ahead.clear()
 
-    def step(self, works: Sequence[Work]) -> StepTicket:
+    def step(self, works: Sequence[BucketStep]) -> StepTicket:
         """Step the buckets of a unit, or let their steps ahead count."""
         ticket = StepTicket(self, len(works))
         with self._changed:
@@ -211,7 +211,7 @@ class Stepper:
         entered.extend(new)
         return True
 
-    def _do(self, job: _Job, staging: Staging) -> Event:
+    def _do(self, job: _Job, staging: Staging) -> CopyEvent:
         ahead = job.do is Do.AHEAD
         work = job.work
         if not work.part.start:
@@ -254,7 +254,7 @@ class Stepper:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _done(self, job: _Job, event: Event) -> None:
+    def _done(self, job: _Job, event: CopyEvent) -> None:
         self.done[job.do] += 1
         self.moving()
         if job.do is Do.AHEAD:

@@ -91,24 +91,24 @@ class SizedCollective:
 
 @dataclass(frozen=True)
 class CollectiveBuffers:
-    """What a process group's collectives need. ranks: of the group. collectives: every kind and size of them. in_turn:
-    whether one runs after another; several may be under way otherwise, each with buffers of its own. in_order: see
-    SizedCollective."""
+    """What a process group's collectives need. ranks: of the group. collectives: every kind and size of them.
+    sequential: whether one runs after another; several may be under way otherwise, each with buffers of its own.
+    in_order: see SizedCollective."""
 
     ranks: int
     collectives: frozenset[SizedCollective] = frozenset()
-    in_turn: bool = True
+    sequential: bool = True
     in_order: bool = True
 
     def workspace(self, backend: Backend) -> dict[str, int]:
-        """Return the bytes of each buffer of the group's workspace, by name; it has none if not `in_turn`."""
-        every = (one.workspace(backend, self.ranks, self.in_order) for one in self.collectives if self.in_turn)
+        """Return the bytes of each buffer of the group's workspace, by name; it has none if not `sequential`."""
+        every = (one.workspace(backend, self.ranks, self.in_order) for one in self.collectives if self.sequential)
         return most(item for items in every for item in items)
 
     @property
     def slots(self) -> int:
         """Shared-memory slots of each rank: two for each collective that may be under way."""
-        return 2 if self.in_turn else 4
+        return 2 if self.sequential else 4
 
     @property
     def slot_bytes(self) -> int:

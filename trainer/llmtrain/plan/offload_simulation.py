@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from llmtrain.plan.program.offload_moves import Event, Moves
+from llmtrain.plan.program.offload_moves import MoveEvent, Moves
 
 # A process yields the time at which it continues, or a condition.
 _Process = Generator[float | Callable[[], bool], None, None]
@@ -60,7 +60,7 @@ class SimulatedSteps:
     """seconds: of a step, in the steady state. events: of all simulated steps."""
 
     seconds: float
-    events: Sequence[Event]
+    events: Sequence[MoveEvent]
 
 
 def least_seconds(moves: Sequence[Moves], computation: Computation, rates: Rates) -> dict[str, float]:
@@ -116,7 +116,7 @@ class _Simulation:
         self._moves, self._computation, self._rates, self._order = moves, computation, rates, order
         self._units = range(len(computation.forward))
         self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in self._units]
-        self._lanes, self._now, self.events = _FreeTimes(), 0.0, list[Event]()
+        self._lanes, self._now, self.events = _FreeTimes(), 0.0, list[MoveEvent]()
         self._ahead: list[deque[int]] = []
         self._final, self._commits = deque[int](), deque[int]()
         self._stepped_ahead: dict[int, bool] = {}
@@ -166,13 +166,13 @@ class _Simulation:
         self._done = True
 
     def _complete(self, unit: int) -> None:
-        self.events.append(Event("gradient", unit))
+        self.events.append(MoveEvent("gradient", unit))
         spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
         if spare:
             self._ahead.append(deque(spare))
 
     def _decide(self) -> None:
-        self.events.append(Event("decide", applies=True))
+        self.events.append(MoveEvent("decide", applies=True))
         self._ahead.clear()
         for unit, places in enumerate(self._of_unit):
             self._left[unit] = len(places)
@@ -233,4 +233,4 @@ class _Simulation:
         return max(ends, default=self._now)
 
     def _note(self, do: str, place: int) -> None:
-        self.events.append(Event("ahead" if do == "ahead" else "step" if do == "step" else "commit", place))
+        self.events.append(MoveEvent("ahead" if do == "ahead" else "step" if do == "step" else "commit", place))

@@ -15,14 +15,14 @@ UPDATED_TOGETHER = 2
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """elements: that are stepped. nbytes: that this reads and writes."""
+class SteppedElements:
+    """Elements that AdamW steps. nbytes: that this reads and writes."""
 
     elements: int
     nbytes: int
 
 
-def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> Stepped:
+def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> SteppedElements:
     """Return what the host's processors step of a rank's states. device: what it computes on."""
     offloaded = [] if device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
     elements = sum(one.numel for one in offloaded)
@@ -31,14 +31,14 @@ def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> Stepped:
         stays = state_bytes(rank_units(plan, rank), plan.sharding, plan.compute_bytes, plan.grid.degree(Axis.TENSOR))
         elements += stays.moments // 8
         separate = separate or stays.masters > 0
-    return Stepped(elements, elements * _element_bytes(plan, separate))
+    return SteppedElements(elements, elements * _element_bytes(plan, separate))
 
 
-def stepped_by_device(plan: Plan, rank: int, device: Device) -> Stepped:
+def stepped_by_device(plan: Plan, rank: int, device: Device) -> SteppedElements:
     """Return what a rank's device steps of the offloaded states. device: what it computes on."""
     offloaded = rank_buckets(plan, rank) if device != "cpu" and plan.sharding.offload.on_device else []
     elements = sum(one.numel for one in offloaded)
-    return Stepped(elements, elements * _element_bytes(plan, any(one.states == 3 for one in offloaded)))
+    return SteppedElements(elements, elements * _element_bytes(plan, any(one.states == 3 for one in offloaded)))
 
 
 def resident_step_bytes(plan: Plan, states: StateBytes) -> int:

@@ -92,7 +92,7 @@ def tied_bytes(embedding: UnitTraffic) -> int:
 
 
 def _group(name: GroupName, members: Sequence[int], collectives: Iterable[SizedCollective]) -> _Group:
-    return name, members, CollectiveBuffers(len(members), frozenset(collectives), in_turn=False)
+    return name, members, CollectiveBuffers(len(members), frozenset(collectives), sequential=False)
 
 
 def _tensor(plan: Plan, rank: int, device: Device) -> Iterator[SizedCollective]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Link(Protocol):
+class TrafficHop(Protocol):
     """What the traffic of a hop depends on."""
 
     @property
@@ -42,7 +42,7 @@ Count = Callable[[Iterable[Traffic]], None]
 
 
 def gather_traffic(
-    purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
+    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: int, packing: Packed | None
 ) -> list[Traffic]:
     """Return the traffic of a gather of `numel` elements over `hops`, fastest first."""
     ranks = 1
@@ -58,7 +58,7 @@ def gather_traffic(
 
 
 def reduce_traffic(
-    purpose: str, hops: Sequence[Link], numel: int, element_bytes: int, packing: Packed | None
+    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: int, packing: Packed | None
 ) -> list[Traffic]:
     """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first."""
     found = []
@@ -70,5 +70,5 @@ def reduce_traffic(
     return found
 
 
-def _exchange(purpose: str, op: str, hop: Link, size: int, packing: Packed | None) -> Traffic:
+def _exchange(purpose: str, op: str, hop: TrafficHop, size: int, packing: Packed | None) -> Traffic:
     return Traffic(purpose, op, hop.tier, size, size // hop.radix * (hop.radix - 1), packing is not None)

@@ -26,7 +26,7 @@ _SECTOR = 512
 _NO_DISKS = ("loop", "ram", "zram")
 
 
-class Source(Protocol):
+class CounterSource(Protocol):
     """Counts the bytes of some links."""
 
     def counts(self) -> Counts:
@@ -54,7 +54,7 @@ class HostLinks:
         return found
 
 
-class Volumes:
+class VolumeCounters:
     """The volumes of some folders, as the kernel counts the bytes of their block devices, of all processes. A file
     system on several devices, or on none, has no such count."""
 
@@ -181,7 +181,7 @@ def _kilobytes(of_links: Any) -> int:
     return sum(count for count in of_links if isinstance(count, int)) if isinstance(of_links, list) else 0
 
 
-def all_sources() -> list[Source]:
+def all_sources() -> list[CounterSource]:
     """Return all sources that this machine has."""
-    of_gpus: tuple[Source | None, ...] = (NvidiaLinks.open(), AmdLinks.open())
+    of_gpus: tuple[CounterSource | None, ...] = (NvidiaLinks.open(), AmdLinks.open())
     return [HostLinks(), *(source for source in of_gpus if source is not None)]

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmtrain.comm.ranks import Ranks
-from llmtrain.telemetry.counters import Counts, Source, all_sources
+from llmtrain.telemetry.counters import CounterSource, Counts, all_sources
 
 # By link, then by direction: average, 90th percentile and peak in bytes per second.
 LinkRates = dict[str, dict[str, dict[str, float]]]
@@ -56,7 +56,7 @@ class RateHistogram:
 class LinkMeter:
     """The rates of every link that some sources count."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[CounterSource]) -> None:
         self._sources = sources
         self._histograms: dict[str, dict[str, RateHistogram]] = {}
         self._last, self._at = self._read(), time.monotonic()
@@ -92,7 +92,9 @@ class LinkMeter:
 class LinkSampler:
     """Samples this node's links in a `with` block, on one of its ranks; the main rank collects those of every node."""
 
-    def __init__(self, ranks: Ranks, sources: Sequence[Source] | None = None, more: Sequence[Source] = ()) -> None:
+    def __init__(
+        self, ranks: Ranks, sources: Sequence[CounterSource] | None = None, more: Sequence[CounterSource] = ()
+    ) -> None:
         """sources: the counters to read; None: all that this machine has. more: of this run alone."""
         self._ranks, self._sources, self._more = ranks, sources, more
         self._store: Any = None

@@ -25,7 +25,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 from llmtrain.telemetry.about import RunInfo
-from llmtrain.telemetry.counters import HostLink, Source, Volumes
+from llmtrain.telemetry.counters import CounterSource, HostLink, VolumeCounters
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
@@ -132,10 +132,12 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             synchronize(ranks.device)
 
 
-def _offload_links(plan: Plan, offloaded: OffloadStores, activations: OffloadedActivations | None) -> list[Source]:
+def _offload_links(
+    plan: Plan, offloaded: OffloadStores, activations: OffloadedActivations | None
+) -> list[CounterSource]:
     """Return what counts the bytes of volumes and, on a GPU, of the link to the host."""
     volumes = dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths))
-    found: list[Source] = [Volumes(list(volumes))] if volumes else []
+    found: list[CounterSource] = [VolumeCounters(list(volumes))] if volumes else []
     if plan.device == "cuda" and (offloaded.moving or activations is not None):
         found.append(
             HostLink(lambda: offloaded.usage() + (TierUsage() if activations is None else activations.usage()))

@@ -4,7 +4,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.topology import stage_speeds
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.dtypes import DTYPES
-from llmtrain.parallel.pipeline.speed import Work, measured_speeds
+from llmtrain.parallel.pipeline.speed import MatmulShape, measured_speeds
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 
@@ -20,4 +20,4 @@ def splits_by_speed(plan: Plan, facts: Facts) -> bool:
 def measure(plan: Plan, ranks: Ranks) -> tuple[float, ...] | None:
     """Return the measured speeds of the stages' ranks, None where they are equal. Collective."""
     rows = plan.batch.microbatch * plan.batch.sequence_length
-    return measured_speeds(Work(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
+    return measured_speeds(MatmulShape(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)

@@ -10,7 +10,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import device_of, gpu_count, synchronize
-from llmtrain.launch.measure.memory_result import HOST, Copy, Stepped
+from llmtrain.launch.measure.memory_result import HOST, Copy, StepRate
 
 COPIED, ELEMENTS = 2**30, 2**26
 """Bytes of a copy, and elements of a step, whose 18 bytes each are 1.2 GB: more than the caches of any processor
@@ -43,7 +43,7 @@ def device_copies() -> Iterator[Copy]:
             yield Copy(name, 1, COPIED / _seconds(partial(_copy, target, source, device), 1))
 
 
-def adamw_steps(cores: int) -> Iterator[Stepped]:
+def adamw_steps(cores: int) -> Iterator[StepRate]:
     """Yield the rates of the AdamW kernel, by threads: 1, 2, 4 and so on up to one on each core."""
     master, m, v, gradient = (torch.zeros(ELEMENTS) for _ in range(4))
     weight = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
@@ -51,7 +51,7 @@ def adamw_steps(cores: int) -> Iterator[Stepped]:
     powers = (2**power for power in range(cores.bit_length()))
     for threads in dict.fromkeys((*powers, cores)):
         elements = ELEMENTS / _seconds(lambda: step(master, m, v, gradient, numbers, weight), threads)
-        yield Stepped(threads, elements, elements * _MOVED)
+        yield StepRate(threads, elements, elements * _MOVED)
 
 
 def _copy(target: Tensor, source: Tensor, device: torch.device) -> None:

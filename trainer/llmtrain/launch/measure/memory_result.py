@@ -26,8 +26,9 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """The AdamW kernel of CPUs. elements: stepped per second. rate: bytes that it reads and writes per second."""
+class StepRate:
+    """The rate of the AdamW kernel of CPUs. elements: stepped per second. rate: bytes that it reads and writes per
+    second."""
 
     threads: int
     elements: float
@@ -52,7 +53,7 @@ class MemoryFound:
     """All measurements. sockets: of the volumes, by path, if they are known. together: the path of all volumes."""
 
     copies: Sequence[Copy]
-    stepped: Sequence[Stepped]
+    stepped: Sequence[StepRate]
     volumes: Sequence[VolumeRate]
     sockets: dict[str, int | None]
 

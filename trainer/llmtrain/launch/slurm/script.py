@@ -59,7 +59,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """A run as a Slurm job.
 
     name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file.
@@ -122,7 +122,7 @@ def array_indices(array: str) -> list[int]:
     return found
 
 
-def render(job: Job, site: Site) -> str:
+def render(job: BatchJob, site: Site) -> str:
     """Return the batch script, complete for sbatch."""
     lines = ["#!/bin/bash" + (" -l" if site.modules else "")]
     lines += [f"#SBATCH {option}" for option in _options(job, site)]
@@ -152,7 +152,7 @@ def train_script() -> str:
     return path.read_text(encoding="utf-8").partition("\n\n")[2]
 
 
-def _options(job: Job, site: Site) -> Iterator[str]:
+def _options(job: BatchJob, site: Site) -> Iterator[str]:
     values = {
         "job-name": job.name,
         "nodes": job.allocation.nodes,
@@ -187,7 +187,7 @@ def _srun_options(site: Site) -> list[str]:
     return options
 
 
-def _command(job: Job, site: Site) -> Iterator[str]:
+def _command(job: BatchJob, site: Site) -> Iterator[str]:
     if site.container is not None and site.container.runtime == "apptainer":
         # --nv mounts the GPU's libraries, and only warns if there are none.
         yield "apptainer exec --nv"

@@ -21,7 +21,7 @@ TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
-class Work:
+class MatmulShape:
     """The matrix product that takes most of a model's time: `[rows, hidden] x [hidden, ffn]`."""
 
     rows: int
@@ -39,7 +39,7 @@ class Rate:
     usual: float
 
 
-def measured_speeds(work: Work, ranks: Ranks) -> tuple[float, ...] | None:
+def measured_speeds(work: MatmulShape, ranks: Ranks) -> tuple[float, ...] | None:
     """Return the speed of each pipeline rank relative to the fastest, equal on every rank; None if all are equal. It
     takes a second. Collective."""
     # All ranks start together: ranks that share a machine slow each other in training too.
@@ -69,7 +69,7 @@ def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] 
     return tuple(speeds) if min(speeds) < 1 else None
 
 
-def _rate(work: Work, device: torch.device) -> Rate:
+def _rate(work: MatmulShape, device: torch.device) -> Rate:
     """Return how often per second this rank computes the products of one matrix in a forward and a backward pass."""
     inputs = torch.randn(min(work.rows, MOST_ROWS), work.hidden, dtype=work.dtype, device=device)
     weights = torch.randn(work.hidden, work.ffn, dtype=work.dtype, device=device)

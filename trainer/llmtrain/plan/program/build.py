@@ -9,7 +9,7 @@ from llmtrain.plan.program.buffer_pool import paired_offsets, paired_size
 from llmtrain.plan.program.instructions import At, BackwardPass, Gather, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
 from llmtrain.plan.program.repeats import shorten
-from llmtrain.plan.program.residency import Event, Units, lookahead_capacity, reside
+from llmtrain.plan.program.residency import Units, UnitUse, lookahead_capacity, reside
 from llmtrain.plan.program.spec import ProgramSpec
 
 
@@ -98,7 +98,7 @@ def full_program(
     return Program(start=tuple(start), passes=tuple(passes), weights=weights, gradients=gradients)
 
 
-def _gathers(spec: ProgramSpec, events: Sequence[Event], most: int | None) -> tuple[list[list[Issue]], int]:
+def _gathers(spec: ProgramSpec, events: Sequence[UnitUse], most: int | None) -> tuple[list[list[Issue]], int]:
     capacity = residency_capacity(spec, events)
     # Buffers of different sizes may leave other gaps than in a step. At worst, nothing is gathered ahead.
     capacity = capacity if most is None else min(capacity, most)
@@ -112,7 +112,7 @@ def residency_units(spec: ProgramSpec) -> Units:
     return Units(sizes, spec.rounded, filled, spec.granule)
 
 
-def residency_capacity(spec: ProgramSpec, events: Sequence[Event]) -> int:
+def residency_capacity(spec: ProgramSpec, events: Sequence[UnitUse]) -> int:
     """Return the elements of memory for gathered weights. events: of a step."""
     sizes = residency_units(spec).sizes
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
@@ -120,7 +120,7 @@ def residency_capacity(spec: ProgramSpec, events: Sequence[Event]) -> int:
     return min(spec.resident or lookahead_capacity(events, sizes), capacity) if spec.ordered else capacity
 
 
-def residency_events(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[Event]:
+def residency_events(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[UnitUse]:
     """Yield the uses of gathered units in actions."""
     spots = [
         list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
@@ -128,12 +128,12 @@ def residency_events(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[E
     yield from _events(actions, spots, spec)
 
 
-def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[Event]:
+def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: ProgramSpec) -> Iterator[UnitUse]:
     used: set[str] = set()
     for action, own in zip(actions, spots, strict=True):
         for at, unit in own:
             if at is not At.GRADIENTS and spec.is_gathered(unit):
-                yield Event(at, unit, unit in used and serves_secondary(spec, unit, action.kind))
+                yield UnitUse(at, unit, unit in used and serves_secondary(spec, unit, action.kind))
                 if at is At.DONE:
                     used.add(unit)
 

@@ -59,7 +59,7 @@ class Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class MoveEvent:
     """Something that happens to a bucket, or to a unit (GRADIENT). applies: at DECIDE, whether the step is applied with
     the numbers of the steps ahead."""
 
@@ -90,7 +90,7 @@ def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
     return found
 
 
-def order_problems(moves: Sequence[Moves], events: Iterable[Event]) -> list[str]:
+def order_problems(moves: Sequence[Moves], events: Iterable[MoveEvent]) -> list[str]:
     """Return every way in which events of whole steps, in their order, are not those of the program, as sentences."""
     found, checked = list[str](), _Checked(moves)
     for event in events:
@@ -111,7 +111,7 @@ class _Checked:
         self.due: list[int] = []
         self._applies, self._last = False, dict[Kind, int]()
 
-    def take(self, event: Event) -> list[str]:
+    def take(self, event: MoveEvent) -> list[str]:
         """Return what is wrong with the next event."""
         place, named = event.place, f"bucket {event.place}"
         if event.kind == "gradient":
@@ -140,7 +140,7 @@ class _Checked:
             said.append(f"{named} is stepped ahead, but its gradients are not complete")
         return said
 
-    def _final_problems(self, event: Event, named: str) -> list[str]:
+    def _final_problems(self, event: MoveEvent, named: str) -> list[str]:
         place, said = event.place, list[str]()
         if place not in self.due:
             return [f"{named} is to {event.kind}, but the norm is not known, or it was stepped already"]

@@ -15,7 +15,7 @@ NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class UnitUse:
     """A use of a unit's weights begins (USE) or ends (DONE). secondary: whether the weights come from the secondary
     copy if they are gathered for this use."""
 
@@ -54,7 +54,7 @@ class Residency:
     need more. `issues(k)` has to be called for k = -1, the start, and then for each event in order.
     """
 
-    events: Sequence[Event]
+    events: Sequence[UnitUse]
     units: Units
     capacity: int
     _held: dict[str, _Held] = field(default_factory=dict)
@@ -151,13 +151,13 @@ class Residency:
         self._pool.give_back(self._held.pop(unit).offset)
         found.append(Drop(unit))
 
-    def _holds(self, event: Event) -> bool:
+    def _holds(self, event: UnitUse) -> bool:
         """Whether the buffer pool has the weights that an event uses."""
         held = self._held.get(event.unit)
         return held is not None and (not self.units.rounded or held.secondary == event.secondary)
 
 
-def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
+def reside(events: Sequence[UnitUse], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
     """Return what is issued at the start and at each event, and the elements of the buffer pool.
 
     Units of different sizes may leave gaps that are too small for the units in use at the same time. Then less is
@@ -176,7 +176,7 @@ def reside(events: Sequence[Event], units: Units, capacity: int) -> tuple[list[l
     return issues, residency.high
 
 
-def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead: int = 2) -> int:
+def lookahead_capacity(events: Sequence[UnitUse], sizes: Mapping[str, int], ahead: int = 2) -> int:
     """Return the elements of the units in use and of the next `ahead` others, at the use where these are most."""
     busy: set[str] = set()
     most = 0
@@ -190,7 +190,7 @@ def lookahead_capacity(events: Sequence[Event], sizes: Mapping[str, int], ahead:
     return most
 
 
-def _spanning(events: Sequence[Event]) -> set[str]:
+def _spanning(events: Sequence[UnitUse]) -> set[str]:
     """Return the units that are in use while the use of another one begins."""
     busy: set[str] = set()
     found: set[str] = set()
@@ -203,7 +203,7 @@ def _spanning(events: Sequence[Event]) -> set[str]:
     return found
 
 
-def _next_units(events: Sequence[Event], place: int, busy: set[str], ahead: int) -> set[str]:
+def _next_units(events: Sequence[UnitUse], place: int, busy: set[str], ahead: int) -> set[str]:
     """Return the next `ahead` units, of those that are not busy, that are used after an event."""
     found: set[str] = set()
     for later in range(place + 1, len(events)):
@@ -214,7 +214,7 @@ def _next_units(events: Sequence[Event], place: int, busy: set[str], ahead: int)
     return found
 
 
-def _following(events: Sequence[Event], at: At) -> list[int]:
+def _following(events: Sequence[UnitUse], at: At) -> list[int]:
     """Return, for each event, the place of the next event of its unit that is `at`, or NEVER."""
     later: dict[str, int] = {}
     found = [NEVER] * len(events)

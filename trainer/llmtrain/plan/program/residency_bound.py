@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from llmtrain.plan.program.build import Programs, residency_capacity, residency_events, residency_units
 from llmtrain.plan.program.instructions import At, Gather
-from llmtrain.plan.program.residency import NEVER, Event, Units
+from llmtrain.plan.program.residency import NEVER, Units, UnitUse
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def gather_gap(programs: Programs) -> GatherGap:
     return GatherGap(gathered, least_gathered(events, units, max(residency_capacity(spec, events), step.weights)))
 
 
-def least_gathered(events: Sequence[Event], units: Units, capacity: int) -> int:
+def least_gathered(events: Sequence[UnitUse], units: Units, capacity: int) -> int:
     """Return the fewest elements that are gathered for uses of units. capacity: elements of the memory."""
     sizes, following = units.sizes, _next_uses(events)
     # What stays: place of the next use, negative, so that the furthest comes first. stays: elements by that place.
@@ -83,7 +83,7 @@ def _dropped(excess: int, furthest: list[int], stays: dict[int, int]) -> int:
     return dropped
 
 
-def _next_uses(events: Sequence[Event]) -> list[int]:
+def _next_uses(events: Sequence[UnitUse]) -> list[int]:
     later: dict[str, int] = {}
     found = [NEVER] * len(events)
     for place in reversed(range(len(events))):

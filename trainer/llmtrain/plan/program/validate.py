@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Program
 from llmtrain.plan.program.problems.buffers import gradient_problems, weight_problems
 from llmtrain.plan.program.problems.deadlock import deadlock_problems
-from llmtrain.plan.program.problems.grid import Part, RankPrograms, evaluation_programs, step_programs
+from llmtrain.plan.program.problems.grid import RankPart, RankPrograms, evaluation_programs, step_programs
 from llmtrain.plan.program.problems.groups import group_problems
 from llmtrain.plan.program.problems.message_driven import message_driven_problems
 from llmtrain.plan.program.problems.passes import pass_problems
@@ -59,7 +59,7 @@ def _evaluation_problems(ranks: RankPrograms) -> Iterator[str]:
             )
 
 
-def _problems(part: Part, program: Program) -> Iterator[str]:
+def _problems(part: RankPart, program: Program) -> Iterator[str]:
     yield from pass_problems(part.spec, program)
     yield from weight_problems(part.spec, program)
     yield from gradient_problems(part.spec, program)

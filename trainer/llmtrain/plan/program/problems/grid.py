@@ -22,7 +22,7 @@ Started = tuple[Transfer, Place]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RankPart:
     """What the programs of the data-parallel ranks at one place of the pipeline and tensor axes depend on. units: how
     each unit is gathered and reduced, in the order of the updates. groups: ranks of each group of sums over replicas.
     evaluates: whether the programs are those of an evaluation, after which nothing is updated."""
@@ -98,7 +98,7 @@ class RankPrograms:
     _members: dict[tuple[int, Lane], tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
-    def parts(self) -> Mapping[tuple[int, int], Part]:
+    def parts(self) -> Mapping[tuple[int, int], RankPart]:
         """By place along the pipeline and the tensor axis."""
         found = {}
         for rank in range(self.plan.grid.world):
@@ -106,21 +106,21 @@ class RankPrograms:
                 found[self.place(rank)] = self._part(rank)
         return found
 
-    def _part(self, rank: int) -> Part:
+    def _part(self, rank: int) -> RankPart:
         spec, units = ProgramSpec.of(self.plan, rank), {one.spec.name: one for one in unit_traffic(self.plan, rank)}
         if self.groups is not None:
             actions = evaluation_actions(len(spec.stages), self.groups)
             spec = replace(spec, actions=tuple(actions), finish=())
         names: tuple[SumGroup, ...] = ("partial", "stage", "tied")
         sizes = {name: len(replica_group(self.plan, rank, name)) for name in names}
-        return Part(spec, units, sizes, self.groups is not None)
+        return RankPart(spec, units, sizes, self.groups is not None)
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return the place of a rank along the pipeline and the tensor axis."""
         grid = self.plan.grid
         return grid.coordinate(rank, Axis.PIPELINE), grid.coordinate(rank, Axis.TENSOR)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankPart:
         """Return the part of a rank."""
         return self.parts[self.place(rank)]
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce, ReplicaSum
-from llmtrain.plan.program.problems.lanes import Job
+from llmtrain.plan.program.problems.lanes import LaneJob
 from llmtrain.plan.program.problems.places import Place, overlap
 from llmtrain.plan.program.problems.world import Wait, World
 from llmtrain.plan.program.transfers import Lane, Transfer
 
 
-class InFlight:
+class InFlightCollectives:
     """Starts the collectives of a rank's instructions, and says what the rank waits for.
 
     As at run time, gathers and updates have a fixed number of workspaces, and reductions too: a collective begins once
@@ -21,11 +21,11 @@ class InFlight:
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank, self._part = world, rank, world.ranks.part(rank)
         count = max(len(unit.placement.levels) for unit in self._part.units.values()) + 1
-        self._gathers, self._reductions = (deque[Job | None]([None] * count) for _ in range(2))
-        self._gathered: dict[str, Job] = {}
-        self._updated: dict[str, Job] = {}
-        self._buffers: deque[tuple[Job, tuple[int, int]]] = deque()
-        self._pending: list[Job] = []
+        self._gathers, self._reductions = (deque[LaneJob | None]([None] * count) for _ in range(2))
+        self._gathered: dict[str, LaneJob] = {}
+        self._updated: dict[str, LaneJob] = {}
+        self._buffers: deque[tuple[LaneJob, tuple[int, int]]] = deque()
+        self._pending: list[LaneJob] = []
 
     def issue(self, place: Place, issue: Issue) -> Iterator[Wait]:
         """Issue an instruction, and yield what the rank waits for."""
@@ -47,7 +47,7 @@ class InFlight:
         """Sum over replicas, one after the other, after the passes, and yield what the rank waits for."""
         for one in sums:
             transfer = self._part.final(one)
-            job = Job(self._rank, transfer.lane, self._members(transfer), transfer.unit, transfer, ())
+            job = LaneJob(self._rank, transfer.lane, self._members(transfer), transfer.unit, transfer, ())
             self._world.lanes.start(job)
             yield from self._wait(place, job)
 
@@ -76,7 +76,7 @@ class InFlight:
             placement = self._part.units[gather.unit].placement
             span = 1 if placement.moves_weights and not gather.secondary else placement.levels[0].span
             lane = Lane("gather", placement.axes, span)
-            job = Job(self._rank, lane, (self._rank,), gather.unit, None, self._waiting(self._gathers, after))
+            job = LaneJob(self._rank, lane, (self._rank,), gather.unit, None, self._waiting(self._gathers, after))
             self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
 
     def _reduce(self, place: Place, reduce: Reduce) -> Iterator[Wait]:
@@ -93,15 +93,17 @@ class InFlight:
             if reduce.offset is not None:
                 self._buffers.append((jobs[min(len(sums), len(jobs) - 1)], held))
 
-    def _start(self, slots: deque[Job | None], transfers: Iterable[Transfer], after: tuple[Job, ...]) -> list[Job]:
-        jobs: list[Job] = []
+    def _start(
+        self, slots: deque[LaneJob | None], transfers: Iterable[Transfer], after: tuple[LaneJob, ...]
+    ) -> list[LaneJob]:
+        jobs: list[LaneJob] = []
         for transfer in transfers:
             before = (jobs[-1],) if jobs else self._waiting(slots, after)
             members = self._members(transfer)
-            jobs.append(Job(self._rank, transfer.lane, members, transfer.unit, transfer, before))
+            jobs.append(LaneJob(self._rank, transfer.lane, members, transfer.unit, transfer, before))
         return self._begin(slots, jobs)
 
-    def _begin(self, slots: deque[Job | None], jobs: list[Job]) -> list[Job]:
+    def _begin(self, slots: deque[LaneJob | None], jobs: list[LaneJob]) -> list[LaneJob]:
         slots[0] = jobs[-1]
         slots.rotate(-1)
         self._pending += jobs
@@ -109,7 +111,7 @@ class InFlight:
             self._world.lanes.start(job)
         return jobs
 
-    def _waiting(self, slots: deque[Job | None], after: tuple[Job, ...]) -> tuple[Job, ...]:
+    def _waiting(self, slots: deque[LaneJob | None], after: tuple[LaneJob, ...]) -> tuple[LaneJob, ...]:
         slot = slots[0]
         return after if slot is None else (*after, slot)
 
@@ -121,6 +123,6 @@ class InFlight:
             return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in symmetric))
         return (self._rank,) if Axis.DATA in symmetric else members
 
-    def _wait(self, place: Place | str, job: Job) -> Iterator[Wait]:
+    def _wait(self, place: Place | str, job: LaneJob) -> Iterator[Wait]:
         if not job.done:
             yield Wait(place, lambda: job.done, lambda: self._world.lanes.awaits(job))

@@ -11,7 +11,7 @@ from llmtrain.plan.program.transfers import Lane, Transfer
 
 
 @dataclass(eq=False)
-class Job:
+class LaneJob:
     """One collective on one rank. members: ranks of the group that are followed. unit: what it moves. transfer: None
     for a copy within the rank. after: jobs of the rank that end before it begins."""
 
@@ -20,8 +20,8 @@ class Job:
     members: tuple[int, ...]
     unit: str
     transfer: Transfer | None
-    after: tuple["Job", ...]
-    then: list["Job"] = field(default_factory=list)
+    after: tuple["LaneJob", ...]
+    then: list["LaneJob"] = field(default_factory=list)
     done: bool = False
 
 
@@ -29,9 +29,9 @@ class Lanes:
     """The lanes of all ranks."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, Lane], deque[Job]] = {}
+        self._queues: dict[tuple[int, Lane], deque[LaneJob]] = {}
 
-    def start(self, job: Job) -> None:
+    def start(self, job: LaneJob) -> None:
         """Put a job at the end of its lane, and end every job that can end now."""
         for before in job.after:
             before.then.append(job)
@@ -41,7 +41,7 @@ class Lanes:
         while ready:
             ready += self._end(ready.pop())
 
-    def awaits(self, job: Job) -> str:
+    def awaits(self, job: LaneJob) -> str:
         """Return what a job that does not end waits for."""
         seen: set[int] = set()
         while id(job) not in seen:
@@ -59,12 +59,12 @@ class Lanes:
                 return f"{_named(job)}, which rank {member} runs after {_named(before)}"
         return _named(job)
 
-    def _end(self, job: Job) -> list[Job]:
+    def _end(self, job: LaneJob) -> list[LaneJob]:
         """End a job on all ranks of its group if they have reached it; return the jobs that may end next."""
         heads = [self._head(member, job) for member in job.members]
         if job.done or not all(heads):
             return []
-        following: list[Job] = []
+        following: list[LaneJob] = []
         for one in heads:
             assert one is not None
             one.done = True
@@ -73,7 +73,7 @@ class Lanes:
             following += [*one.then, *([queue[0]] if queue else [])]
         return following
 
-    def _head(self, member: int, job: Job) -> Job | None:
+    def _head(self, member: int, job: LaneJob) -> LaneJob | None:
         """Return a member's job that matches `job`, if it has come to it."""
         queue = self._queues.get((member, job.lane))
         if not queue or queue[0].transfer != job.transfer or (member == job.rank and queue[0] is not job):
@@ -81,7 +81,7 @@ class Lanes:
         return queue[0] if all(before.done for before in queue[0].after) else None
 
 
-def _named(job: Job) -> str:
+def _named(job: LaneJob) -> str:
     if job.transfer is None:
         return f"a copy of {job.unit}"
     traffic = job.transfer.traffic

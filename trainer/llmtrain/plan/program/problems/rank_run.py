@@ -8,7 +8,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.program.instructions import At, Pass
-from llmtrain.plan.program.problems.in_flight import InFlight
+from llmtrain.plan.program.problems.in_flight import InFlightCollectives
 from llmtrain.plan.program.problems.places import Place
 from llmtrain.plan.program.problems.world import Wait, World
 
@@ -23,7 +23,7 @@ class RankRun:
         self._line = grid.group_of(rank, Axis.PIPELINE)[0]
         tensor = grid.group_of(rank, Axis.TENSOR)
         self._tensor = [rank] if Axis.TENSOR in world.symmetric_axes else tensor
-        self._in_flight = InFlight(world, rank)
+        self._in_flight = InFlightCollectives(world, rank)
         self._received: Counter[tuple[int, Kind, int]] = Counter()
         self._ran: set[Action] = set()
 
