@@ -19,8 +19,8 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training import run_data
-from llmtrain.training.progress import progress_of
 from llmtrain.training.run_data import DATA, check_data, open_data
+from llmtrain.training.saved_progress import progress_of
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_data.indexed import IndexedData

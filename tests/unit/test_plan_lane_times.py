@@ -1,4 +1,4 @@
-"""What offload moves in a step: its lanes, their least times, and the played time of the step."""
+"""What offload moves in a step: its lanes, their least times, and the simulated time of the step."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ def by_hand(
     return clock + sum(backward)
 
 
-def test_a_played_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_simulated_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     found, sizes = shown(capsys, KNOWN), unit_elements(made(KNOWN))
     played = found["played"]
     assert (played["rank"], played["unplayed"]) == (0, None)
@@ -156,7 +156,7 @@ def test_where_stepped_weights_are_gathered_a_unit_also_waits_for_the_next_one(
     assert abs(other / expected - 1) > 0.02
 
 
-def test_spare_memory_shortens_the_played_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spare_memory_shortens_the_simulated_step(capsys: pytest.CaptureFixture[str]) -> None:
     slow = {**KNOWN, "accelerator": {**KNOWN["accelerator"], "peak": {"bf16": "36MFLOP/s"}}}
     none, full = (shown(capsys, slow, LONG, f"offload.spare={spare}")["played"]["whole"] for spare in (0, 1))
     computed = shown(capsys, slow, LONG)["least_seconds"]["compute"]
@@ -206,7 +206,7 @@ def test_the_command_keeps_what_a_shipped_description_has() -> None:
     assert f"; `{command}` measures them, and cluster=FILE states them" in said
 
 
-def test_the_moves_are_played_without_a_peak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_moves_are_simulated_without_a_peak(capsys: pytest.CaptureFixture[str]) -> None:
     unstated = {**KNOWN, "accelerator": {"host_link": "2MB/s"}}
     found = shown(capsys, unstated)
     assert found["played"]["moves"] == shown(capsys, KNOWN)["played"]["moves"]
@@ -234,7 +234,7 @@ def test_what_a_gpu_copies_of_weights_gradients_and_activations(capsys: pytest.C
     assert found["played"] is None
 
 
-def test_other_states_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_states_are_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, KNOWN, "offload.parameters=nvme", "offload.gradients=none")
     assert found["played"] == {"rank": 0, "moves": None, "whole": None, "unplayed": "weights"}
     assert main(["plan", "tiny.yaml", *words(KNOWN, "offload.parameters=nvme", "offload.gradients=none")]) == 0
@@ -259,7 +259,7 @@ def test_a_cpu_steps_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--paths /scratch " in said
 
 
-def test_neighbours_are_played_as_one() -> None:
+def test_neighbours_are_simulated_as_one() -> None:
     moves = [Moves(unit, place % 2 == 0, 10, False, 40, 20, 0, 20, (90, 30)) for unit in (0, 1) for place in range(64)]
     few = merged(moves, 16)
     assert len(few) == 16

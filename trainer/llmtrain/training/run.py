@@ -31,9 +31,9 @@ from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.meters import CommMeter
 from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
-from llmtrain.training.progress import Progress
 from llmtrain.training.run_data import open_data
 from llmtrain.training.run_folder import lock_folder
+from llmtrain.training.saved_progress import Progress
 
 # The C++ kernels that a run calls; the first run on a machine builds them.
 KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared_sum")

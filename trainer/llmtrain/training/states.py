@@ -13,10 +13,10 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.tensors import UnitSpec, parameter_count
 from llmtrain.plan.checkpointing import StartFresh, StartFrom
 from llmtrain.sharding.optimizer_shard import OptimizerStateRange
-from llmtrain.training.progress import progress_of
 from llmtrain.training.run import Run
 from llmtrain.training.run_data import DATA, check_data
 from llmtrain.training.run_folder import recipe_changes, write_record
+from llmtrain.training.saved_progress import progress_of
 
 
 def save(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""How far a run is, as its checkpoints hold it: steps, the position in the data, and the loss scale."""
 
 from dataclasses import dataclass, field
 
