@@ -75,7 +75,7 @@ def _(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _launch(kernel: Any, kind: str, result: Tensor, *tensors: Tensor) -> None:
-    # Only gated rows have borders; otherwise everything is one row.
+    # Only SwiGLU depends on where rows begin. For other activations all elements are one row.
     rows, width = result.shape if kind == "swiglu" else (1, result.numel())
     if result.numel():
         with device_of(result):

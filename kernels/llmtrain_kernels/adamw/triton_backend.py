@@ -18,8 +18,9 @@ from llmtrain_kernels.triton_launch import ceil_div, device_of
 TILE = 1024
 # No fused multiply-add: products and sums round separately, as in the reference.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Triton compiles again for another number of places, and for places of another width, or which are a multiple of 16 or
-# not. So there are a multiple of so many, each 16 times as large, from 2^40 on.
+# Triton compiles a kernel again for another number of places, and for integers of another width or with another
+# divisibility by 16. So places are padded to a multiple of PLACES, and each is passed as FIRST + 16 * place, which is
+# always a 64-bit multiple of 16.
 PLACES, FIRST = 4, 1 << 40
 
 
@@ -30,7 +31,7 @@ def step(
     """Write the new `master`, `m` and `v`, each fp32 `[n]`, to `after`, which may be the old ones in `before`.
 
     gradient: fp32, bf16 or fp16 `[n]`, read only. weight: of any of these dtypes, `[n]`, which receives the new
-    masters. changes: ascending elements where weight decay begins and ends in turn.
+    masters. changes: the elements, ascending, at which weight decay switches on or off.
     """
     given = numbers.decided_on(gradient.device)
     # One of the host is an argument of the launch. Division by 1 changes no bit.

@@ -121,7 +121,9 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), x, beta=beta)
     elif _sums_in_fp32(grad):
-        # The product adds to the fp32 sum itself: without a product in the compute dtype, its rounding and two passes.
+        # The matrix product accumulates into the fp32 sum. This saves a product in the compute dtype, its rounding, and
+        # two
+        # passes over memory.
         torch.addmm(total, grad.t(), x, out_dtype=torch.float32, beta=beta, out=total)
     elif first:
         total.copy_(grad.t() @ x)

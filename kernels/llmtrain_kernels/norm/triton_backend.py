@@ -15,7 +15,7 @@ from llmtrain_kernels.triton_launch import ceil_div, device_of, power_of_2_from
 
 # Elements of a program's rows at once, of a thread, and of the widest row.
 ELEMENTS, PER_WARP, WIDEST = 4096, 512, 8192
-# The most programs. The sums of the backward pass have a row for each; their number fixes their bits.
+# The most programs. In the backward pass each program writes a row of sums, so their number fixes the bits of the sums.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 512, 256
 
 

@@ -91,8 +91,8 @@ class _ThreadTicket:
         self._activity.wait(self._future.result)
 
 
-# Among blocks of threads that wait for a multiprocessor, those of collectives and copies start before those of the
-# computation, of which there are always some.
+# CUDA starts waiting thread blocks in the order of their streams' priorities. Blocks of the computation are always
+# waiting, so collectives and copies have the higher priority.
 _FIRST = -1
 
 

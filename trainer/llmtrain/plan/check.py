@@ -86,7 +86,8 @@ def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
 
 
 def check(plan: Plan, facts: Facts) -> None:
-    """Check that a plan agrees with itself and with the facts that it was made from. Raises BadInputError."""
+    """Check that the parts of a plan are consistent, with each other and with the facts that it was made from. Raises
+    BadInputError."""
     model, training = plan.model, plan.training
     if facts.tokenizer is not None and model.vocab < facts.tokenizer:
         raise BadInputError(

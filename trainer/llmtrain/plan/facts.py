@@ -37,5 +37,6 @@ class Facts:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers of links between the ranks, fastest first. Raises BadInputError where the cluster does not fit."""
+        """The tiers of links between the ranks, fastest first. Raises BadInputError if the ranks do not fit the
+        cluster."""
         return tiers(self.cluster, self.world, self.ranks_per_node or self.world)

@@ -42,8 +42,8 @@ def _on_cuda(facts: Facts, model: GPTConfig, compute_bytes: int, deterministic: 
 
 
 def _on_cpu(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
-    # Our RMSNorm keeps fp32 statistics, and torch's operations are computed again. torch's LayerNorm keeps them in the
-    # compute dtype.
+    # For RMSNorm, the C++ kernel keeps fp32 statistics, and torch's operations keep none, as the backward pass
+    # recomputes them. torch's LayerNorm keeps statistics in the compute dtype.
     ours = 4 if facts.native and compute != "fp16" else 0
     return Kernels(
         # torch has no fused kernel with dropout.

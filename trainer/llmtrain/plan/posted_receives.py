@@ -19,8 +19,8 @@ from llmtrain.plan.program.spec import ProgramSpec
 
 @dataclass(frozen=True)
 class Posting:
-    """How many receives of a channel are posted. at_start: when its messages are announced. ahead: as each message is
-    taken, beyond that one."""
+    """How many receives of a channel are posted before they are needed. at_start: when the channel's messages are
+    announced. ahead: how many messages after it have receives when a message is taken."""
 
     at_start: int
     ahead: int

@@ -26,6 +26,6 @@ def resident_problem(plan: Plan) -> str | None:
 
 def least_resident(plan: Plan, rank: int) -> int:
     """Return the fewest bytes of memory for gathered weights with which a rank of the run can step."""
-    # With one element of memory, nothing is gathered but what is in use.
+    # With a budget of one element, only units in use are gathered.
     spec = replace(ProgramSpec.of(plan, rank), resident=1)
     return Programs(spec).step.weights * plan.compute_bytes

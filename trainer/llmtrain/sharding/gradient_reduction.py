@@ -32,7 +32,7 @@ class Reduction(Protocol):
 
 
 class GradientReduction:
-    """Sums into the unit's gradient: in the dtype of the weights on the wire, or packed."""
+    """Sums into the unit's gradient. Values are sent in the dtype of the weights, or packed."""
 
     def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
         self._unit, self._packing, self._wire = unit, packing, unit.weight.dtype

@@ -40,7 +40,8 @@ class ReplicatedParameters:
         return [Traffic("update", "all_reduce", tier, size, nbytes, False) for tier, nbytes in sent]
 
     def put(self, weights: Tensor, offset: int) -> None:
-        """Write them into `weights`, `[n]` of their dtype: a range of the unit that begins at element `offset`."""
+        """Write the parameters into `weights`, `[n]` of their dtype: a range of the unit that begins at element
+        `offset`."""
         first = self._unit.spec.replicated
         start, end = max(first, offset), min(self._unit.spec.numel, offset + len(weights))
         if start < end:

@@ -33,7 +33,8 @@ class WeightUpdates:
         self._packing, self._replicated, self._offloaded = packing, replicated, offloaded
         self._in_flight, self._count = in_flight, count
         self._tickets: dict[str, Ticket] = {}
-        # Units by their order, which is that of all ranks, and those whose update has not begun.
+        # The number of each unit in the order of updates, which is the same on all ranks; and the units whose update
+        # has not begun.
         self._places: dict[str, int] = {}
         self._later: dict[str, tuple[ShardedUnit, Ticket]] = {}
 

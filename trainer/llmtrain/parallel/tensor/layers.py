@@ -159,7 +159,7 @@ class _Column(torch.autograd.Function):
 
 
 class _RowBackward(torch.autograd.Function):
-    """Computes the gradients of a row-parallel product. Its result has the product's shape and no memory."""
+    """Computes the gradients of a row-parallel product. Its output has the shape of the product and takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: RowParallelLinear) -> Tensor:

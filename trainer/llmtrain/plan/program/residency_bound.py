@@ -55,7 +55,7 @@ def least_gathered(events: Sequence[UnitUse], units: Units, capacity: int) -> in
         if event.at is At.USE:
             source[event.unit] = event.secondary
             gathered += size - stays.get(place, 0)
-            # What stayed is part of the unit in use.
+            # Elements that stayed are counted in `held` already.
             held += size - stays.pop(place, 0)
             held -= _dropped(held - capacity, furthest, stays)
         else:
