@@ -252,7 +252,7 @@ class Engine:
     def _unpack(self, saved: "Tensor | _Reference") -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        # A tensor that counts its changes by itself: other threads write other units to the same arena meanwhile, and
+        # A tensor that counts its changes by itself: other threads write other units to the same pool meanwhile, and
         # autograd would take that for a change of these weights where a backward pass recomputes forward.
         weights = self._use(saved.unit).data
         return weights.as_strided(saved.shape, saved.stride, weights.storage_offset() + saved.offset)

@@ -74,8 +74,7 @@ class ProgramSpec:
         )
 
     def is_gathered(self, unit: str) -> bool:
-        """Whether a unit's weights are gathered before they are used: ranks hold parts of them, or they rest elsewhere
-        than on the device."""
+        """Whether a unit's weights are gathered before they are used: they are sharded, or offloaded."""
         return self.degrees[unit].weights > 1 or unit in self.offloaded_weights
 
     def is_reduced(self, unit: str, last: bool) -> bool:
@@ -83,8 +82,7 @@ class ProgramSpec:
         return self.is_buffered(unit) or (last and self.degrees[unit].ranks > 1)
 
     def is_buffered(self, unit: str) -> bool:
-        """Whether a buffer holds the gradients of one backward pass, because their sum is sharded, or rests elsewhere
-        than on the device."""
+        """Whether a buffer holds the gradients of one backward pass, because their sum is sharded or offloaded."""
         return self.degrees[unit].gradients > 1 or unit in self.offloaded_gradients
 
     @property
