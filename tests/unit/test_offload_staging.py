@@ -16,6 +16,8 @@ SIZES = (1000, 1000, 1000, 500)
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    # Tensors of the host stand for those of the device.
+    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: False)
     return late_copies(monkeypatch)
 
 
@@ -94,8 +96,7 @@ def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: False)
+def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies) -> None:
     made: list[Copies] = []
 
     class Kept(Copies):
@@ -152,3 +153,15 @@ class Unreported(Copies):
 def test_a_missing_wait_is_found(make: str, broken: type[Copies], ahead: bool, late: LateCopies) -> None:
     with late:
         assert not stepped(MAKERS[make], broken, late, ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weights_that_rest_on_the_host_are_written_there(
+    ahead: bool, late: LateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a step returns, and nothing is copied to the device."""
+    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: tensor.dtype == torch.bfloat16)
+    copies = Unreported(torch.device("cuda"))
+    with late:
+        assert stepped(lambda given: pinned(copies), Unreported, late, ahead)
+    assert copies.link.to_device == 0
