@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (one row of the table per line)
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,8 @@ BROKEN_RECIPES = [
     ("long warm-up", GOOD, ["optimizer.warmup=5000"], "optimizer.warmup is 5000; expected at most train.steps (1000)"),
     ("nothing to validate on", GOOD, ["data.split=[1,0,0]"], "data.split leaves nothing to validate on"),
     ("malformed blend", GOOD, ["data.path=[prepared,0.5]"], "expected a blend [weight, prefix"),
+    ("weights that overflow", GOOD, ["data.path=[1e308,prepared,1e308,prepared]"], "data.path is 1e+308; expected text or a list of texts and numbers from 0 to 1,000,000,000\n"),
+    ("pipe as data", GOOD, ["data.path=pipe"], "data.path is pipe, but pipe.bin is not a regular file\n"),
     ("unknown preset", GOOD, ["model.preset=gpt2-124"], "model.preset is gpt2-124, which is no preset; did you mean gpt2-124m?"),
     ("two models", GOOD, ["model.family=llama"], "model.preset is gpt2-1m and model.family is llama; expected one of them"),
     ("no model", "model: {}\ndata: {path: prepared}", [], "model has no family; expected model.preset"),
@@ -129,6 +132,7 @@ BROKEN_COMMANDS = [
     (["run", "."], "is a folder; expected a recipe's YAML file"),
     (["run", "done"], "done is a folder; its run's recipe is done/recipe.resolved.yaml"),
     (["run", "prepared.bin"], "model is missing"),
+    (["run", "pipe.bin"], "pipe.bin cannot be read: it is not a regular file\n"),
     (["data", "inspect", "prepared.idx"], "prepared.idx.bin and prepared.idx.idx not found; give prepared\n"),
     (["run", "latin.yaml"], "latin.yaml cannot be read: it is not UTF-8 text, first at byte 9"),
     (["run", "\0"], "there is no recipe \\x00"),
@@ -148,6 +152,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for suffix in ("bin", "idx"):
         Path(f"prepared.{suffix}").touch()
+    os.mkfifo("pipe.bin")
     Path("texts").mkdir()
     Path("done").mkdir()
     Path("begun/checkpoints/step-00000001").mkdir(parents=True)

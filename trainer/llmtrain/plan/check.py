@@ -69,11 +69,12 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
         _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
     for _, prefix in recipe.data.blend():
         for suffix in (".bin", ".idx"):
-            if not Path(f"{prefix}{suffix}").is_file():
-                raise BadInputError(
-                    f"data.path is {prefix}, but there is no file {prefix}{suffix}; "
-                    + (found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix)))
-                )
+            if os.path.isfile(f"{prefix}{suffix}"):
+                continue
+            if os.path.exists(f"{prefix}{suffix}"):
+                raise BadInputError(f"data.path is {prefix}, but {prefix}{suffix} is not a regular file")
+            advice = found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix))
+            raise BadInputError(f"data.path is {prefix}, but there is no file {prefix}{suffix}; {advice}")
     _expect_writable(Path(recipe.logging.dir), recipe.name)
 
 

@@ -41,7 +41,10 @@ def explain(error: ValidationError, source: str) -> str:
             "" if "[" in key else f" or on the command line as {key}=..."
         )
     hint = type_of(key)
-    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{_advice(key, details['input'], hint)}"
+    # The places of values in lists are no part of a key; such a value is not meant as the whole text.
+    in_a_list = sum(isinstance(part, int) for part in details["loc"]) > key.count("[")
+    advice = "" if in_a_list else _advice(key, details["input"], hint)
+    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{advice}"
 
 
 def _advice(key: str, value: Any, hint: Any) -> str:

@@ -38,7 +38,8 @@ def find_recipe(name_or_path: str, beside: Path | None = None) -> Path:
     try:
         if path.is_dir():
             raise BadInputError(f"{path} is a folder; {_advice_on_folder(path)}")
-        if path.is_file():
+        # Reading says what is wrong with one that is no regular file.
+        if path.exists():
             return path
     except (OSError, ValueError) as error:
         raise BadInputError(f"{name_or_path[:100]!r} cannot be read as a recipe's path: {reason(error)}") from error
