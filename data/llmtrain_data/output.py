@@ -5,12 +5,13 @@ ends and tabs stay.
 """
 
 import json
+import os
 import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -32,14 +33,26 @@ def printable(value: object) -> str:
 
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
     """Print a value as a line, with terminal control characters escaped. err: print to stderr."""
-    # In one write: another rank's line, or the end of the process, could come between a line and its end.
-    print(printable(value) + end, end="", file=sys.stderr if err else sys.stdout, flush=True)
+    stream = sys.stderr if err else sys.stdout
+    try:
+        # In one write: another rank's line, or the end of the process, could come between a line and its end.
+        print(printable(value) + end, end="", file=stream, flush=True)
+    except BrokenPipeError:
+        _discard(stream)
 
 
 def show_cursor() -> None:
     """Show the terminal's cursor, which a live line hides, before the process ends without ending the line."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
+
+
+def _discard(stream: IO[str]) -> None:
+    """Discard what is printed to a stream from now on: the reader of its pipe has ended (`| head`), which is no reason
+    to end a run."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say_json(data: Any, indent: int | None = None) -> None:
@@ -64,6 +77,11 @@ class Terminal(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
         if "width" not in options and not self.is_terminal:
             self.width = _NO_EDGE
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence, where rich would end the process."""
+        self.quiet = True
+        _discard(self.file)
 
     def render_str(self, text: str, **options: Any) -> Any:
         """Return a string as rich text, escaped before rich measures its width."""

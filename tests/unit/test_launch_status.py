@@ -43,7 +43,11 @@ def test_states(runs: Path) -> None:
     assert {name: (run.state, run.job, run.detail) for name, run in found.items()} == {
         "bad": ("failed", "5", "x"),
         "done": ("finished", "1", ""),
-        "gone": ("stopped", None, "killed, or lost with its machine; the same command starts again"),
+        "gone": (
+            "killed",
+            None,
+            "killed, or lost with its machine, before a checkpoint was saved; the same command starts at step 0 again",
+        ),
         "next": ("pending", "2", "Resources"),
         "now": ("running", "3_1", "n2"),
     }
@@ -67,13 +71,13 @@ def test_a_run_outside_slurm(runs: Path) -> None:
     assert found.detail.startswith(f"process {holder.pid} on ")
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
     (found,) = statuses([folder])
-    assert (found.state, found.detail[:6], found.detail[-11:]) == ("stopped", "killed", "from step 3")
+    assert (found.state, found.detail[:6], found.detail[-11:]) == ("killed", "killed", "from step 3")
 
 
 def test_a_run_that_was_killed_before_its_first_row_has_begun(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"steps": 12}')
     (found,) = statuses([tmp_path])
-    assert (found.state, found.steps) == ("stopped", 12)
+    assert (found.state, found.steps) == ("killed", 12)
     assert found.detail.startswith("killed")
 
 

@@ -264,3 +264,32 @@ def test_a_table_is_never_cut(terminal: bool) -> None:
     assert lines[1].startswith("a     1.50 GiB  xxx")
     assert [line.rstrip() for line in lines if line.startswith("bc")] == ["bc           -"]
     assert max(map(len, lines)) <= 80 if terminal else len(lines) == 3
+
+
+PRINTS = """
+import sys
+from llmtrain_data.output import Terminal, say, table
+
+console = Terminal()
+say(0)
+sys.stdin.read()
+say(1)
+console.print(table(["a"], [["b"]]))
+say(2)
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("first", ["say(1)", "console.print(1)"])
+def test_a_reader_that_ends_does_not_end_the_process(first: str) -> None:
+    """As of `llmtrain run recipe.yaml | head`."""
+    pipe, script = subprocess.PIPE, PRINTS.replace("say(1)", first)
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"went on\n"
+    assert process.returncode == 0

@@ -115,7 +115,7 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
     elif end is not None:
         state, detail = end.get("outcome", "ended"), end.get("reason", "")
     elif rows or damage or (job is None and os.path.exists(folder / "run.json")):
-        state, detail = "stopped", detail or _killed(folder)
+        state, detail = "killed", detail or _killed(folder)
     elif job is not None:
         state = job.state.lower()
     step = rows[-1]["step"] if rows else None
@@ -143,8 +143,9 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
 def _killed(folder: Path) -> str:
     """Return a sentence about a run that ended without a report."""
     saved = step_folders(folder / "checkpoints")
-    again = f"resumes from step {step_of(saved[-1])}" if saved else "starts again"
-    return f"killed, or lost with its machine; the same command {again}"
+    if saved:
+        return f"killed, or lost with its machine; the same command resumes from step {step_of(saved[-1])}"
+    return "killed, or lost with its machine, before a checkpoint was saved; the same command starts at step 0 again"
 
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
