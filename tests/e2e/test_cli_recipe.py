@@ -225,19 +225,22 @@ def test_a_dry_run_begins_with_a_table(workplace: Path, capsys: pytest.CaptureFi
     writer = IndexedWriter(workplace / "prepared", np.dtype("uint16"))
     writer.add(np.zeros(64_000), np.full(100, 640))
     writer.commit()
-    Path("recipe.yaml").write_text(GOOD + "train: {steps: 980, global_batch: 4}\nprecision: {compute: fp32}")
+    Path("recipe.yaml").write_text(
+        GOOD + "train: {steps: 980, global_batch: 4}\nprecision: {compute: fp32}\noptimizer: {lr: 4.0e-3}"
+    )
     assert main(["run", "recipe.yaml", "--nproc", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     table = [" ".join(line.removeprefix("# ").split()) for line in said.partition("name: recipe")[0].splitlines()]
     # 4 layers of 12 x 128^2 + 13 x 128, embeddings of 2048 tokens and 256 positions, and a norm.
     parameters = 4 * (12 * 128**2 + 13 * 128) + (2048 + 256) * 128 + 2 * 128
     flops = 980 * 4 * 64 * (6 * (4 * 12 * 128**2 + 2048 * 128) + 12 * 4 * 128 * 64)
-    assert table[:7] == [
+    assert table[:8] == [
         f"parameters {parameters / 1e6:.2f}M",
         "steps 980",
         "tokens 251k, 256 per step",
         "epochs 4 of the 62.7k tokens of the training split",
         f"FLOPs {flops:.2e}",
+        "learning rate 0.004 after 100 steps, 0.0004 in the last step",
         "ranks 4 x CPU",
         f"states per rank {16 * parameters / 2**20:.1f} MiB of weights, gradients and optimizer states",
     ]

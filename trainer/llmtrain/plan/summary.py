@@ -7,6 +7,7 @@ from llmtrain_data.dataset import open_split
 from llmtrain_data.errors import DataError
 
 from llmtrain.model.tensors import parameter_count
+from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import decisions
@@ -20,7 +21,8 @@ class Summary:
 
     tokens: tokens that the run trains on. training_tokens: tokens of the training split; epochs: passes over them; both
     None if the data cannot be opened. data_problem: the reason for that, else None. flops: FLOPs of the whole run.
-    state_bytes_per_rank: bytes of model states on the rank that holds most. auto: one line for each decision.
+    lr, last_lr: learning rates after `warmup` steps and in the last step. state_bytes_per_rank: bytes of model states
+    on the rank that holds most. auto: one line for each decision.
     """
 
     parameters: int
@@ -33,6 +35,9 @@ class Summary:
     epochs: float | None
     data_problem: str | None
     flops: float
+    lr: float
+    warmup: int
+    last_lr: float
     state_bytes_per_rank: int
     auto: list[str]
 
@@ -52,6 +57,7 @@ class Summary:
             ("tokens", tokens),
             ("epochs", epochs),
             ("FLOPs", f"{self.flops:.2e}"),
+            ("learning rate", f"{self.lr:.4g} after {self.warmup} steps, {self.last_lr:.4g} in the last step"),
             ("ranks", f"{self.ranks} x {self.device}"),
             ("states per rank", f"{units.size(self.state_bytes_per_rank)} of weights, gradients and optimizer states"),
             *(("auto" if index == 0 else "", line) for index, line in enumerate(self.auto)),
@@ -83,6 +89,9 @@ def summarize(recipe: Recipe, plan: Plan, device: str) -> Summary:
         epochs=per_step * steps / training if training else None,
         data_problem=problem,
         flops=float(flops_per_token(plan.model, plan.batch.sequence_length)) * per_step * steps,
+        lr=plan.optimizer.lr,
+        warmup=plan.optimizer.warmup,
+        last_lr=learning_rate(plan.optimizer, steps - 1, steps),
         state_bytes_per_rank=most_states(plan).total,
         auto=decisions(recipe, plan.record),
     )
