@@ -1,9 +1,15 @@
 """The recipe's `data` section."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from llmtrain_data.bounds import MAX_WEIGHT, SequenceLength, Weight
+
+Shares = Annotated[
+    tuple[Weight, Weight, Weight], Field(description="shares of training, validation and test such as [95, 5, 0]")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class DataConfig:
     path: str | list[str | Weight]
     tokenizer: str | None = None
     sequence_length: SequenceLength = 1024
-    split: tuple[Weight, Weight, Weight] = (98.0, 1.0, 1.0)
+    split: Shares = (98.0, 1.0, 1.0)
     accept_changed: bool = False
 
     def __post_init__(self) -> None:

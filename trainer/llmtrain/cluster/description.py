@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from llmtrain_data.bounds import Factor, NodeRanks, Ranks
 from pydantic import Field
 
-from llmtrain.cluster.quantity import Unit, quantity
+from llmtrain.cluster.quantity import Bandwidth, Size, Speed, Time, Unit, quantity
 
 Cores = Annotated[int, Field(ge=1, le=2**16)]
 Socket = Annotated[int, Field(ge=0, le=2**16)]
@@ -28,10 +28,10 @@ class Accelerator:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: str | None = None
-    memory: str | None = None
-    peak: Mapping[str, str] = field(default_factory=dict)
-    bandwidth: str | None = None
-    host_link: str | None = None
+    memory: Size | None = None
+    peak: Mapping[str, Speed] = field(default_factory=dict)
+    bandwidth: Bandwidth | None = None
+    host_link: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         _check_quantities(self, memory="byte", bandwidth="byte/s", host_link="byte/s")
@@ -53,8 +53,8 @@ class NodeTier:
 
     name: str
     ranks: NodeRanks
-    bandwidth: str | None = None
-    latency: str | None = None
+    bandwidth: Bandwidth | None = None
+    latency: Time | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("cluster", "all", "auto"):
@@ -73,8 +73,8 @@ class Host:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    memory: str | None = None
-    bandwidth: str | None = None
+    memory: Size | None = None
+    bandwidth: Bandwidth | None = None
     cores: Cores | None = None
     sockets: Cores | None = None
 
@@ -92,7 +92,7 @@ class Nvme:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     path: str
-    bandwidth: str | None = None
+    bandwidth: Bandwidth | None = None
     socket: Socket | None = None
 
     def __post_init__(self) -> None:
@@ -149,8 +149,8 @@ class Nic:
 
     kind: str = "ethernet"
     interface: str | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
+    bandwidth: Bandwidth | None = None
+    latency: Time | None = None
 
     def __post_init__(self) -> None:
         _check_quantities(self, bandwidth="byte/s", latency="s")

@@ -2,7 +2,9 @@
 
 import re
 from math import isfinite
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 Unit = Literal["byte/s", "byte", "s", "FLOP/s"]
 
@@ -13,6 +15,11 @@ _UNITS: dict[Unit, tuple[str, dict[str, float]]] = {
     "s": ("a time such as 3us or 1ms", {"s": 1}),
     "FLOP/s": ("a speed such as 312TFLOP/s", {"FLOP/s": 1}),
 }
+# Types of keys that hold such a text; an error says the description in place of "text".
+Bandwidth = Annotated[str, Field(description=_UNITS["byte/s"][0])]
+Size = Annotated[str, Field(description=_UNITS["byte"][0])]
+Time = Annotated[str, Field(description=_UNITS["s"][0])]
+Speed = Annotated[str, Field(description=_UNITS["FLOP/s"][0])]
 # Divisors: 50 / 1e6 is the float nearest to 50e-6, and 50 * 1e-6 is not.
 _SMALL = {"": 1.0, "m": 1e3, "u": 1e6, "n": 1e9}
 _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "ki": 2**10, "mi": 2**20, "gi": 2**30}

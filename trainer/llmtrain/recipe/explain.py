@@ -1,5 +1,6 @@
 """An error of pydantic about a recipe, as one sentence."""
 
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +13,8 @@ from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import WORDS
 
 _UNKNOWN, _MISSING, _VALUE = "unexpected_keyword_argument", "missing", "value_error"
+# A text that YAML would read as a number or a boolean without quotes.
+_UNQUOTED = re.compile(r"\s*(?:[-+]?\d[\d_.]*(?:[eE][-+]?\d+)?|true|false)\s*", re.IGNORECASE)
 # Characters of a value that are compared with the words that a key accepts.
 _LONGEST_WORD = 60
 
@@ -44,7 +47,19 @@ def explain(error: ValidationError, source: str) -> str:
     # The places of values in lists are no part of a key; such a value is not meant as the whole text.
     in_a_list = sum(isinstance(part, int) for part in details["loc"]) > key.count("[")
     advice = "" if in_a_list else _advice(key, details["input"], hint)
-    return f"{key} is {shown(details['input'])}; expected {expected(hint)}{advice}"
+    return f"{key} is {_written(details)}; expected {expected(hint)}{advice}"
+
+
+def _written(details: Any) -> str:
+    """Return a refused value as the recipe writes it; of a text that would be a number without its quotes, its type."""
+    value = details["input"]
+    if (
+        isinstance(value, str)
+        and details["type"].startswith(("int_", "float_", "bool_"))
+        and _UNQUOTED.fullmatch(value)
+    ):
+        return f'the text "{shown(value)}", in quotes'
+    return shown(value)
 
 
 def _advice(key: str, value: Any, hint: Any) -> str:

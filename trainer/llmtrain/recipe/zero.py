@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal
 from llmtrain_data.bounds import Ranks, RanksOrNone
 from pydantic import Field
 
-from llmtrain.cluster.quantity import quantity
+from llmtrain.cluster.quantity import Size, quantity
 
 # A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
 Degree = Ranks | str
 Stage = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 # A number of bytes, or a quantity such as 2GB.
-Memory = Annotated[int, Field(ge=0, le=2**50)] | str
+Memory = Annotated[int, Field(ge=0, le=2**50)] | Size
 Block = Annotated[int, Field(ge=1, le=2**24)]
 
 

@@ -33,8 +33,10 @@ def expected(hint: Any) -> str:
     """Return the values that a key of this type accepts, in words."""
     if get_origin(hint) is Annotated:
         kind, *extras = get_args(hint)
-        unit = next((extra.description for extra in extras if getattr(extra, "description", None)), None)
-        return f"{expected(kind)}{_bounds(extras)}{f', {unit}' if unit else ''}"
+        about = next((extra.description for extra in extras if getattr(extra, "description", None)), None)
+        if kind is str and about:
+            return str(about)
+        return f"{expected(kind)}{_bounds(extras)}{f', {about}' if about else ''}"
     if get_origin(hint) in (Union, UnionType):
         words = [expected(option) for option in options(hint) if option is not NoneType]
         return " or ".join(words)
