@@ -2,7 +2,9 @@
 
 Layout, little-endian u64 numbers. Header: the magic number, whose last byte is the version; bytes of the `.bin`; bytes
 of the `.idx`; digest of the `.idx`; digest of the block digests followed by the header up to here. After the header:
-one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Digests are XXH3-64.
+one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Then, if it is known which
+tokenizer prepared the set: its identity, and the digest of the header's own digest followed by the identity. So the
+header's digest does not depend on whether the tokenizer is known. Digests are XXH3-64.
 """
 
 import os
@@ -21,6 +23,9 @@ HEADER = struct.Struct("<8sQQQQ")
 SEALED = HEADER.size - 8
 """Bytes of the header that the header's digest covers."""
 
+TAIL = struct.Struct("<QQ")
+"""The tokenizer's identity and its digest."""
+
 BLOCK = 1 << 16
 """Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks. This costs little: the
 kernel reads ahead by as much anyway, and hashing one block takes some microseconds."""
@@ -28,7 +33,8 @@ kernel reads ahead by as much anyway, and hashing one block takes some microseco
 
 @dataclass(frozen=True)
 class Checksums:
-    """The checksums of a set. blocks: uint64 digest of each `.bin` block. digest: digest of this file's content."""
+    """The checksums of a set. blocks: uint64 digest of each `.bin` block. digest: digest of this file's content without
+    the tokenizer. tokenizer: `tokenizer_identity` of the tokenizer that prepared the set, None if it is not known."""
 
     path: Path
     bin_bytes: int
@@ -36,6 +42,7 @@ class Checksums:
     idx: int
     digest: int
     blocks: np.ndarray
+    tokenizer: int | None = None
 
 
 def checksums_path(prefix: str | Path) -> Path:
@@ -62,16 +69,23 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
         raise DataError(f"{path} is not a checksums file; {_advice(prefix)}")
     _, bin_bytes, idx_bytes, idx, own = HEADER.unpack(content[: HEADER.size])
     expected = HEADER.size + 8 * block_count(bin_bytes)
-    if len(content) != expected:
+    if len(content) not in (expected, expected + TAIL.size):
         raise DataError(
             f"{path} has {len(content)} bytes, but the checksums of {bin_bytes} bytes take {expected}; it is damaged "
             f"or truncated, so {_advice(prefix)}"
         )
-    sealed = xxhash.xxh3_64(content[HEADER.size :])
+    blocks, tail = content[HEADER.size : expected], content[expected:]
+    sealed = xxhash.xxh3_64(blocks)
     sealed.update(content[:SEALED])
-    if sealed.intdigest() != own:
+    tokenizer = TAIL.unpack(tail)[0] if tail else None
+    if sealed.intdigest() != own or (tokenizer is not None and tail != _tail(own, tokenizer)):
         raise DataError(f"{path} does not match its own checksum; it is damaged, so {_advice(prefix)}")
-    return Checksums(path, bin_bytes, idx_bytes, idx, own, np.frombuffer(content, "<u8", offset=HEADER.size))
+    return Checksums(path, bin_bytes, idx_bytes, idx, own, np.frombuffer(blocks, "<u8"), tokenizer)
+
+
+def _tail(own: int, tokenizer: int) -> bytes:
+    """Return the bytes that record a tokenizer's identity. own: the header's digest."""
+    return TAIL.pack(tokenizer, xxhash.xxh3_64_intdigest(TAIL.pack(own, tokenizer)))
 
 
 def _advice(prefix: str | Path) -> str:
@@ -98,15 +112,18 @@ class ChecksumsWriter:
             if self._bytes % BLOCK == 0:
                 self._end_block()
 
-    def finish(self, index: Path) -> None:
-        """Complete the file and fsync it. index: the complete `.idx`."""
+    def finish(self, index: Path, tokenizer: int | None = None) -> None:
+        """Complete the file and fsync it. index: the complete `.idx`. tokenizer: as in `Checksums`."""
         if self._bytes % BLOCK:
             self._end_block()
         mapped = File(index).content
         header = HEADER.pack(MAGIC, self._bytes, len(mapped), xxhash.xxh3_64_intdigest(mapped), 0)[:SEALED]
         self._sealed.update(header)
+        own = self._sealed.intdigest()
+        if tokenizer is not None:
+            self._file.write(_tail(own, tokenizer))
         self._file.seek(0)
-        self._file.write(header + struct.pack("<Q", self._sealed.intdigest()))
+        self._file.write(header + struct.pack("<Q", own))
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()

@@ -203,12 +203,15 @@ class IndexedWriter:
     complete.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], tokenizer: int | None = None) -> None:
         """Begin the set. Its folder must exist. Overwrites the partial files of a killed writer.
+
+        tokenizer: `tokenizer_identity` of the tokenizer of the ids, recorded beside the checksums.
 
         Raises DataError while another process writes the same prefix.
         """
         self.dtype = np.dtype(dtype)
+        self._tokenizer = tokenizer
         self._code = next(code for code, kind in TOKEN_DTYPES.items() if np.dtype(kind) == self.dtype)
         # In the order of renaming.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
@@ -240,7 +243,7 @@ class IndexedWriter:
     def commit(self) -> None:
         """Finish the set: fsync all files, then rename the tokens, the checksums and the index, in this order."""
         self._write_index()
-        self._checksums.finish(self._partial[2])
+        self._checksums.finish(self._partial[2], self._tokenizer)
         self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()

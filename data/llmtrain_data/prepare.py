@@ -21,7 +21,7 @@ from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_pat
 from llmtrain_data.output import Terminal
 from llmtrain_data.progress import Report, progress
 from llmtrain_data.ragged import ragged_batches
-from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_size
+from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_identity, tokenizer_size
 from llmtrain_data.waiting import Waiting
 
 
@@ -81,6 +81,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     with _busy("loading the tokenizer"):
         size = tokenizer_size(tokenizer)
         reference = load_tokenizer(tokenizer)
+        identity = tokenizer_identity(tokenizer)
         end = end_of_text_id(tokenizer, reference) if options.append_end else None
     check_output(prefix, options.overwrite)
     with interruptible(prefix), ragged_batches():
@@ -92,7 +93,7 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
             encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
         dtype = token_dtype(size)
         gc.freeze()
-        with _writing(prefix, dtype) as writer, progress("prepare", corpus.total, corpus.unit) as report:
+        with _writing(prefix, dtype, identity) as writer, progress("prepare", corpus.total, corpus.unit) as report:
             stream = encoder.stream(chain([first], chunks), DocumentFormat(end, dtype))
             counts = _write(writer, stream, report)
             if writer.documents == 0:
@@ -120,11 +121,11 @@ def check_output(prefix: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _writing(prefix: Path, dtype: np.dtype[Any]) -> Iterator[IndexedWriter]:
+def _writing(prefix: Path, dtype: np.dtype[Any], tokenizer: int) -> Iterator[IndexedWriter]:
     """Yield a writer; discard its files if it is not committed."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        writer = IndexedWriter(prefix, dtype)
+        writer = IndexedWriter(prefix, dtype, tokenizer)
         try:
             yield writer
         finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import xxhash
 
 from llmtrain_data.bounds import MAX_IDS
 from llmtrain_data.errors import DataError
@@ -55,7 +56,21 @@ class _Description(_Additions, kw_only=True):
     model: _Model
 
 
-Part = TypeVar("Part", _Additions, _Description)
+class _MergingModel(msgspec.Struct):
+    """vocab: token to id, or tokens with scores. merges: pairs of tokens, in order; a pair may also be written as one
+    text with a space between them."""
+
+    vocab: dict[str, int] | list[tuple[str, float]]
+    merges: list[str | tuple[str, str]] | None = None
+
+
+class _Mapping(_Additions, kw_only=True):
+    """The part of a `tokenizer.json` that identifies it."""
+
+    model: _MergingModel
+
+
+Part = TypeVar("Part", _Additions, _Description, _Mapping)
 
 
 def tokenizer_size(folder: str | Path) -> int:
@@ -81,6 +96,24 @@ def tokenizer_size(folder: str | Path) -> int:
             "use another tokenizer"
         )
     return max(ids) + 1
+
+
+def tokenizer_identity(folder: str | Path) -> int:
+    """Return a 64-bit digest of a tokenizer's vocabulary, with added tokens, and merges.
+
+    It does not depend on the layout of the files, nor on whether a token of the vocabulary is also listed as added.
+    Raises DataError for a folder without a tokenizer.
+    """
+    if (Path(folder) / "tokenizer.json").exists():
+        mapping = _decoded(Path(folder), _Mapping)
+    else:
+        mapping = msgspec.json.decode(load_tokenizer(folder).to_str(), type=_Mapping)
+    vocab = mapping.model.vocab
+    added = {token.content: token.id for token in mapping.added_tokens or []}
+    # json writes a score in the same way in all versions; msgspec is five times as fast for the rest.
+    ids, pieces = ({**vocab, **added}, "") if isinstance(vocab, dict) else (added, json.dumps(vocab))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in mapping.model.merges or []]
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode([ids, pieces, merges], order="sorted"))
 
 
 def added_tokens(folder: Path) -> list[AddedToken]:

@@ -1,11 +1,13 @@
 """From a loaded recipe to a checked plan, before a run starts. No torch in here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from llmtrain_data.checksums import read_checksums
 from llmtrain_data.errors import DataError
-from llmtrain_data.tokenizer import tokenizer_size
+from llmtrain_data.tokenizer import tokenizer_identity, tokenizer_size
 
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
@@ -37,11 +39,12 @@ def check_and_plan(recipe: Recipe, facts: Facts, others: Sequence[Path] = ()) ->
 
 def check_recipe(recipe: Recipe, others: Sequence[Path] = ()) -> None:
     """Check what can be checked without a plan: keys that contradict each other, and files and folders. Raises
-    BadInputError. others: see `check_folders`."""
+    BadInputError or DataError. others: see `check_folders`."""
     check_given(recipe)
     check_folders(recipe, others)
     if recipe.data.tokenizer is not None:
         _tokenizer_size(recipe.data.tokenizer)
+    _check_prepared_with_tokenizer(recipe)
 
 
 def named_facts(recipe: Recipe, facts: Facts) -> Facts:
@@ -61,3 +64,30 @@ def _tokenizer_size(folder: str) -> int:
         return tokenizer_size(folder)
     except DataError as error:
         raise BadInputError(f"data.tokenizer is {folder}: {error}") from error
+
+
+def _check_prepared_with_tokenizer(recipe: Recipe) -> None:
+    """Raise BadInputError if a set records that another tokenizer than the run's prepared it."""
+    key, folder, hf = "data.tokenizer", recipe.data.tokenizer, recipe.model.hf
+    if folder is None and hf is not None and Path(hf, "tokenizer.json").is_file():
+        key, folder = "model.hf", hf
+    known = dict(_recorded(recipe))
+    if folder is None or not known:
+        return
+    own = tokenizer_identity(folder)
+    for prefix, recorded in known.items():
+        if recorded != own:
+            raise BadInputError(
+                f"{key} is {folder}, but the set {prefix} of data.path was prepared with another tokenizer; set "
+                f"data.tokenizer to the one that prepared it, or prepare its texts again with {folder}"
+            )
+
+
+def _recorded(recipe: Recipe) -> Iterator[tuple[str, int]]:
+    """Yield each set that records which tokenizer prepared it, with that tokenizer's identity."""
+    for _, prefix in recipe.data.blend():
+        # Opening the data reports damaged checksums.
+        with suppress(DataError):
+            checksums = read_checksums(prefix)
+            if checksums is not None and checksums.tokenizer is not None:
+                yield prefix, checksums.tokenizer
