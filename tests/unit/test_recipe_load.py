@@ -2,19 +2,24 @@
 
 import re
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args, get_type_hints
 
 import pytest
+from llmtrain.cli.main import GROUPS, VERBS
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
+from llmtrain.model.presets import PRESETS
 from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
+from llmtrain.recipe.other_words import COMMANDS, KEYS, OPTIONS, SECTIONS, VALUES
 from llmtrain.recipe.schema import EveryK
 from llmtrain.yaml.dump import to_yaml
+from llmtrain.yaml.expected import choices
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 from llmtrain.yaml.strict_file import StrictFile
 from llmtrain.yaml.yaml11 import WORDS
@@ -122,6 +127,29 @@ def test_shipped_recipes_are_short_and_load(name: str) -> None:
 )
 def test_nearest_key(key: str, nearest: str) -> None:
     assert unknown_key(key).endswith(f"did you mean {nearest}?")
+
+
+def test_other_programs_words_lead_to_keys_that_are_there() -> None:
+    known = recipe_keys()
+    targets = {key for keys in KEYS.values() for key in keys.split(" or ")} | set(SECTIONS) | set(SECTIONS.values())
+    targets |= {key for key, _ in VALUES if not key.startswith("--")}
+    assert targets <= set(known)
+    # A word that is a key in some section must keep its own advice.
+    assert not KEYS.keys() & {key.rpartition(".")[2] for key in known}
+    assert {value for (key, _), value in VALUES.items() if key == "model.preset"} <= set(PRESETS)
+    for (key, _), value in VALUES.items():
+        if key not in ("model.preset", "--split"):
+            assert value in choices(known[key])
+
+
+def test_other_programs_commands_lead_to_verbs_and_options_that_are_there() -> None:
+    for target in COMMANDS.values():
+        verb, _, inner = target.partition(" ")
+        assert verb in VERBS or hasattr(import_module(f"llmtrain.cli.{verb}"), inner)
+    assert not COMMANDS.keys() & {*VERBS, *GROUPS}
+    for (verb, _), option in OPTIONS.items():
+        names = get_type_hints(getattr(import_module(f"llmtrain.cli.{verb}"), verb))
+        assert option.removeprefix("--").replace("-", "_") in names
 
 
 def test_what_is_like_no_key_gets_the_list() -> None:

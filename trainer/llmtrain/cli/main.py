@@ -13,20 +13,13 @@ import typer
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.output import say
 
+from llmtrain.cli.usage import usage_sentence
 from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from llmtrain.launch.stop import end_early
 
 # Longest error, in characters.
 _LONGEST = 1500
-
-# typer's words for a type of number, and the usual ones.
-_NUMBERS = {
-    "float": "a number",
-    "float range": "a number",
-    "int": "a whole number",
-    "int range": "a whole number",
-}
 
 # What to do where a verb ran out of memory.
 _LESS_MEMORY = {
@@ -79,11 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, DataError, PreparationStoppedError) as error:
         return _say(error, error.exit_code)
     except typer.TyperException as error:
-        message = error.format_message()
-        for words, plain in _NUMBERS.items():
-            message = message.replace(f"is not a valid {words}.", f"is not {plain}")
-        about = getattr(getattr(error, "param", None), "help", None) if message.startswith("Missing") else None
-        return _say(f"{message} {about}" if about else message, error.exit_code) if message else 0
+        message = usage_sentence(error, arguments)
+        return _say(message, error.exit_code) if message else 0
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except OSError as error:

@@ -23,6 +23,7 @@ from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resident_check import resident_problem
 from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.other_words import VALUES
 from llmtrain.recipe.schema import Recipe, TrainConfig
 
 
@@ -38,7 +39,8 @@ def check_given(recipe: Recipe) -> None:
             "set the other to null"
         )
     if model.preset is not None and model.preset not in PRESETS:
-        near = get_close_matches(model.preset, PRESETS, n=1)
+        usual = VALUES.get(("model.preset", model.preset))
+        near = [usual] if usual else get_close_matches(model.preset, PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
         raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
     family = PRESETS[model.preset].family if model.preset else model.family
@@ -46,8 +48,10 @@ def check_given(recipe: Recipe) -> None:
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
     if recipe.optimizer.warmup > recipe.train.steps:
+        default = ", its default" if recipe.optimizer.warmup == OptimizerConfig().warmup else ""
         raise BadInputError(
-            f"optimizer.warmup is {recipe.optimizer.warmup}; expected at most train.steps ({recipe.train.steps})"
+            f"optimizer.warmup is {recipe.optimizer.warmup}{default}; expected at most train.steps "
+            f"({recipe.train.steps}), set optimizer.warmup to that or less"
         )
     pipeline = recipe.pipeline
     # recipe.resolved.yaml has both alpha and the list of layers that it led to.

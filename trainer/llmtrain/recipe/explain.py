@@ -5,9 +5,10 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from llmtrain.recipe.keys import keys_in, nearest_key, recipe_keys, required_key, type_of
+from llmtrain.recipe.other_words import KEYS, SECTIONS, VALUES
 from llmtrain.yaml.expected import choices, expected, options
 from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import WORDS
@@ -64,6 +65,9 @@ def _written(details: Any) -> str:
 
 def _advice(key: str, value: Any, hint: Any) -> str:
     """Return what to write in place of a value that `key`, of type `hint`, does not accept; else nothing."""
+    meant = _meant(key, value)
+    if meant is not None:
+        return f"; did you mean {meant}?"
     near = get_close_matches(str(value)[:_LONGEST_WORD], choices(hint), n=1)
     if near:
         return f"; did you mean {near[0]}?"
@@ -78,10 +82,27 @@ def _advice(key: str, value: Any, hint: Any) -> str:
     )
 
 
+def _meant(key: str, value: Any) -> str | None:
+    """Return what a value of another program's words, or one in place of a section, most likely means."""
+    if (key, shown(value)) in VALUES:
+        return VALUES[key, shown(value)]
+    inner = SECTIONS.get(key)
+    # A value that the inner key refuses as well is no advice.
+    if inner is None or not isinstance(value, str | int | float) or isinstance(value, bool):
+        return None
+    try:
+        TypeAdapter(type_of(inner), config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError:
+        return None
+    return f"{inner}={shown(value)}"
+
+
 def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:
     """Return a sentence that `key` is not a recipe key, with the nearest key that is, or else those of its section.
     quoted: returns what of the key is quoted."""
-    near = nearest_key(key)
+    if key == "extends":
+        return "extends is read only in a recipe's file; write it there, or name the other recipe in place of this one"
+    near = KEYS.get(key.rpartition(".")[2]) or nearest_key(key)
     section, siblings = key.rpartition(".")[0], keys_in(key.rpartition(".")[0])
     advice = f"{section} has the keys {', '.join(siblings)}" if siblings else "`llmtrain recipes schema` lists the keys"
     return f"{quoted(key)} is not a recipe key; {f'did you mean {near}?' if near else advice}"
