@@ -40,7 +40,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("busy")
 def test_threads_sleep_on_busy_cores() -> None:
     environment: dict[str, str] = {}
-    assert "other programs use 0.9 of 2 cores" in (set_waiting(environment, ranks=1) or "")
+    assert "the machine is busy: other programs use 0.9 of its 2 cores" in (set_waiting(environment, ranks=1) or "")
     assert environment == {"GOMP_SPINCOUNT": BRIEF}
 
 

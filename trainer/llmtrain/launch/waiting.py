@@ -40,6 +40,6 @@ def set_waiting(environment: MutableMapping[str, str], ranks: int) -> str | None
         return None
     environment["GOMP_SPINCOUNT"] = BRIEF
     return (
-        f"other programs use {taken:.1f} of {units.count(len(cores), 'core')}; threads do not spin while they wait, "
-        "and computing takes longer than on an idle machine"
+        f"the machine is busy: other programs use {taken:.1f} of its {units.count(len(cores), 'core')}; this command "
+        "will take longer than on an idle machine"
     )
