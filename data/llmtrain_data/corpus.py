@@ -139,7 +139,9 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     if not files:
         raise DataError(f"input {root}: no file in this folder matches --glob {options.glob!r}{left_out.clause()}")
     order = "in a fixed shuffled order" if options.shuffle else "by name"
-    description = f"{len(files)} files {order}" if len(files) > 1 else files[0].name
+    # With the files that are left out, of which the lines at the end tell: the counts add up.
+    found = len(files) + left_out.count()
+    description = f"{found} files {order}" if len(files) > 1 else files[0].name
     return FileCorpus(_ordered(files, root, options), options, True, description, left_out=left_out)
 
 

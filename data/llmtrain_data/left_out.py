@@ -26,6 +26,10 @@ class LeftOut:
         if self._replaced[-1:] != [path]:
             self._replaced.append(path)
 
+    def count(self) -> int:
+        """Return how many files were skipped so far."""
+        return sum(map(len, self._files.values()))
+
     def lines(self, every: bool = False) -> list[str]:
         """Return the lines for the command line, one per reason. every: list the paths of all files."""
         found = list[str]()
