@@ -143,6 +143,16 @@ BROKEN_COMMANDS = [
     (["plan", "first.yaml", "--nproc", "8"], "No such option: --nproc; did you mean --ranks?\n"),
     (["eval", "done", "--split", "val"], "'val' is not one of 'train', 'valid', 'test'; did you mean valid?\n"),
     (["eval", "done", "--split", "all"], "'all' is not one of 'train', 'valid', 'test'.\n"),
+    (["report", "mine"], "mine is not a folder; did you mean runs/mine?\n"),
+    (["status", "mine"], "mine is not a folder; did you mean runs/mine?\n"),
+    (["generate", "mine"], "mine is not a folder; did you mean runs/mine?\n"),
+    (["eval", "runs/min"], "runs/min is not a folder; did you mean runs/mine?\n"),
+    (["ckpt", "list", "min"], "min is not a folder; did you mean runs/mine?\n"),
+    (
+        ["logs", "min"],
+        "min is not the folder of a run, nor is there one of that name in runs; did you mean runs/mine?\n",
+    ),
+    (["status", "elsewhere"], "elsewhere is not a folder; expected a run's, or one that holds runs (logging.dir)\n"),
     (["--verbose"], "No such option: --verbose"),
     (["run"], "Missing argument 'RECIPE'"),
     (["run", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
@@ -174,6 +184,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(f"prepared.{suffix}").touch()
     os.mkfifo("pipe.bin")
     Path("texts").mkdir()
+    Path("runs/mine").mkdir(parents=True)
     Path("done").mkdir()
     Path("begun/checkpoints/step-00000001").mkdir(parents=True)
     Path("done/recipe.resolved.yaml").write_text(GOOD)

@@ -53,9 +53,6 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 def existing(path: Path) -> list[Path]:
     """Return the checkpoints that `find_checkpoints` finds. Raises BadInputError if there is none."""
-    named = Path("runs") / path
-    if not path.is_dir() and named.is_dir():
-        raise BadInputError(f"{path} is not a folder; did you mean {named}?")
     found = find_checkpoints(path)
     if not found and (path / CONFIG).is_file():
         raise BadInputError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, STEP_FOLDER, Manifest, check, encode
 from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
 from llmtrain.errors import BadInputError
+from llmtrain.yaml.near_folder import expect_run_folder
 
 
 def step_name(step: int) -> str:
@@ -35,8 +36,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
     path: the folder of a run, its `checkpoints`, or one checkpoint. Raises BadInputError if it does not exist.
     """
-    if not path.is_dir():
-        raise BadInputError(f"{path} is not a folder; give the folder of a run or of a checkpoint")
+    expect_run_folder(path, "give the folder of a run or of a checkpoint")
     if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
         return [path]
     return step_folders(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[::-1]

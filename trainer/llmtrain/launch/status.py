@@ -18,6 +18,7 @@ from llmtrain.launch.slurm.queue import QueuedJob
 from llmtrain.launch.slurm.record import changed_sources, jobs_of, log_of
 from llmtrain.telemetry.metrics import Row, last_rows
 from llmtrain.telemetry.run_file import checked_run_file
+from llmtrain.yaml.near_folder import expect_run_folder, near_run
 
 # Seconds between reads of a followed log, and between queries whether its job has ended.
 _POLL, _QUERY = 0.5, 10.0
@@ -90,8 +91,7 @@ def _chunks(path: Path, number: str | None) -> Iterator[str]:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise BadInputError(f"{path} is not a folder; expected a run's, or one that holds runs (logging.dir)")
+    expect_run_folder(path, "expected a run's, or one that holds runs (logging.dir)")
     found = [path] if _is_run(path) else sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
     if not found:
         raise BadInputError(f"{path} is not the folder of a run and holds none; give a run's folder, or logging.dir")
@@ -190,6 +190,6 @@ def run_folder(name: Path) -> Path:
     for folder in (name, Path("runs") / name):
         if folder.is_dir() and _is_run(folder):
             return folder
-    raise BadInputError(
-        f"{name} is not the folder of a run, nor is there one of that name in runs; give its path (logging.dir/name)"
-    )
+    near = None if name.is_dir() else near_run(name)
+    advice = f"did you mean {near}?" if near else "give its path (logging.dir/name)"
+    raise BadInputError(f"{name} is not the folder of a run, nor is there one of that name in runs; {advice}")

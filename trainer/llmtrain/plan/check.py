@@ -25,6 +25,7 @@ from llmtrain.plan.resident_check import resident_problem
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.other_words import VALUES
 from llmtrain.recipe.schema import Recipe, TrainConfig
+from llmtrain.yaml.near_folder import near_folder
 
 
 def check_given(recipe: Recipe) -> None:
@@ -229,9 +230,8 @@ def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
 
 def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path] = ()) -> None:
     if value is not None and not Path(value).is_dir():
-        beside = [str(one) for one in Path(value).parent.glob("*/") if one.is_dir()]
-        near = get_close_matches(str(Path(value)), beside, n=1)
-        advice = found_elsewhere(value, "", others) or (f"did you mean {near[0]}?" if near else f"expected {what}")
+        near = near_folder(Path(value))
+        advice = found_elsewhere(value, "", others) or (f"did you mean {near}?" if near else f"expected {what}")
         raise BadInputError(f"{key} is {value}, which is not a folder; {advice}")
 
 

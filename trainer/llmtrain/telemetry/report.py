@@ -21,6 +21,7 @@ from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file
 from llmtrain.yaml.file import LARGEST_BYTES
+from llmtrain.yaml.near_folder import expect_run_folder
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -52,8 +53,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 def _read(run_dir: Path) -> list[Row]:
-    if not run_dir.is_dir():
-        raise BadInputError(f"{run_dir} is not a folder; give the folder of a run (logging.dir/name)")
+    expect_run_folder(run_dir, "give the folder of a run (logging.dir/name)")
     path = run_dir / "metrics.jsonl"
     try:
         rows = read_metrics(path)
