@@ -12,7 +12,8 @@ from in_process import train_here
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.inference.trained import evaluate_on, open_model
+from llmtrain.inference.generate import Sampling
+from llmtrain.inference.trained import complete, evaluate_on, open_model
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Batch
 from llmtrain.plan.prepare import check_and_plan
@@ -142,7 +143,9 @@ def test_sets_without_checksums_are_named_once(train: Train, folder: Path, capsy
 
 def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path) -> None:
     train()
-    model = open_model(folder / "runs" / "tiny", print)
+    said: list[str] = []
+    opened = open_model(folder / "runs" / "tiny", print)
+    model = replace(opened, notice=lambda: said.append("the machine is busy"))
     assert evaluate_on(model, "train", None, 10, 4)["samples"] == 10
     (folder / "set.checksums").rename(folder / "kept")
     tokens = np.memmap(folder / "set.bin", np.uint16)
@@ -153,6 +156,10 @@ def test_an_evaluation_notices_damage_and_foreign_ids(train: Train, folder: Path
     tokens[1234] = 0
     with pytest.raises(DataError, match=r"set\.bin does not match its checksums"):
         evaluate_on(model, "train", str(folder / "set"), 10, 4)
+    with pytest.raises(BadInputError, match="name it with --tokenizer"):
+        next(complete(model, "a", 1, Sampling(1.0, 0, 1.0, 0), folder / "absent"))
+    # An error that ends the command stands alone.
+    assert said == ["the machine is busy"]
 
 
 def test_a_refusal_that_begins_with_a_bracket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

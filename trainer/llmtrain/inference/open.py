@@ -1,6 +1,7 @@
 """Opens a trained model for a verb. It imports no torch before it is called."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,7 @@ def open_trained(source: Path, waiting: Waiting) -> "TrainedModel":
     from llmtrain.inference.trained import open_model
 
     model = open_model(source, _warn, waiting)
-    if busy is not None and not gpu_count():
-        _warn(f"llmtrain: {busy}")
-    return model
+    return model if busy is None or gpu_count() else replace(model, notice=lambda: _warn(f"llmtrain: {busy}"))
 
 
 def _warn(sentence: str) -> None:

@@ -39,7 +39,8 @@ class TrainedModel:
     """A checkpoint's model on this machine's device, in fp32.
 
     folder: the checkpoint's. data: the section of the recipe in the checkpoint; None for an imported one, which has no
-    recipe. tokenizer: None if there is none.
+    recipe. tokenizer: None if there is none. notice: called after every check, before the computation begins: it says
+    what the user should know of that.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class TrainedModel:
     step: int
     tokenizer: Path | None
     ranks: Ranks
+    notice: Callable[[], None] = lambda: None
 
 
 def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
@@ -95,6 +97,7 @@ def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: in
     samples = open_split(data, split, trained.model.config.vocab)
     samples.check_ids()
     count = min(count or len(samples), len(samples))
+    trained.notice()
     trained.ranks.activity.begin(f"evaluating {units.count(count, 'sample')}")
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -152,6 +155,7 @@ def complete(
             f"the tokenizer in {folder} makes token {max(start)} of the prompt, but the model's vocabulary is {vocab}; "
             "name the model's own with --tokenizer"
         )
+    trained.notice()
     yield prompt
     tokens: list[int] = []
     shown = ""
