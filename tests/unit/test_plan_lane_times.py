@@ -195,6 +195,8 @@ def test_unknown_rates_name_the_command_and_no_time(capsys: pytest.CaptureFixtur
     assert main(["plan", "tiny.yaml", *words(UNKNOWN)]) == 0
     said = capsys.readouterr().out
     assert "not known without all rates" in said
+    compute = " ".join(next(line for line in said.splitlines() if line.startswith("compute")).split())
+    assert compute == "compute unknown: give cluster.accelerator.name or cluster.accelerator.peak.bf16"
     assert "`llmtrain bench memory --paths /fast" in said
 
 

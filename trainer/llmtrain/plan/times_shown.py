@@ -26,8 +26,10 @@ def lane_rows(found: Sequence[LaneTime], threads: int | None) -> Iterator[Sequen
         yield name, lane.way, lane.ranks, units.size(lane.nbytes), rate, seconds
 
 
-def least_rows(least: LeastTime, host: bool) -> Iterator[tuple[str, str]]:
+def least_rows(least: LeastTime, plan: Plan, host: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, words) for each lower bound of a step's time. host: with that of a step by the host's processors."""
+    if least.compute is None and plan.cluster is not None and plan.cluster.accelerator is not None:
+        yield "compute", f"unknown: give cluster.accelerator.name or cluster.accelerator.peak.{plan.compute}"
     known = (
         ("compute", least.compute, "at the accelerator's peak"),
         ("optimizer", least.optimizer, "at the bandwidth of the accelerator's memory"),

@@ -179,7 +179,7 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
     if most.activations_moved:
         moved = units.size(most.activations_moved)
         yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
-    yield from least_rows(view.least, host=not view.lane_times)
+    yield from least_rows(view.least, view.plan, host=not view.lane_times)
     yield from simulated_rows(view.simulated, view.lane_times)
     yield from hold_rows(view.save)
     for sentence in unknown_rates(view.plan, view.lane_times, view.simulated):
