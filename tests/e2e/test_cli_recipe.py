@@ -50,7 +50,7 @@ BROKEN_RECIPES = [
     ("another program's key", GOOD + "train: {batch_size: 4}", [], "train.batch_size is not a recipe key; did you mean train.global_batch or train.microbatch?\n"),
     ("another program's key in an argument", GOOD, ["max_iters=4"], "max_iters is not a recipe key; did you mean train.steps?\n"),
     ("another program's preset", GOOD, ["model.preset=gpt2"], "model.preset is gpt2, which is no preset; did you mean gpt2-124m?\n"),
-    ("another program's dtype", GOOD, ["precision.compute=bfloat16"], "; did you mean bf16?\n"),
+    ("another program's dtype", GOOD, ["precision.compute=float16"], "; did you mean fp16?\n"),
     ("word for a section", GOOD, ["precision=bf16"], "; did you mean precision.compute=bf16?\n"),
     ("number for a section", GOOD, ["zero=3"], "; did you mean zero.stage=3?\n"),
     ("number that fits no key of a section", GOOD, ["zero=7"], "zero is 7; expected a section with the keys preset, stage, partition, secondary, hierarchical, resident\n"),

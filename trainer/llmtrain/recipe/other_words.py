@@ -70,7 +70,6 @@ VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("model.preset", "gpt2-medium"): "gpt2-355m",
         ("model.preset", "gpt2-large"): "gpt2-774m",
         ("model.preset", "gpt2-xl"): "gpt2-1.5b",
-        ("precision.compute", "bfloat16"): "bf16",
         ("precision.compute", "float16"): "fp16",
         ("precision.compute", "float32"): "fp32",
         ("precision.compute", "16-mixed"): "fp16",
