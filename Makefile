@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "llmtrain needs a C++ compiler: install g++ or clang++, or set CXX" >&2; exit 2; }
 	@echo "creating a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	@echo "downloading and installing PyTorch and other packages into $(VENV): some minutes, and pip unpacks the last one or two of them in silence"
+	@echo "downloading and installing PyTorch and other packages into $(VENV), which takes some minutes, one or two of them in silence"
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --disable-pip-version-check \
 	  -c constraints.txt -e .
 	touch $@
