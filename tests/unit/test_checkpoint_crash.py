@@ -128,13 +128,13 @@ def test_a_save_that_dies_at_each_of_its_calls(tmp_path: Path, second: int) -> N
 def test_sigkill_at_50_random_moments(tmp_path: Path) -> None:
     rng = random.Random(2)
     start = time.perf_counter()
-    save(tmp_path, 1)
+    os.waitpid(in_child(partial(save, tmp_path, 1)), 0)
     duration = time.perf_counter() - start
     step, halves, finished = 1, 0, 0
     for _ in range(50):
         child = in_child(partial(save, tmp_path, step + 1))
-        # The kill comes before the first byte, after the last, or between: the fork itself takes a while.
-        time.sleep(rng.uniform(0, duration * 3))
+        # The kill comes before the first byte, after the last, or between.
+        time.sleep(rng.uniform(0, duration * 1.5))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         halves += any(path.suffix for path in tmp_path.iterdir())
