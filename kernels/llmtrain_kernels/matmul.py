@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain_kernels.operators import fake, operator
+from llmtrain_kernels.operators import constant, fake, operator
 
 MIN_MULTIPLICATIONS = 1 << 22
 """Smaller products do not repay oneDNN's higher overhead per call."""
@@ -49,7 +49,7 @@ def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
     return x.numel() * weight.numel() >= MIN_MULTIPLICATIONS * x.shape[-1] and onednn_is_wider()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def onednn_is_wider() -> bool:
     """Whether the CPU's vectors are wider than those that MKL uses on it."""
     return _is_wider()

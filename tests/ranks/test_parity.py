@@ -92,6 +92,11 @@ COMPILED = [
     Case(2, (STAGE3, "train.compile=true", *keys), accumulation=4)
     for keys in ((), ("activation_checkpointing.every=2",), ("zero.resident=0", "activation_checkpointing=full"))
 ]
+# With layers that communicate, and that defer weight gradients, of which torch.compile sees nothing.
+COMPILED += [
+    Case(4, ("train.compile=true", *keys), accumulation=4, tensor=2, pipeline=2)
+    for keys in (("pipeline.schedule=zero-bubble",), ("parallel.sequence=true",))
+]
 
 
 @pytest.mark.soak

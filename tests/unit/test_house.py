@@ -218,6 +218,12 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "transformers", "datasets", "pydantic", "omegaconf", "wandb"} & loaded
 
 
+def test_a_run_imports_no_compiler() -> None:
+    """torch's compiler takes longer to import than all other modules of a run."""
+    program = "import sys, llmtrain.training.rank; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    assert in_a_new_process(program) == "True False"
+
+
 def test_plan_does_not_import_torch() -> None:
     words = "['plan', 'llama-8b', 'cluster=p4d', 'zero.stage=0', '--ranks', '16']"
     program = f"import sys; from llmtrain.cli.main import main; print(main({words}), 'torch' in sys.modules)"

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from llmtrain_kernels import matmul
 from llmtrain_kernels.matmul import linear
+from llmtrain_kernels.operators import constant
 
 
 @pytest.fixture
@@ -61,3 +62,11 @@ def test_what_stays_with_torch(taken: list[tuple[int, ...]], monkeypatch: pytest
     monkeypatch.setattr(matmul, "onednn_is_wider", lambda: True)
     linear(x, weight)
     assert taken == [(4, 8)]
+
+
+def test_a_constant_is_marked_as_torch_marks_it() -> None:
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    assert vars(constant(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain_kernels.attention.choice import PACKAGES, Kernel
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
-from llmtrain_kernels.operators import fake, operator
+from llmtrain_kernels.operators import constant, fake, operator
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
@@ -81,7 +81,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
     return mixed.transpose(1, 2)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _takes_groups(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
     """Return whether a fused kernel of torch on a GPU lets query heads share keys: FlashAttention alone does."""
     narrow = dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_CHANNELS
@@ -116,7 +116,7 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _suits_kernel(device: str, dtype: torch.dtype, key_heads: int) -> bool:
     # Each thread takes one key/value head of one sequence. With fewer heads than threads, threads would be idle.
     return (

@@ -95,13 +95,6 @@ class SplitBackwardLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`, both of the weight's dtype."""
-        return self._uncompiled(x) if torch.compiler.is_compiling() else self._map(x)
-
-    @torch.compiler.disable
-    def _uncompiled(self, x: Tensor) -> Tensor:
-        return self._map(x)
-
-    def _map(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.t() if self._input_major else self.weight, self.bias, self._defer)
 
     def _defer(self, for_weight: Product, for_bias: Product) -> bool:

@@ -33,9 +33,9 @@ libraries of torch and CUDA. Communicators: NCCL on A100 with NVLink (NVIDIA/ncc
 much for each communicator, whatever the number of nodes (issue 864). Fragmentation: the mean of eight language models
 in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures hold."""
 
-CPU = DeviceOverhead(448 * MIB, 0, 0, 0, 0.0)
+CPU = DeviceOverhead(288 * MIB, 0, 0, 0, 0.0)
 """Context: the resident memory of a rank of a tiny model, mostly torch's libraries, as `test_plan_budget.py` measures
-it. gloo's buffers are negligible, and glibc gives large blocks back to the system."""
+it; torch.compile takes more. gloo's buffers are negligible, and glibc gives large blocks back to the system."""
 
 
 def overhead_of(device: Device) -> DeviceOverhead:

@@ -17,8 +17,9 @@ from llmtrain.offload.place import OffloadStores, offloaded_gradients, open_offl
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh, count_as_tensor
+from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from llmtrain.parallel.tensor.parallelize import parallelize
-from llmtrain.parallel.weight_gradients import WeightGradientQueue
+from llmtrain.parallel.weight_gradients import SplitBackwardLinear, WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.pipeline.stage_layout import units_of
@@ -103,13 +104,21 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
         if isinstance(module, Attention):
             module.kernel = plan.training.attention
     if plan.training.compile:
-        for block in model.blocks.values():
-            # Not `block.compile()`, which would trace the engine's hooks too. All blocks share one graph, of fixed
-            # shapes: an evaluation's last microbatch may be smaller, but must not make the code of training slower.
-            block.forward = torch.compile(block.forward, dynamic=False)
+        _compile(model)
     activations = offloaded_activations(model, plan, ranks)
     executor = build_executor(model, plan, ranks, engine, weight_gradients, activations, count)
     return Assembly(model, engine, executor, mesh, offloaded, activations)
+
+
+def _compile(model: GPT) -> None:
+    """Let torch compile each block, except for layers that communicate or defer weight gradients."""
+    for block in model.blocks.values():
+        for layer in block.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | SplitBackwardLinear):
+                layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
+        # Not `block.compile()`, which would trace the engine's hooks too. All blocks share one graph, of fixed
+        # shapes: an evaluation's last microbatch may be smaller, but must not make the code of training slower.
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:

@@ -62,7 +62,6 @@ class ColumnParallelLinear(_ParallelLinear):
     def _shapes(inputs: int, outputs: int, degree: int) -> tuple[tuple[int, int], int]:
         return (outputs // degree, inputs), outputs // degree
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's tokens, `[batch, sequence or a share, inputs]` of the weight's dtype, to all tokens' `[...,
         outputs / degree]`."""
@@ -77,7 +76,6 @@ class RowParallelLinear(_ParallelLinear):
     def _shapes(inputs: int, outputs: int, degree: int) -> tuple[tuple[int, int], int]:
         return (inputs // degree, outputs), outputs
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Map all tokens' `[..., inputs / degree]`, of the weight's dtype, to this rank's tokens `[batch, sequence or a
         share, outputs]`."""
