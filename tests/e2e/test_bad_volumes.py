@@ -82,7 +82,7 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_a_volume_without_room(volume: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = f"offload.paths=[{volume}]"
-    expect_one_sentence(keys, "MiB are free, and what leaves 2 ranks takes 16.6 MiB; give a larger volume", capsys)
+    expect_one_sentence(keys, "MiB are free, and the offload of 2 ranks takes 16.6 MiB; give a larger volume", capsys)
     # The sentence's advice, followed.
     assert main(["run", "recipe.yaml", "--nproc", "2", "--dry-run", keys, "offload.share=0.25"]) == 0
     assert "are free" not in capsys.readouterr().out

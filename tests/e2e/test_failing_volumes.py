@@ -225,7 +225,7 @@ def test_runs_share_a_volume_while_it_has_room(
         refused = third.start()
         _, errors = refused.communicate(timeout=400)
         assert refused.returncode == 2, errors
-        assert "are free, and what leaves 1 rank takes 6.38 MiB; " in errors
+        assert "are free, and the offload of 1 rank takes 6.38 MiB; " in errors
         for run, process in zip(both, processes, strict=True):
             process.send_signal(signal.SIGCONT)
             _, errors = process.communicate(timeout=400)

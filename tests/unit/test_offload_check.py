@@ -77,7 +77,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "may not be written to" in problem(tmp_path, tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
-    assert "where 1000 B are free, and what leaves 2 ranks takes" in problem(tmp_path, tmp_path)
+    assert "where 1000 B are free, and the offload of 2 ranks takes" in problem(tmp_path, tmp_path)
 
 
 def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
 
 
 def test_states_outside_are_planned(tmp_path: Path) -> None:
-    """On a GPU, what leaves its memory is in the host's or in files, and the host's buffers are counted."""
+    """On a GPU, what is offloaded is in the host's or in files, and the host's buffers are counted."""
     keys = ("precision.compute=bf16", "zero.stage=0")
     (beside,) = memory_budget(planned(tmp_path, *keys), "cuda").rows
     (host,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cuda").rows

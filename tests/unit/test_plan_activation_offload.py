@@ -254,7 +254,7 @@ def test_folders_are_checked(tmp_path: Path) -> None:
 
 
 def test_the_host_s_memory_is_a_budget(tmp_path: Path) -> None:
-    """A rank's share holds what leaves the device, or files are advised, which then fit."""
+    """A rank's share holds what is offloaded, or files are advised, which then fit."""
     (tmp_path / "r.yaml").write_text(RECIPE)
 
     def view(memory: int, *keys: str) -> PlanView:

@@ -116,7 +116,7 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
 def test_16_bit_gradients_on_a_gpu() -> None:
     narrow, gpu = ("precision.compute=fp16", "precision.gradients=compute"), Facts(world=2, device="cuda")
     check(make_plan(recipe(*narrow, "offload={optimizer: host, step: device}"), gpu), gpu)
-    # The CPU steps what leaves.
+    # The CPU steps what is offloaded.
     with pytest.raises(BadInputError, match=r"kernel of the optimizer step \(cpu\) reads no fp16"):
         check(make_plan(recipe(*narrow, "offload={optimizer: host}"), gpu), gpu)
 

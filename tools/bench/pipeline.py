@@ -115,7 +115,7 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
     """Return the table of one comparison, and its results relative to the goals."""
     passes, rows, off = found["passes"], [], {}
     for name, figures in passes.items():
-        pieces, fit = len(figures["durations"][0]["F"]) // RANKS, ["", ""]
+        chunks, fit = len(figures["durations"][0]["F"]) // RANKS, ["", ""]
         if name != PEER:
             simulated = [timeline(name, step, figures["transfer"]).bubble for step in figures["durations"]]
             quotient = median(a / b for a, b in zip(figures["bubbles"], simulated, strict=True))
@@ -128,7 +128,7 @@ def report(setting: Setting, found: Mapping[str, Found]) -> str:
                 f"{median(figures['cpu']):.2f}",
                 f"{median(figures['bubbles']):.3f}",
                 *fit,
-                " ".join(f"{live / pieces:g}" for live in figures["live"]),
+                " ".join(f"{live / chunks:g}" for live in figures["live"]),
             )
         )
     header = (

@@ -20,9 +20,9 @@ LONG = 1.0
 class Activity:
     """The activity of one rank.
 
-    phase: of the run, empty during training; `show` sets it. last: the newest note. moved: time of the newest note or
-    call of `moving`, in seconds since the epoch.
-    writing: whether the rank writes its part of a checkpoint. lost: whether it has lost contact with others.
+    phase: of the run, empty during training; `show` sets it. last: the newest record. moved: time of the newest record
+    or call of `moving`, in seconds since the epoch. writing: whether the rank writes its part of a checkpoint. lost:
+    whether it has lost contact with others.
     """
 
     def __init__(self, rank: int = 0, path: str | None = None) -> None:
@@ -39,18 +39,18 @@ class Activity:
         self._thread = threading.get_ident()
 
     def record(self, doing: str, step: int | None = None) -> None:
-        """Note what this rank begins. step: steps done, None if as before."""
+        """Record what this rank begins. step: steps done, None if as before."""
         self.last = Last(self.last.step if step is None else step, doing)
         self.moved = time.time()
         self._note.write(self.last)
 
     def begin(self, phase: str) -> None:
-        """Note a long phase, which the user is shown until the next one begins."""
+        """Record a long phase, which the user is shown until the next one begins."""
         self.show(phase)
         self.record(phase)
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins. step: steps done."""
+        """Record that a step begins. step: steps done."""
         self._share, self._step_began = None, time.monotonic()
         self.record("computing", step)
 
@@ -59,7 +59,7 @@ class Activity:
         self.phase, self._share = phase, None
 
     def moving(self, share: float | None = None) -> None:
-        """Note that the phase, or the step, moves on. share: how much of it is done, 0 to 1, None if as before."""
+        """Record that the phase, or the step, moves on. share: how much of it is done, 0 to 1, None if as before."""
         self.moved = time.time()
         if share is not None:
             self._share = share
@@ -73,7 +73,7 @@ class Activity:
         return phase if share is None or not phase else f"{phase}: {share:.0%}"
 
     def ended(self, how: Ending) -> None:
-        """Note how this rank is about to end by itself."""
+        """Record how this rank is about to end by itself."""
         self.lost = how == Ending.LOST
         self._note.write(replace(self.last, ending=how))
 

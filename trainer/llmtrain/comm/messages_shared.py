@@ -160,7 +160,7 @@ class _Incoming:
         return self._pipes.ended and not self._filled
 
     def look(self) -> bool:
-        """Note which slots have been filled; return whether more may come."""
+        """Record which slots have been filled; return whether more may come."""
         self._filled.extend(self._pipes.read())
         return not self._pipes.ended
 

@@ -19,7 +19,7 @@ from llmtrain.comm.cores import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.launch.measure.memory_result import MemoryFound, VolumeRate, described, plain, tables
 from llmtrain.launch.measure.result import check_writable, write_cluster
-from llmtrain.plan.offload_check import volume_problem
+from llmtrain.plan.offload_check import SpaceNeeded, volume_problem
 
 if TYPE_CHECKING:
     from llmtrain.launch.measure.volume_rates import Bound
@@ -45,9 +45,9 @@ def bench_memory(options: MemoryBench) -> None:
     paths = options.paths or (tuple(one.path for one in cluster.node.nvme) if cluster else ())
     from llmtrain.launch.measure.volume_rates import FILE
 
-    room = "a file for the measurement", "give another folder, or free some space"
+    space = SpaceNeeded("a file for the measurement", "give another folder, or free some space")
     other = "give a folder of an NVMe volume"
-    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, [FILE] * len(paths), room, other):
+    if problem := volume_problem("--paths" if options.paths else "node.nvme", paths, [FILE] * len(paths), space, other):
         raise BadInputError(problem)
     found = _measured(paths, options.seconds)
     after = described(cluster or _this_machine(), found)

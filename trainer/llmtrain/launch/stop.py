@@ -82,7 +82,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _note(self) -> None:
-        """Note the signals that arrive, until the block ends."""
+        """Record the signals that arrive, until the block ends."""
         assert self._arrived is not None
         interrupts = 0
         while _OVER not in (arrived := os.read(self._arrived[0], 4096)):

@@ -65,7 +65,7 @@ def _problem(tier: str, recompute: int, schedule: Schedule) -> str | None:
     said = f"offload.activations is {tier}, but"
     if not recompute:
         return (
-            f"{said} activation_checkpointing is none, and what leaves is what it keeps; set it to auto, or leave "
+            f"{said} activation_checkpointing is none, and only what it keeps is offloaded; set it to auto, or leave "
             "offload.activations out"
         )
     if schedule.message_driven:

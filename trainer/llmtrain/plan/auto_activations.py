@@ -32,22 +32,22 @@ def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf
     limit."""
     places = len(plan.pipeline.stages)
     # What does not depend on what leaves takes longest to plan.
-    rooms = [
+    headrooms = [
         limit - role_memory(plan, role, device, programs(role.rank)).total + _bytes(plan, role, device) for role in held
     ]
 
     def exceeds(stay: int) -> bool:
         other = _staying(plan, [stay] * places)
-        return any(_bytes(other, role, device) > room for role, room in zip(held, rooms, strict=True))
+        return any(_bytes(other, role, device) > headroom for role, headroom in zip(held, headrooms, strict=True))
 
     # Group inputs that are offloaded at the same time, besides those that stay.
     every = READ_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
     # Where all stay, there are no buffers either.
     if not exceeds(every):
         return every
-    # About as many as the room holds; the first number that exceeds it is one more than what fits.
-    room = min(room - _bytes(plan, role, device) for role, room in zip(held, rooms, strict=True))
-    guess = min(max(READ_AHEAD, READ_AHEAD + room // boundary_bytes(plan)), every - 1)
+    # About as many as the headroom holds; the first number that exceeds it is one more than what fits.
+    headroom = min(headroom - _bytes(plan, role, device) for role, headroom in zip(held, headrooms, strict=True))
+    guess = min(max(READ_AHEAD, READ_AHEAD + headroom // boundary_bytes(plan)), every - 1)
     low, high = (READ_AHEAD, guess) if exceeds(guess) else (guess + 1, every)
     return max(READ_AHEAD, bisect_left(range(high), True, lo=low, key=exceeds) - 1)
 

@@ -40,10 +40,10 @@ class Filling:
         gathers = moved and not plan.pipeline.schedule.message_driven
         if stated_memory(plan.cluster) is None or not gathers or surely_exceeds(plan, self.device):
             return zero
-        units = self._room(zero)
+        units = self._largest_resident(zero)
         if units is None or not self.may_copy or units.resident == self._whole():
             return units or zero
-        found = [units, *(one for one in map(self._room, self._copies(zero)) if one is not None)]
+        found = [units, *(one for one in map(self._largest_resident, self._copies(zero)) if one is not None)]
         return found[0] if len(found) == 1 else min(found, key=lambda one: gather_bytes(self._with(one), self.device))
 
     def _copies(self, zero: ZeroSettings) -> Iterator[ZeroSettings]:
@@ -53,15 +53,15 @@ class Filling:
             if 1 < level.span < zero.degrees.weights:
                 yield replace(zero, degrees=replace(zero.degrees, secondary=level.span))
 
-    def _room(self, zero: ZeroSettings) -> ZeroSettings | None:
+    def _largest_resident(self, zero: ZeroSettings) -> ZeroSettings | None:
         """Return settings with as much memory for gathered weights as every rank has, at most for all; with the least
         in which two units are gathered ahead, where that is more on some rank; None if a rank has no room for it."""
         budget = memory_budget(self._with(zero), self.device)
         if budget.limit is None or budget.excess:
             return None
         least = [row.device["gathered_weights"] for row in budget.rows]
-        rooms = [budget.limit - row.total + own for row, own in zip(budget.rows, least, strict=True)]
-        resident = min(self._whole(), *rooms)
+        free = [budget.limit - row.total + own for row, own in zip(budget.rows, least, strict=True)]
+        resident = min(self._whole(), *free)
         return replace(zero, resident=resident if resident >= max(least) else 0)
 
     def _whole(self) -> int:

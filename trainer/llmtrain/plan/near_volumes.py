@@ -71,8 +71,10 @@ def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | No
     weights, total = files.weights, sum(files.weights)
     # Both in parts of all bytes of a node: what the ranks of a socket have, and what its volumes take.
     has = [count / sum(ranks) for count in ranks]
-    room = [sum(w for w, own in zip(weights, sockets, strict=True) if own == one) / total for one in range(len(ranks))]
-    near = [min(one, other) for one, other in zip(has, room, strict=True)]
+    capacity = [
+        sum(w for w, own in zip(weights, sockets, strict=True) if own == one) / total for one in range(len(ranks))
+    ]
+    near = [min(one, other) for one, other in zip(has, capacity, strict=True)]
     # What is left of both goes to the other sockets, in proportion.
     left = sum(has) - sum(near)
 
@@ -80,8 +82,8 @@ def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | No
         at = sockets[place]
         assert at is not None
         own = near[socket] if at == socket else 0.0
-        far = (has[socket] - near[socket]) * (room[at] - near[at]) / left if left > 1e-12 else 0.0
-        return (own + far) / has[socket] * weights[place] / total / room[at]
+        far = (has[socket] - near[socket]) * (capacity[at] - near[at]) / left if left > 1e-12 else 0.0
+        return (own + far) / has[socket] * weights[place] / total / capacity[at]
 
     return [
         tuple(share(socket, place) if has[socket] else 0.0 for place in range(len(sockets)))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from llmtrain_data import units
 
@@ -17,6 +18,13 @@ from llmtrain.plan.roles import roles
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
+class SpaceNeeded(NamedTuple):
+    """What needs the bytes of files, and what to do where a volume has too few."""
+
+    user: str
+    advice: str
+
+
 def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
     rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
@@ -27,9 +35,10 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     files = ranks * max(_files(plan, role.rank) for role in roles(plan))
     # Volumes take bytes in proportion to their bandwidths.
     needed = [int(files * weight / total) for weight in rests.weights]
-    leaves = f"what leaves {units.count(ranks, 'rank')}", "give a larger volume or more of them, or offload less"
+    advice = "give a larger volume or more of them, or offload less"
+    space = SpaceNeeded(f"the offload of {units.count(ranks, 'rank')}", advice)
     # The folders may be those of the cluster file.
-    return volume_problem("offload.paths", paths, needed, leaves, "set offload.paths to folders of NVMe volumes")
+    return volume_problem("offload.paths", paths, needed, space, "set offload.paths to folders of NVMe volumes")
 
 
 def offload_kernels(plan: Plan) -> tuple[str, ...]:
@@ -45,18 +54,16 @@ def offload_kernels(plan: Plan) -> tuple[str, ...]:
     return tuple(kernel for kernel, is_needed in needed.items() if is_needed)
 
 
-def volume_problem(
-    key: str, paths: Sequence[str], needed: Sequence[int], room: tuple[str, str], other: str
-) -> str | None:
+def volume_problem(key: str, paths: Sequence[str], needed: Sequence[int], space: SpaceNeeded, other: str) -> str | None:
     """Return an error if one of some folders is not on a volume of its own with room for its bytes, else None.
 
-    key: what names the folders. needed: bytes of each. room: what needs the bytes, and what to do where they are
-    missing. other: what to do about a folder that cannot be used.
+    key: what names the folders. needed: bytes of each. space: what needs them. other: what to do about a folder that
+    cannot be used.
     """
     problems = [
         problem
         for path, nbytes in zip(paths, needed, strict=True)
-        for problem in _problems(key, Path(path), nbytes, room, other)
+        for problem in _problems(key, Path(path), nbytes, space, other)
     ]
     return next(iter([*problems, *_shared(key, paths)]), None)
 
@@ -65,7 +72,7 @@ def _files(plan: Plan, rank: int) -> int:
     return offload_memory(plan, rank, "cpu").files + activation_memory(plan, rank, "cpu").files
 
 
-def _problems(key: str, path: Path, needed: int, room: tuple[str, str], other: str) -> Iterator[str]:
+def _problems(key: str, path: Path, needed: int, space: SpaceNeeded, other: str) -> Iterator[str]:
     said = f"{key} has {path}"
     if not path.is_dir():
         yield f"{said}, which is no folder on this machine; {other}"
@@ -74,8 +81,7 @@ def _problems(key: str, path: Path, needed: int, room: tuple[str, str], other: s
     elif (kind := _file_system(path)) in IN_MEMORY:
         yield f"{said}, which is on a {kind}, in memory; {other}"
     elif (free := shutil.disk_usage(path).free) < needed:
-        what, advice = room
-        yield f"{said}, where {units.size(free)} are free, and {what} takes {units.size(needed)}; {advice}"
+        yield f"{said}, where {units.size(free)} are free, and {space.user} takes {units.size(needed)}; {space.advice}"
     elif not _takes_direct_writes(path):
         yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); {other}"
 

@@ -30,11 +30,11 @@ def print_view(view: PipelineView, console: Terminal) -> None:
 def summary(view: PipelineView) -> list[tuple[str, str]]:
     """Return the figures of a pipeline, as (name, text)."""
     schedule, timeline = view.schedule, view.timeline
-    pieces = f", each with {schedule.chunks} stages" if schedule.chunks > 1 else ""
+    chunks = f", each with {schedule.chunks} stages" if schedule.chunks > 1 else ""
     activations = "microbatches" + (" of one stage" if schedule.chunks > 1 else "")
     step = units.seconds(timeline.makespan) if view.unit == "s" else f"{timeline.makespan:.4g} {view.unit}"
     found = [
-        ("schedule", f"{view.name}, {schedule.ranks} ranks{pieces}, {schedule.microbatches} microbatches"),
+        ("schedule", f"{view.name}, {schedule.ranks} ranks{chunks}, {schedule.microbatches} microbatches"),
         ("split", f"{' '.join(map(str, view.split))} layers, in the order of the model"),
         ("bubble", f"{timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work"),
         (
@@ -54,20 +54,20 @@ def timeline_lines(view: PipelineView, width: int) -> Iterator[Text]:
     Time is to scale. An action of median length has room for its name, and shorter ones may have no name.
     """
     names = [f"rank {rank} " for rank in range(view.schedule.ranks)]
-    room = max(width - len(names[-1]), 20)
+    band_columns = max(width - len(names[-1]), 20)
     spans = [span for rank in view.timeline.ranks for span in rank if span.end > span.start]
     widest = max(len(str(span.action)) for span in spans) + 1
     scale = widest / median_low(span.end - span.start for span in spans)
     columns = round(view.timeline.makespan * scale)
-    bands = -(-columns // room)
+    bands = -(-columns // band_columns)
     left_out = range(_FIRST_BANDS, bands - _LAST_BANDS)
     for band in (*range(min(bands, _FIRST_BANDS)), *range(max(bands - _LAST_BANDS, _FIRST_BANDS), bands)):
-        start = band * room
+        start = band * band_columns
         if left_out and band == left_out.stop:
-            yield Text(f"... from {left_out.start * room / scale:.4g} to {start / scale:.4g} ...\n", "dim")
+            yield Text(f"... from {left_out.start * band_columns / scale:.4g} to {start / scale:.4g} ...\n", "dim")
         for name, rank in zip(names, view.timeline.ranks, strict=True):
             line = Text(name.ljust(len(names[-1])), "bold")
-            yield line.append_text(_row(rank, scale, start, min(start + room, columns)))
+            yield line.append_text(_row(rank, scale, start, min(start + band_columns, columns)))
         if bands > 1:
             yield Text("")
 

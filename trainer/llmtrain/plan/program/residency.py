@@ -165,8 +165,8 @@ def reside(events: Sequence[UnitUse], units: Units, capacity: int) -> tuple[list
     it.
     """
     for eighths in range(8, -1, -1):
-        room = capacity * eighths // 8 // units.granule * units.granule
-        residency, issues = Residency(events, units, room), list[list[Issue]]()
+        elements = capacity * eighths // 8 // units.granule * units.granule
+        residency, issues = Residency(events, units, elements), list[list[Issue]]()
         for place in range(-1, len(events)):
             issues.append(residency.issues(place))
             if residency.high > capacity and eighths:
