@@ -20,7 +20,6 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload import stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
-from llmtrain.parallel.pipeline import action_order
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.link_traffic import link_traffic
@@ -181,7 +180,7 @@ def _library(machine: Machine, calls: Nccl, decisions: Decisions) -> list[Any]:
         *(mock.patch.object(module, "dist", calls) for module in modules),
         mock.patch.object(nccl, "ALL_GATHER", calls.all_gather_single),
         mock.patch.object(nccl, "REDUCE_SCATTER", calls.reduce_scatter_single),
-        mock.patch.object(action_order.dist, "broadcast", decisions.broadcast),
+        mock.patch.object(dist, "broadcast", decisions.broadcast),
         mock.patch.object(dist, "destroy_process_group", calls.destroy_process_group),
         mock.patch.object(subgroups, "group_over", calls.group_over),
         mock.patch.object(stepper, "threading", stands),

@@ -11,17 +11,12 @@ import torch
 from kept import Kept, Setup, autograd_gradients, built
 from llmtrain.cluster.layout import Axis
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.decisions import OwnDecision
 from llmtrain.comm.messages import Channel
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.offload.activations import open_activations
-from llmtrain.parallel.pipeline.action_order import (
-    ActionOrder,
-    FixedOrder,
-    MessageDrivenOrder,
-    OrderWithOffload,
-    OwnDecision,
-)
+from llmtrain.parallel.pipeline.action_order import ActionOrder, FixedOrder, MessageDrivenOrder, OrderWithOffload
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks

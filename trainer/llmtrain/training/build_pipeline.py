@@ -5,6 +5,7 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.backend import messages_of
+from llmtrain.comm.decisions import FirstRankDecides, OwnDecision
 from llmtrain.comm.messages import Channel, Messages
 from llmtrain.comm.messages_mpi import MpiMessages
 from llmtrain.comm.ranks import Ranks
@@ -12,14 +13,7 @@ from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.offload.activations import OffloadedActivations, open_activations
-from llmtrain.parallel.pipeline.action_order import (
-    ActionOrder,
-    FirstRankDecides,
-    FixedOrder,
-    MessageDrivenOrder,
-    OrderWithOffload,
-    OwnDecision,
-)
+from llmtrain.parallel.pipeline.action_order import ActionOrder, FixedOrder, MessageDrivenOrder, OrderWithOffload
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import ShapeOf, StageLinks, channels

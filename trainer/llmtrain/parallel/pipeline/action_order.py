@@ -1,13 +1,10 @@
 """The order of a rank's actions: fixed by the schedule, or decided by the messages that have arrived."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
-
-from llmtrain.comm.activity import Activity
+from llmtrain.comm.decisions import Decision
 from llmtrain.comm.messages import Channel
 from llmtrain.offload.activations import OffloadedActivations
 from llmtrain.parallel.pipeline.stage_links import StageLinks
@@ -61,53 +58,12 @@ class OrderWithOffload:
         self._order.close()
 
 
-class Decision(Protocol):
-    """Makes a choice that all tensor-parallel ranks of a stage must share."""
-
-    def __call__(self, choose: Callable[[], bool]) -> bool:
-        """Return the choice. Collective over the ranks that share it."""
-
-    def close(self) -> None:
-        """Release process groups."""
-
-
-class OwnDecision:
-    """The choice of a rank that shares its layers with no other."""
-
-    def __call__(self, choose: Callable[[], bool]) -> bool:
-        """Return what `choose` returns."""
-        return choose()
-
-    def close(self) -> None:
-        """Do nothing: there is no process group."""
-
-
-class FirstRankDecides:
-    """The choice of the first of the ranks that share their layers.
-
-    Messages arrive in a different order on each of these ranks, but they must all run the same action, because its
-    layers contain collectives.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, activity: Activity) -> None:
-        """group: of the gloo backend. activity: records the time spent waiting for the first rank."""
-        self._group, self._activity = group, activity
-
-    def __call__(self, choose: Callable[[], bool]) -> bool:
-        """Return what `choose` returns on the first rank; the others do not call it."""
-        chosen = torch.tensor([int(self._group.rank() == 0 and choose())])
-        self._activity.wait(partial(dist.broadcast, chosen, group_src=0, group=self._group))
-        return bool(chosen)
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        dist.destroy_process_group(self._group)
-
-
 class MessageDrivenOrder:
     """Runs what has arrived, backward passes first (Singh and Bhatele 2022, Algorithm 2).
 
-    limit: the most microbatches that the first stage has in flight. microbatches: of each step.
+    limit: the most microbatches that the first stage has in flight. microbatches: of each step. decide: shared by the
+    tensor-parallel ranks of a stage. Messages arrive in a different order on each of them, but they must all run the
+    same action, because its layers contain collectives.
     """
 
     def __init__(self, layout: StageLayout, microbatches: int, limit: int, links: StageLinks, decide: Decision) -> None:
