@@ -39,7 +39,7 @@ class ActivationStore(Protocol):
         valid until READ_AHEAD more are fetched and one is taken."""
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
 
     def close(self) -> None:
         """Free the memory."""

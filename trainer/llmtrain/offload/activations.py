@@ -60,7 +60,7 @@ class OffloadedActivations:
         return saved_tensors_hooks(partial(self._save, group), self._use)
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
         return self._store.usage()
 
     def close(self) -> None:

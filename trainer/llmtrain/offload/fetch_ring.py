@@ -42,8 +42,7 @@ class FetchRing:
         self.waited = 0.0
 
     def fetch(self, region: int, reads: bool = True) -> None:
-        """Start to read a region. What was put back before is what it reads. reads: otherwise, only make room for
-        it."""
+        """Start to read a region, after earlier writes to it. reads: False reserves a slot and reads nothing."""
         slot = self._slots[self._fetched % len(self._slots)]
         for one in self._slots:
             if one is slot or one.region == region:
@@ -61,8 +60,8 @@ class FetchRing:
         return slot.memory[: slot.nbytes]
 
     def put(self, region: int, writes: bool = True) -> None:
-        """Start to write what was taken first, and is not put back, to a region, its own or another one of the same
-        size. writes: otherwise, only give it back."""
+        """Put back the region that was taken first and is still held: start to write it to `region`, its own or another
+        one of the same size. writes: False frees the slot and writes nothing."""
         slot = self._slots[self._put % len(self._slots)]
         if writes:
             slot.write, slot.region = self._file.start_write(self._queue, region, slot.memory[: slot.nbytes]), region

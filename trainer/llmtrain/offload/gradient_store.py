@@ -98,7 +98,7 @@ class BucketedGradients:
         for number, bucket in self._stepped(unit):
             here = min(stays, bucket.end - bucket.start)
             stays -= here
-            # Of a bucket on the host, AdamW copies to the device the part that it steps on the device.
+            # The bucket is on the host: AdamW copies the part that the device steps to the device.
             self._tier.link.to_device += 4 * here if len(self._came) else 0
             reader = step_range((start + bucket.start, start + bucket.end), self._tier.take(number))
             self._tier.put(number, copied=not (here and len(self._came)), reader=reader)

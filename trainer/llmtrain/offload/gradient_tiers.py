@@ -39,7 +39,7 @@ class GradientTier(Protocol):
         takes its place; None if nothing does."""
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
 
     def close(self) -> None:
         """Free the memory."""

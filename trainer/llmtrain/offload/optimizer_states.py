@@ -77,7 +77,7 @@ class OffloadedStates:
         self.states.close()
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
         moved = replace(self.states.usage(), compute_waited=self.stepper.waited)
         return moved.with_link(*(one.link for one in self._staged))
 

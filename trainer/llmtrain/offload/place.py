@@ -37,7 +37,7 @@ class OffloadStores:
     shards: Mapping[str, Tensor]
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
         return sum((one.usage() for one in self.moving), TierUsage())
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Moving(Protocol):
     """Memory or files whose content moves."""
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
 
     def close(self) -> None:
         """Free the memory or the files."""

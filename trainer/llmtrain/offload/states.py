@@ -42,7 +42,7 @@ class StateStore(Protocol):
         """Free the memory."""
 
     def usage(self) -> TierUsage:
-        """Return what has been moved since the start."""
+        """Return the usage since the start."""
 
     @property
     def nbytes(self) -> int:

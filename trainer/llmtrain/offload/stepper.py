@@ -82,9 +82,9 @@ class _Queue:
 class Stepper:
     """Steps the buckets of a rank, on one thread for each staging, and publishes those of steps ahead on another one.
 
-    Before the norm is known, it takes first what arrived last, as the next forward pass needs that first. Afterwards it
-    takes what is left in the order of the units. What is stepped ahead leaves the old states as they are; it counts if
-    its numbers are those of the step, so if clipping does not act. Nothing is ever computed backwards.
+    Before the norm is known, it steps the unit whose gradients arrived last first, because the next forward pass needs
+    that unit first. Afterwards it steps the other buckets in the order of the units. A step ahead keeps the old states.
+    It counts if it had the numbers of the step, so if the gradients are not clipped. No step is computed backwards.
 
     observe: called with each job when its bucket is taken up. moving: called when one is done. done: number of jobs of
     each kind. waited: seconds that the thread which makes the stepper has waited for its threads.

@@ -7,11 +7,12 @@ schedules run both in one action, but may send the gradient of the stage's input
 
 1. Layers push the products of their weights' gradients to a `WeightGradientQueue` while it collects, and compute them
    immediately while it does not. `SplitBackwardLinear` does so for plain layers, `parallel.tensor.layers` for those
-   that tensor parallelism shards. Norms, the embedding and the head always get their gradients from autograd. 2. For
-   the backward pass of the inputs, the executor runs `Engine.backward_inputs` inside `collecting`. The engine returns
-   the gradients that autograd computed, and the queue has the products of the others. 3. For the backward pass of the
-   weights, the executor hands both to `Engine.backward_weights`, which adds them to the sums of microbatches unit by
-   unit. `gradients` computes each product as the engine asks for it, so that few whole gradients exist at a time.
+   that tensor parallelism shards. Norms, the embedding and the head always get their gradients from autograd.
+2. For the backward pass of the inputs, the executor runs `Engine.backward_inputs` inside `collecting`. The engine
+   returns the gradients that autograd computed, and the queue has the products of the others.
+3. For the backward pass of the weights, the executor hands both to `Engine.backward_weights`, which adds them to the
+   sums of microbatches unit by unit. `gradients` computes each product as the engine asks for it, so that few whole
+   gradients exist at a time.
 
 In between, a product keeps the layer's input and the gradient of its output, and no weights: the engine may free them.
 """

@@ -116,8 +116,8 @@ class OptimizerStates(Protocol):
         complete, and unchanged until `step`, or until the step is skipped. weight: see `step`, which changes it."""
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> Ticket | None:
-        """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of what is not done
-        yet, which reads the gradient and writes the weight; None if all is done."""
+        """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of
+        the step, which reads the gradient and writes the weight until it is done; None if it is done already."""
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See OptimizerShard."""
@@ -145,8 +145,8 @@ class StepsAhead(Protocol):
         stepped ahead."""
 
     def decide(self, numbers: AdamWStep | None) -> None:
-        """End the passes: units are stepped with `numbers`. What was stepped ahead with others is discarded; all of it,
-        if the step is skipped (None)."""
+        """End the passes. numbers: with which the units are stepped; None: the step is skipped. Steps ahead that had
+        other numbers are discarded."""
 
     def finish(self) -> None:
         """Wait until all steps are done."""
