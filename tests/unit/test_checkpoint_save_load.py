@@ -13,8 +13,9 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from llmtrain.checkpoint.checksums import digest
 from llmtrain.checkpoint.load import load, load_latest
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, digest, read_manifest
+from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard

@@ -110,7 +110,7 @@ def test_seeds() -> None:
 
 
 def test_the_script_is_the_one_for_ones_own_jobs() -> None:
-    text = (Path(__file__).resolve().parents[2] / "tools" / "slurm" / "train.sh").read_text()
+    text = (Path(__file__).resolve().parents[2] / "tools" / "slurm" / "train_and_requeue.sh").read_text()
     assert text.endswith(train_script())
     assert render(JOB, FULL).endswith(train_script())
     assert "srun" in train_script()

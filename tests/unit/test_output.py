@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llmtrain.checkpoint.manifest import digest
+from llmtrain.checkpoint.checksums import sidecar
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
@@ -136,7 +136,7 @@ def checkpoint(folder: Path) -> Path:
     damaged = folder / "checkpoints" / "step-00000001"
     text = (damaged / "manifest.json").read_text().replace('"embedding', json.dumps(POISON)[:-1]).encode()
     (damaged / "manifest.json").write_bytes(text)
-    (damaged / "manifest.json.xxh3").write_text(f"XXH3_{digest(text)}  manifest.json\n")
+    (damaged / "manifest.json.xxh3").write_bytes(sidecar("manifest.json", text))
     (damaged / POISON).write_text("")
     return folder
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmtrain.checkpoint.checksums import sidecar
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.describe import list_checkpoints
 from llmtrain.checkpoint.load import load_latest
-from llmtrain.checkpoint.manifest import digest, model_of, read_manifest
+from llmtrain.checkpoint.manifest import model_of, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
@@ -104,7 +105,7 @@ def forge(checkpoint: Path, change: Callable[[str], str]) -> None:
     """Change the manifest, and correct its checksum."""
     text = change((checkpoint / "manifest.json").read_text()).encode()
     (checkpoint / "manifest.json").write_bytes(text)
-    (checkpoint / "manifest.json.xxh3").write_text(f"XXH3_{digest(text)}  manifest.json\n")
+    (checkpoint / "manifest.json.xxh3").write_bytes(sidecar("manifest.json", text))
 
 
 @pytest.mark.parametrize("name", ["../outside/{}", "{root}/outside/{}", "../../{}", "./{}", "{}\\u0000", "outside"])

@@ -149,14 +149,14 @@ def _checkpoint() -> dict[str, bytes]:
 
 def sealed(manifest: bytes) -> dict[str, bytes]:
     """A manifest with its checksum."""
-    from llmtrain.checkpoint.manifest import digest
+    from llmtrain.checkpoint.checksums import sidecar
 
-    return {"manifest.json": manifest, "manifest.json.xxh3": f"XXH3_{digest(manifest)}  manifest.json\n".encode()}
+    return {"manifest.json": manifest, "manifest.json.xxh3": sidecar("manifest.json", manifest)}
 
 
 def resealed(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
     """The manifest of a checkpoint after a change of file `name`, with correct checksums."""
-    from llmtrain.checkpoint.manifest import digest
+    from llmtrain.checkpoint.checksums import digest
 
     manifest = json.loads(files["manifest.json"])
     data = files[name]

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: the place of every range of every tensor, and checksums of every byte.
+"""The manifest of a checkpoint: the place of every range of every tensor, and checksums of every byte (see
+`checksums`).
 
-`manifest.json.xxh3` (in the format of `xxhsum -H3`) has the checksum of `manifest.json`; the manifest has those of each
-safetensors file's header and of every block of every range. A manifest is untrusted: it must not name a path outside
-the folder, and no memory is allocated by sizes that only it states.
+A manifest is untrusted: it must not name a path outside the folder, and no memory is allocated by sizes that only it
+states.
 """
 
 import json
@@ -15,11 +15,11 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
-import xxhash
 from llmtrain_data.bounds import Count
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from llmtrain.checkpoint.checksums import Digest, sidecar
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
@@ -33,8 +33,6 @@ _LARGEST_HEADER = 100_000_008
 _STRICT = ConfigDict(extra="forbid", strict=True)
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
-
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -102,11 +100,6 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
 
-def digest(data: bytes | memoryview) -> str:
-    """Return the XXH3-64 digest of `data` in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
 def model_of(manifest: Manifest) -> GPTConfig:
     """Return the checkpoint's model. Raises DamagedError if the tensors are not those of the model."""
     try:
@@ -124,13 +117,13 @@ def model_of(manifest: Manifest) -> GPTConfig:
 def encode(manifest: Manifest) -> tuple[bytes, bytes]:
     """Return the contents of the manifest and of its sidecar."""
     text = json.dumps(asdict(manifest), separators=(",", ":")).encode()
-    return text, f"XXH3_{digest(text)}  {MANIFEST}\n".encode()
+    return text, sidecar(MANIFEST, text)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read, verify and check the manifest of the checkpoint in `folder`. Raises DamagedError."""
-    text, sidecar = _read(folder / MANIFEST), _read(folder / SIDECAR)
-    if sidecar != f"XXH3_{digest(text)}  {MANIFEST}\n".encode():
+    text, sealed = _read(folder / MANIFEST), _read(folder / SIDECAR)
+    if sealed != sidecar(MANIFEST, text):
         raise DamagedError(f"{MANIFEST} does not match its checksum in {SIDECAR}")
     try:
         manifest = TypeAdapter(Manifest).validate_json(text)

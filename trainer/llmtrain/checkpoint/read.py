@@ -8,7 +8,8 @@ from typing import Self
 
 import torch
 
-from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, digest, read_manifest
+from llmtrain.checkpoint.checksums import verify_digest
+from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
@@ -71,11 +72,9 @@ class CheckpointReader:
         view = bytes_of(values)
         if not read_into(self.file(stored.file), view, stored.offset + begin):
             raise DamagedError(f"{stored.file} cannot be read at {name}")
-        if digest(view) != stored.xxh3[index]:
-            first = stored.start + begin // ITEM
-            raise DamagedError(
-                f"{stored.file} does not match its checksum at {name}, elements {first} to {first + len(values)}"
-            )
+        first = stored.start + begin // ITEM
+        where = f"at {name}, elements {first} to {first + len(values)}"
+        verify_digest(view, stored.xxh3[index], stored.file, where)
         return values
 
     def file(self, name: str) -> int:
@@ -93,8 +92,9 @@ class CheckpointReader:
             if size != entry.bytes:
                 raise DamagedError(f"{name} is {size} bytes long, but {MANIFEST} says {entry.bytes}")
             header = bytearray(entry.header)
-            if not read_into(fd, memoryview(header), 0) or digest(bytes(header)) != entry.xxh3:
-                raise DamagedError(f"{name} does not match its checksum in its header")
+            if not read_into(fd, memoryview(header), 0):
+                raise DamagedError(f"{name} cannot be read in its header")
+            verify_digest(header, entry.xxh3, name, "in its header")
         except DamagedError:
             os.close(fd)
             raise

@@ -7,7 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
-from llmtrain.checkpoint.manifest import FileEntry, StoredRange, TensorEntry, digest
+from llmtrain.checkpoint.checksums import digest
+from llmtrain.checkpoint.manifest import FileEntry, StoredRange, TensorEntry
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
 from llmtrain.plan.checkpoint_copies import BLOCK
 

@@ -7,6 +7,7 @@ from llmtrain.plan.facts import Device
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
+from llmtrain.plan.tied_embedding import holds_second_copy
 
 STATE_BYTES = 12
 """Masters and two moments of an element, fp32."""
@@ -26,8 +27,7 @@ def copy_bytes(plan: Plan, role: Role) -> int:
     if plan.sharding.offload.share or not plan.checkpoint.asynchronous:
         return 0
     first = plan.grid.coordinate(role.rank, Axis.TENSOR) == 0
-    layouts = plan.stages_of(role.rank)
-    second = any(layout.closes and layout.tied for layout in layouts) and not any(layout.opens for layout in layouts)
+    second = holds_second_copy(plan, role.rank)
     elements = 0
     for unit in role.units:
         if second and unit.name == "embedding":

@@ -6,6 +6,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.tied_embedding import tied_places
 
 
 def group_sizes(plan: Plan, pipeline: int) -> list[int]:
@@ -41,8 +42,7 @@ def _of_pipeline(plan: Plan, pipeline: int) -> Iterator[int]:
     schedule = plan.pipeline.schedule
     if plan.pipeline.transport == "torch":
         yield from (2 for _ in _channels(schedule, pipeline))
-    ends = {schedule.place(stage)[0] for stage in (0, schedule.stages - 1)}
-    if plan.model.tie_embeddings and len(ends) == 2 and pipeline in ends:
+    if pipeline in tied_places(plan):
         yield 2
 
 

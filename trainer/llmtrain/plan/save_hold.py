@@ -17,16 +17,17 @@ from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_units import rank_units
 from llmtrain.plan.roles import Role
+from llmtrain.plan.tied_embedding import holds_second_copy
 
 
 @dataclass(frozen=True)
 class SaveHold:
     """The time for which a save holds up a rank.
 
-    ranks: of its node, which save at the same time. taken: bytes of states that they read, or copy. waits: whether the
-    next optimizer step waits until they are read. seconds: that this takes at least; None if a rate is not known.
-    passes: seconds of the next step's passes, which run meanwhile; 0.0 if nothing computes meanwhile, None if the
-    accelerator's peak is not known.
+    ranks: number of ranks of its node, which save at the same time. taken: bytes of states that they read, or copy.
+    waits: whether the next optimizer step waits until they are read. seconds: the time that this takes at least; None
+    if a rate is not known. passes: seconds of the next step's passes, which run meanwhile; 0.0 if nothing computes
+    meanwhile, None if the accelerator's peak is not known.
     """
 
     ranks: int
@@ -45,7 +46,8 @@ class SaveHold:
 
 @dataclass(frozen=True)
 class _Written:
-    """What ranks write of their states. nbytes: all of it. read: of that from each volume, by its folder."""
+    """What ranks write of their states. nbytes: bytes of all that they write. read: bytes of it that they read from
+    each volume, by its folder."""
 
     nbytes: int
     read: Counter[str]
@@ -94,8 +96,7 @@ def _written(plan: Plan, node: Sequence[int]) -> _Written:
 def _states(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """Yield the bytes of each unit's states that a rank writes, and of that in files: an even share of what ranks with
     the same optimizer shard hold."""
-    offload, grid, layouts = plan.sharding.offload, plan.grid, plan.stages_of(rank)
-    second = any(layout.closes and layout.tied for layout in layouts) and not any(layout.opens for layout in layouts)
+    offload, grid, second = plan.sharding.offload, plan.grid, holds_second_copy(plan, rank)
     for unit in rank_units(plan, rank):
         if second and unit.name == "embedding":
             continue

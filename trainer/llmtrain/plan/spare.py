@@ -9,6 +9,7 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_units import rank_units
+from llmtrain.plan.tied_embedding import tied_pair
 
 
 def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -33,9 +34,7 @@ def with_spare(plan: Plan, rank: int, buckets: Sequence[Bucket]) -> list[Bucket]
 def _complete_early(plan: Plan, rank: int, unit: UnitSpec, bucket: Bucket) -> bool:
     """Whether the gradients of a bucket are complete before the last pass ends: nothing sums them once more then."""
     placement, tensor = plan.sharding.placements[unit.name], plan.grid.degree(Axis.TENSOR)
-    schedule, layouts = plan.pipeline.schedule, plan.stages_of(rank)
-    ends = {schedule.place(stage)[0] for stage in (0, schedule.stages - 1)}
-    if placement.moves_gradients or (unit.name == "embedding" and layouts[0].tied and len(ends) > 1):
+    if placement.moves_gradients or (unit.name == "embedding" and tied_pair(plan, rank)):
         return False
     if tensor > 1 and plan.sequence_parallel and placement.degrees.ranks == 1:
         return False

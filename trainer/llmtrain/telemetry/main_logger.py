@@ -19,7 +19,7 @@ from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.meters import memory_bytes
 from llmtrain.telemetry.metrics import MetricsFile, Row
-from llmtrain.telemetry.mfu import share_of
+from llmtrain.telemetry.mfu import Utilization
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
 from llmtrain.telemetry.step_record import StepRecord, is_logged
@@ -39,8 +39,7 @@ class MainLogger:
         self._metrics: MetricsFile | None = None
         self._wandb: WandbSink | None = None
         self._window: list[float] = []
-        # The best rate of a rank in a logged step of this start, in FLOP/s.
-        self._fastest = 0.0
+        self._utilization = Utilization()
         self._first_seconds: deque[float] = deque(maxlen=FIRST_STEPS + 1)
         self._stragglers = Stragglers(plan.grid)
         self._evaluations: list[Row] = []
@@ -134,12 +133,8 @@ class MainLogger:
             )
 
     def _row(self, record: StepRecord, sent: Row) -> Row:
-        run = self._run
         # Average over all steps since the last row, so that every slow step counts.
         seconds = max(sum(self._window) / len(self._window), 1e-9)
-        tokens_per_s = run["tokens_per_step"] / seconds
-        per_rank = run["flops_per_token"] * tokens_per_s / run["world"]
-        self._fastest = max(self._fastest, per_rank)
         row = {
             "step": record.step,
             "tokens": record.tokens,
@@ -147,10 +142,7 @@ class MainLogger:
             "lr": record.lr,
             "grad_norm": record.grad_norm,
             "step_time_s": seconds,
-            "tokens_per_s": tokens_per_s,
-            "tflops_per_rank": per_rank / 1e12,
-            "mfu": share_of(per_rank, self._fastest, run["datasheet_peak"]),
-            "mfu_measured": share_of(per_rank, self._fastest, run["measured_peak"]),
+            **self._utilization.row(self._run, seconds),
             "memory_bytes": memory_bytes(self._about.device, self._about.model_state_bytes),
             **sent,
             "link_bytes_per_s": self._links.busiest() if self._links else {},

@@ -28,6 +28,7 @@ from llmtrain.plan.pools import GroupName, Pools
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.stored import stored_offsets
+from llmtrain.plan.tied_embedding import holds_second_copy, tied_pairs
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
@@ -174,14 +175,11 @@ def _replica_groups(plan: Plan, ranks: Ranks, buffers: Mapping[GroupName, Collec
     stage = None
     if plan.sharding.quantization.gradients and copies > 1:
         stage = ranks.collectives(make_groups(ranks, layout.groups(Axis.DATA, Axis.TENSOR)), buffers["stage"])
-    schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
-    ends = [schedule.place(stage)[0] for stage in (0, schedule.stages - 1)]
     tied, second = {}, frozenset[str]()
-    if stage_layouts[0].tied and ends[0] != ends[1]:
-        pairs = [[group[end] for end in ends] for group in layout.groups(Axis.PIPELINE)]
-        group = join_group(ranks, pairs)
-        tied = {} if group is None else {"embedding": ranks.collectives(group, buffers["tied"])}
-        if any(stage_layout.closes for stage_layout in stage_layouts):
+    # All ranks make the groups of all pairs.
+    if (pairs := tied_pairs(plan)) and (group := join_group(ranks, pairs)) is not None:
+        tied = {"embedding": ranks.collectives(group, buffers["tied"])}
+        if holds_second_copy(plan, ranks.rank):
             # The copy has position embeddings, which it does not use, so that both copies are sharded in the same way.
             second = frozenset({"embedding"})
     return ReplicaGroups(copies, partial, stage, tied, second)

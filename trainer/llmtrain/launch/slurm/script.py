@@ -1,4 +1,9 @@
-"""Render the batch script of a run from its job and its site's profile."""
+"""Render the batch script of a run from its job and its site's profile.
+
+At preemption and before the time limit, the script makes the run save, and then requeues the job with `scontrol
+requeue`; in a chain, the next job resumes the run instead. `tools/slurm/train_and_requeue.sh` has the lines that do
+this, for people's own batch scripts too.
+"""
 
 import re
 import shlex
@@ -145,10 +150,11 @@ def render(job: BatchJob, site: Site) -> str:
 
 
 def train_script() -> str:
-    """Return the lines of train.sh that run a command as ranks, without its header for people's own scripts."""
+    """Return the lines of train_and_requeue.sh that run a command as ranks and requeue the job, without the header for
+    people's own scripts."""
     package = Path(llmtrain.__file__).resolve().parent
-    shipped = package / "launch" / "slurm" / "train.sh"
-    path = shipped if shipped.is_file() else package.parents[1] / "tools" / "slurm" / "train.sh"
+    shipped = package / "launch" / "slurm" / "train_and_requeue.sh"
+    path = shipped if shipped.is_file() else package.parents[1] / "tools" / "slurm" / "train_and_requeue.sh"
     return path.read_text(encoding="utf-8").partition("\n\n")[2]
 
 

@@ -3,7 +3,7 @@
 # For your own batch scripts; the scripts of `llmtrain submit` contain the same lines. End your script with:
 #
 #     #SBATCH --nodes=2 --ntasks-per-node=4 --signal=B:USR1@300 --requeue --open-mode=append
-#     exec bash tools/slurm/train.sh llmtrain run recipe.yaml
+#     exec bash tools/slurm/train_and_requeue.sh llmtrain run recipe.yaml
 #
 # With requeue=no in the environment, the next job of a chain resumes the run instead.
 
