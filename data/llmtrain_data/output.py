@@ -94,7 +94,7 @@ class Terminal(Console):
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table in the common style of all verbs: no lines, a bold header, quantities right-aligned. columns: the
+    """Return a table in the common style of all commands: no lines, a bold header, quantities right-aligned. columns:
     headings; empty for a table without a header."""
     cells = [[printable(cell) for cell in row] for row in rows]
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=bool(columns))

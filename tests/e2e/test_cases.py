@@ -151,7 +151,7 @@ CASES = [
     Case(5, "an outcome that steers, as JSON", [BAD, row(STEERS)], "status --json", 0, re.escape(json.dumps(CONTROL))),
     Case(5, "a host that steers", [BAD, lock(CONTROL)], "status", 0, f"process 7 on {ESCAPED}"),
     Case(5, "a log that steers", [BAD, file("runs/bad/slurm/jobs", "7\n"), file("runs/bad/slurm/7.log", CONTROL)], "logs bad", 0, ESCAPED),
-    Case(5, "a verb that steers", [], f"'{CONTROL}'", 2, f"No such command '{ESCAPED}'"),
+    Case(5, "a command that steers", [], f"'{CONTROL}'", 2, f"No such command '{ESCAPED}'"),
     *(Case(6, f"{name}: status", [BAD, make], "status", 0, rf"bad +finished .*{says}\ntiny +finished +4/4") for name, (make, says) in CORRUPT.items()),
     *(Case(6, f"{name}: report", [BAD, make], "report runs/bad", 0, "^runs/bad/report/index.html$") for name, (make, _) in CORRUPT.items()),
     *(Case(6, f"{name}: run", [BAD, make], "run tiny.yaml name=bad train.steps=5", 0, r"(?s)continues after +step 4\n.*step 5/5") for name, (make, _) in CORRUPT.items()),

@@ -139,9 +139,9 @@ def test_arguments_of_convert_are_checked_without_torch(run: Path, tmp_path: Pat
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("verb", ["list", "inspect", "verify"])
-def test_no_checkpoint_there(tmp_path: Path, verb: str) -> None:
+@pytest.mark.parametrize("command", ["list", "inspect", "verify"])
+def test_no_checkpoint_there(tmp_path: Path, command: str) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        result = ckpt(verb, path)
+        result = ckpt(command, path)
         assert isinstance(result.exception, BadInputError)
         assert str(path) in str(result.exception)

@@ -336,7 +336,7 @@ def test_process(arguments: list[str], code: int, workplace: Path) -> None:
     assert done.stderr.count("\n") == (1 if code else 0)
 
 
-def test_recipes_verbs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_commands(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "list"]) == 0
     assert "quickstart" in capsys.readouterr().out
     assert main(["recipes", "show", "quickstart", "train.steps=7"]) == 0

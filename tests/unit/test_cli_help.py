@@ -1,4 +1,4 @@
-"""The command line's help: every verb, choices, completion."""
+"""The command line's help: every command, choices, completion."""
 
 import re
 from collections.abc import Iterator
@@ -7,23 +7,23 @@ from typing import Any, get_args
 import pytest
 from llmtrain.checkpoint.convert.export import HF_NAMES
 from llmtrain.cli import main as module
-from llmtrain.cli.main import GROUPS, VERBS, main
+from llmtrain.cli.main import COMMANDS, GROUPS, main
 from llmtrain_data.corpus_options import INPUT_FORMATS
 from llmtrain_data.dataset import Split
 from llmtrain_data.encode import ENCODERS
 from typer.main import get_command
 
 
-def verbs() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every verb's words and its command."""
-    for name in (*VERBS, *GROUPS):
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command and its words."""
+    for name in (*COMMANDS, *GROUPS):
         command: Any = get_command(module._app([name])).commands[name]  # type: ignore[attr-defined]
         yield (name,), command
-        for inner, verb in getattr(command, "commands", {}).items():
-            yield (name, inner), verb
+        for inner, own in getattr(command, "commands", {}).items():
+            yield (name, inner), own
 
 
-ALL = list(verbs())
+ALL = list(commands())
 
 
 def words(text: str | None) -> list[str]:
@@ -97,7 +97,7 @@ def completed(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert completed("llmtrain ", capsys, monkeypatch) == {*VERBS, *GROUPS}
+    assert completed("llmtrain ", capsys, monkeypatch) == {*COMMANDS, *GROUPS}
     assert completed("llmtrain re", capsys, monkeypatch) == {"report", "recipes"}
     assert completed("llmtrain ckpt ", capsys, monkeypatch) == {"list", "inspect", "verify", "convert"}
     for at, command in ALL:

@@ -63,21 +63,21 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
 
 
 @pytest.mark.parametrize(
-    ("verb", "advice"),
+    ("command", "advice"),
     [
         ("eval", "a smaller --microbatch needs less"),
         ("generate", "a shorter --prompt or a smaller --max-tokens needs less"),
     ],
 )
-def test_other_verbs_that_need_too_much_memory(
-    verb: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_other_commands_that_need_too_much_memory(
+    command: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> None:
         raise MemoryError
 
-    monkeypatch.setattr(f"llmtrain.cli.{verb}.{verb}", run)
-    assert module.main([verb]) == 1
-    assert capsys.readouterr().err == f"llmtrain: {verb} ran out of memory; {advice}\n"
+    monkeypatch.setattr(f"llmtrain.cli.{command}.{command}", run)
+    assert module.main([command]) == 1
+    assert capsys.readouterr().err == f"llmtrain: {command} ran out of memory; {advice}\n"
 
 
 @pytest.mark.parametrize(("ended", "code"), [(None, 7), (KeyboardInterrupt(), 130)])
@@ -114,4 +114,4 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([]) == 0
     shown = capsys.readouterr().out
-    assert all(verb in shown for verb in (*module.VERBS, *module.GROUPS))
+    assert all(command in shown for command in (*module.COMMANDS, *module.GROUPS))

@@ -100,12 +100,12 @@ def changed(cluster: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def shown(cluster: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the verbs print of a run with a pipeline stage in each cluster."""
+    """Return what the commands print of a run with a pipeline stage in each cluster."""
     Path("cluster.yaml").write_text(json.dumps(cluster))
     said = []
-    for verb in (["cluster", "show", "cluster.yaml"], ["plan", "tiny.yaml"], ["pipeline", "show", "tiny.yaml"]):
-        flops = ["--flops", "100TFLOP/s"] if verb[0] == "pipeline" else []
-        assert main([*verb, "--json", *flops]) == 0
+    for command in (["cluster", "show", "cluster.yaml"], ["plan", "tiny.yaml"], ["pipeline", "show", "tiny.yaml"]):
+        flops = ["--flops", "100TFLOP/s"] if command[0] == "pipeline" else []
+        assert main([*command, "--json", *flops]) == 0
         said.append(capsys.readouterr().out)
     return "".join(said)
 

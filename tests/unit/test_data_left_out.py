@@ -48,9 +48,9 @@ def test_files_that_are_left_out_are_told_with_the_reason(
     ]
 
 
-@pytest.mark.parametrize("verb", ["prepare", "tokenizer"])
+@pytest.mark.parametrize("command", ["prepare", "tokenizer"])
 def test_all_files_that_are_left_out_or_changed_can_be_listed(
-    verb: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -59,9 +59,9 @@ def test_all_files_that_are_left_out_or_changed_can_be_listed(
     for number in range(4, 8):
         (texts / f"{number}.txt").write_text("Grüße an alle, die lesen. " * 99, encoding="latin-1")
     (texts / "good.txt").write_text(TEXT * 99)
-    how = ["--tokenizer", str(tokenizer)] if verb == "prepare" else ["--vocab-size", "257"]
+    how = ["--tokenizer", str(tokenizer)] if command == "prepare" else ["--vocab-size", "257"]
     output = str(tmp_path / "output")
-    assert main(["data", verb, str(texts), *how, "--output", output, "--list-left-out"]) == 0
+    assert main(["data", command, str(texts), *how, "--output", output, "--list-left-out"]) == 0
     said = capsys.readouterr().out.splitlines()
     begin = said.index("left out   4 files, not UTF-8 text (binary, or in another encoding; iconv converts):")
     assert sorted(said[begin + 1 : begin + 5]) == [str(texts / f"{number}.txt") for number in range(4)]

@@ -43,7 +43,7 @@ PURE_ROOMS = ("errors", "yaml", "cluster", "recipe", "plan")
 
 CLI = sorted(path.stem for path in (ROOT / "trainer/llmtrain/cli").glob("[!_]*.py"))
 WITHOUT_TORCH = (
-    *(f"llmtrain.cli.{verb}" for verb in CLI),
+    *(f"llmtrain.cli.{command}" for command in CLI),
     "llmtrain.model.presets",
     "llmtrain.model.tensors",
     "llmtrain.model.hf_config",
@@ -248,7 +248,7 @@ def test_wrong_paths_are_found_before_torch_is_imported(words: list[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "command",
     [
         "run",
         "plan",
@@ -267,9 +267,9 @@ def test_wrong_paths_are_found_before_torch_is_imported(words: list[str]) -> Non
         "ckpt",
     ],
 )
-def test_verbs_parse_without_torch(verb: str) -> None:
-    """A verb's module only parses, so that its --help is fast too."""
-    heavy = {module.split(".")[0] for module in top_level_imports(ROOT / f"trainer/llmtrain/cli/{verb}.py")}
+def test_commands_parse_without_torch(command: str) -> None:
+    """A command's module only parses, so that its --help is fast too."""
+    heavy = {module.split(".")[0] for module in top_level_imports(ROOT / f"trainer/llmtrain/cli/{command}.py")}
     assert heavy <= {"typer", "llmtrain", "llmtrain_data", *sys.stdlib_module_names}
 
 

@@ -78,7 +78,7 @@ def test_it_is_decided_before_torch_is_loaded(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("words", [("eval",), ("generate", "--prompt", "a")])
-def test_verbs_that_compute_with_a_model_decide_before_torch_is_loaded(
+def test_commands_that_compute_with_a_model_decide_before_torch_is_loaded(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decided = list[int]()

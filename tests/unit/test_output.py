@@ -1,4 +1,4 @@
-"""Text from files reaches the terminal as text: no verb prints a character that would control the terminal."""
+"""Text from files reaches the terminal as text: no command prints a character that would control the terminal."""
 
 import ast
 import fcntl
@@ -167,7 +167,7 @@ def file(folder: Path, text: str, name: str = f"{POISON}.yaml") -> Path:
 
 CLUSTER = f"name: {json.dumps(POISON)}\nnode: {{ranks: 2}}\nclusters: [{{name: {json.dumps(POISON)}, nodes: 1}}]\n"
 Words = Callable[[Path], list[str | Path]]
-VERBS: dict[str, Words] = {
+COMMANDS: dict[str, Words] = {
     "status": lambda at: ["status", run_folder(at).parent],
     "status --json": lambda at: ["status", run_folder(at), "--json"],
     "logs": lambda at: ["logs", run_folder(at)],
@@ -206,20 +206,22 @@ VERBS: dict[str, Words] = {
         "data", "tokenizer", file(at, json.dumps({POISON: 1}), f"{POISON}.jsonl"), "--vocab-size", "300", "--output",
         at / POISON,
     ],
-    "no verb": lambda at: [POISON],
+    "no command": lambda at: [POISON],
     "no option": lambda at: ["status", f"--{POISON}"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_prints_what_steers_a_terminal(verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main([str(word) for word in VERBS[verb](tmp_path)])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_prints_what_steers_a_terminal(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main([str(word) for word in COMMANDS[command](tmp_path)])
     out, error = capfd.readouterr()
     assert code in (0, 1, 2)
     assert not steering(out + error)
-    # If the output has no POISON, the verb has shown no poisoned text, and the test proves nothing.
+    # If the output has no POISON, the command has shown no poisoned text, and the test proves nothing.
     assert "x1b]0;owned" in out + error or "u001b]0;owned" in out + error
-    if "--json" in verb and code == 0:
+    if "--json" in command and code == 0:
         json.loads(out)
 
 

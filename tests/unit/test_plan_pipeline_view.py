@@ -102,7 +102,7 @@ def test_impossible() -> None:
         even_view("1f1b", 2)
 
 
-def test_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     overrides = ["parallel.pipeline=4", "pipeline.split=[3,3,3,3]", "train.global_batch=8", "train.microbatch=1"]
     png = tmp_path / "a.png"
     assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *overrides, "--json", "--png", str(png)]) == 0

@@ -43,8 +43,8 @@ def processor_seconds() -> float:
 
 
 @pytest.mark.soak  # It measures time.
-@pytest.mark.parametrize(("verb", "ranks", "keys"), CASES)
-def test_large_runs_are_planned_quickly(verb: str, ranks: int, keys: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "ranks", "keys"), CASES)
+def test_large_runs_are_planned_quickly(asked: str, ranks: int, keys: tuple[str, ...], tmp_path: Path) -> None:
     pipeline = PIPELINE[ranks]
     (tmp_path / "large.yaml").write_text(
         f"model: {MODELS[ranks]}\n"
@@ -56,7 +56,7 @@ def test_large_runs_are_planned_quickly(verb: str, ranks: int, keys: tuple[str, 
         f"cluster: {CLUSTER % (ranks // 16, ranks // 16)}\n"
     )
     before = processor_seconds()
-    command = [sys.executable, "-m", "llmtrain", *verb.split(), "large.yaml", *keys, "--json"]
+    command = [sys.executable, "-m", "llmtrain", *asked.split(), "large.yaml", *keys, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert f'"ranks": {ranks}' in done.stdout

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_type_hints
 
 import pytest
-from llmtrain.cli.main import GROUPS, VERBS
+from llmtrain.cli.main import COMMANDS as OWN_COMMANDS
+from llmtrain.cli.main import GROUPS
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
@@ -142,13 +143,13 @@ def test_other_programs_words_lead_to_keys_that_are_there() -> None:
             assert value in choices(known[key])
 
 
-def test_other_programs_commands_lead_to_verbs_and_options_that_are_there() -> None:
+def test_other_programs_commands_lead_to_commands_and_options_that_are_there() -> None:
     for target in COMMANDS.values():
-        verb, _, inner = target.partition(" ")
-        assert verb in VERBS or hasattr(import_module(f"llmtrain.cli.{verb}"), inner)
-    assert not COMMANDS.keys() & {*VERBS, *GROUPS}
-    for (verb, _), option in OPTIONS.items():
-        names = get_type_hints(getattr(import_module(f"llmtrain.cli.{verb}"), verb))
+        command, _, inner = target.partition(" ")
+        assert command in OWN_COMMANDS or hasattr(import_module(f"llmtrain.cli.{command}"), inner)
+    assert not COMMANDS.keys() & {*OWN_COMMANDS, *GROUPS}
+    for (command, _), option in OPTIONS.items():
+        names = get_type_hints(getattr(import_module(f"llmtrain.cli.{command}"), command))
         assert option.removeprefix("--").replace("-", "_") in names
 
 

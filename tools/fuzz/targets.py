@@ -1,6 +1,6 @@
-"""The readers of files that may be untrusted, with the processing of the verbs.
+"""The readers of files that may be untrusted, with the processing of the commands.
 
-A reader calls the same functions as the verbs, in the folder of the input. It starts no process and no run.
+A reader calls the same functions as the commands, in the folder of the input. It starts no process and no run.
 """
 
 import os

@@ -24,9 +24,9 @@ def main() -> int:
     """Run the command line; return the exit code."""
     arguments = _parse()
     try:
-        if arguments.verb == "run":
+        if arguments.action == "run":
             return _run(_spec(arguments), arguments.command)
-        if arguments.verb == "up":
+        if arguments.action == "up":
             bring_up(_spec(arguments), arguments.dir)
             print("\n".join(f"export {name}={value}" for name, value in environment(arguments.dir).items()))
         else:
@@ -44,19 +44,19 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m tools.slurmlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    up = verbs.add_parser("up", help="start a Slurm; print the environment variables for its commands")
-    down = verbs.add_parser("down", help="stop it and all its jobs")
-    run = verbs.add_parser("run", help="start a Slurm, run a command that uses it, stop it")
-    for verb in (up, run):
-        verb.add_argument("--nodes", type=int, default=2)
-        verb.add_argument("--cpus", type=int, default=8, help="configured CPUs of each node")
-        verb.add_argument("--kill-wait", type=int, default=30, metavar="SECONDS", help="time from SIGTERM to SIGKILL")
-    for verb in (up, down):
-        verb.add_argument("--dir", type=Path, default=FOLDER, help="folder of the lab")
+    actions = parser.add_subparsers(dest="action", required=True)
+    up = actions.add_parser("up", help="start a Slurm; print the environment variables for its commands")
+    down = actions.add_parser("down", help="stop it and all its jobs")
+    run = actions.add_parser("run", help="start a Slurm, run a command that uses it, stop it")
+    for action in (up, run):
+        action.add_argument("--nodes", type=int, default=2)
+        action.add_argument("--cpus", type=int, default=8, help="configured CPUs of each node")
+        action.add_argument("--kill-wait", type=int, default=30, metavar="SECONDS", help="time from SIGTERM to SIGKILL")
+    for action in (up, down):
+        action.add_argument("--dir", type=Path, default=FOLDER, help="folder of the lab")
     run.add_argument("command", nargs=argparse.REMAINDER, help="after --: the command")
     arguments = parser.parse_args()
-    if arguments.verb == "run":
+    if arguments.action == "run":
         arguments.command = [word for place, word in enumerate(arguments.command) if (place, word) != (0, "--")]
         if not arguments.command:
             parser.error("the command is missing; put it after --")

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments that several commands take."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The entry point: it finds the verb, runs it, and turns errors into one sentence and an exit code."""
+"""The entry point: it finds the command, runs it, and turns errors into one sentence and an exit code."""
 
 import atexit
 import gc
@@ -21,7 +21,7 @@ from llmtrain.launch.stop import end_early
 # Longest error, in characters.
 _LONGEST = 1500
 
-# What to do where a verb ran out of memory.
+# What to do where a command ran out of memory.
 _LESS_MEMORY = {
     "run": (
         "; a smaller train.microbatch or model needs less, or state the card's memory in "
@@ -31,7 +31,7 @@ _LESS_MEMORY = {
     "generate": "; a shorter --prompt or a smaller --max-tokens needs less",
 }
 
-VERBS = {
+COMMANDS = {
     "run": "Train: start the run that a recipe describes, or resume it from its last checkpoint.",
     "plan": "Show the memory that a run will take on each rank, before it starts.",
     "submit": "Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file.",
@@ -90,7 +90,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:
-    """Return the app. Only the module of the called verb is imported, because some modules need torch."""
+    """Return the app. Only the module of the called command is imported, because some modules need torch."""
     app = typer.Typer(
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -99,9 +99,9 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(_options)
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     called = called or _completed()
-    for name, summary in VERBS.items():
-        verb = getattr(import_module(f"llmtrain.cli.{name}"), name) if name == called else _not_called
-        app.command(name, help=None if name == called else summary)(verb)
+    for name, summary in COMMANDS.items():
+        command = getattr(import_module(f"llmtrain.cli.{name}"), name) if name == called else _not_called
+        app.command(name, help=None if name == called else summary)(command)
     for name, summary in GROUPS.items():
         group = import_module(f"llmtrain.cli.{name}").app if name == called else typer.Typer(callback=_not_called)
         app.add_typer(group, name=name, help=summary)
@@ -109,7 +109,7 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def _completed() -> str | None:
-    """Return the verb of the line that a shell completes; None if this is no completion."""
+    """Return the command of the line that a shell completes; None if this is no completion."""
     if "_LLMTRAIN_COMPLETE" not in os.environ:
         return None
     # Bash and the other shells pass the line in these variables; the first word is the program.
@@ -119,7 +119,7 @@ def _completed() -> str | None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata  # 0.03 s that no verb needs
+        from importlib import metadata  # importing it takes 0.03 s, and no command needs it
 
         say(f"llmtrain {metadata.version('llmtrain')}")
         raise typer.Exit
@@ -130,11 +130,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Take the options that come before a verb."""
+    """Take the options that come before a command."""
 
 
 def _not_called() -> None:
-    """Stand in for a verb that --help lists, but that is not called."""
+    """Stand in for a command that --help lists, but that is not called."""
 
 
 def _say(sentence: object, code: int) -> int:

@@ -1,4 +1,4 @@
-"""Opens a trained model for a verb. It imports no torch before it is called."""
+"""Opens a trained model for a command. It imports no torch before it is called."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""From a recipe to its plan on a described cluster, for verbs that look at a run before it starts. The data and this
+"""From a recipe to its plan on a described cluster, for commands that look at a run before it starts. The data and this
 machine do not matter. No torch in here."""
 
 from collections.abc import Iterator, Sequence

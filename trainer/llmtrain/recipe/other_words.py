@@ -79,7 +79,7 @@ VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 
-# Verbs.
+# Commands.
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "train": "run",
@@ -97,7 +97,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Options of a verb.
+# Options of a command.
 OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("plan", "--nproc"): "--ranks",
