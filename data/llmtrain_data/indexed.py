@@ -298,7 +298,7 @@ class IndexedWriter:
 def partial_paths(prefix: str | Path) -> list[Path]:
     """Return the partial files of a preparation of `prefix`: tokens, checksums, index, lengths.
 
-    A process that writes any of them must hold the last one by `open_locked`.
+    A process that writes any of them must hold the lock of the last one (`open_locked`).
     """
     return [Path(f"{prefix}{suffix}.partial") for suffix in (".bin", ".checksums", ".idx", ".lengths")]
 

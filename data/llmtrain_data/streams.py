@@ -168,7 +168,7 @@ def _is_large_utf8(content: bytes) -> bool:
 def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """Return the stream of a file's content, decompressed if the file's suffix is in COMPRESSION.
 
-    It begins after the byte order mark, if the file has one of UTF-8.
+    A UTF-8 byte order mark at its start is skipped.
     """
     from llmtrain_data.corpus_options import COMPRESSION
 

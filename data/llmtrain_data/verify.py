@@ -40,9 +40,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying a set. blocks: of the `.bin`, as it is or as it should be, whichever has more;
-    block_bytes: bytes of one. damaged: the first LISTED ranges, adjacent blocks merged. damaged_blocks: of the `.bin`.
-    damaged_bytes: size of all damaged ranges."""
+    """The result of verifying a set. blocks: number of blocks of the `.bin`, as it is or as it should be, whichever has
+    more; block_bytes: bytes of one. damaged: the first LISTED ranges, adjacent blocks merged. damaged_blocks: number of
+    damaged blocks of the `.bin`. damaged_bytes: size of all damaged ranges."""
 
     prefix: str
     blocks: int

@@ -23,10 +23,10 @@ def constant(function: F) -> F:
 
 
 def operator(name: str, writes: tuple[str, ...] = (), device: str = "CompositeExplicitAutograd") -> Callable[[F], F]:
-    """Return a decorator that makes an operator of a function of tensors and numbers.
+    """Return a decorator that turns a function of tensors and numbers into the torch operator `llmtrain::name`.
 
-    writes: its arguments that it writes. device: torch's dispatch key of the tensors that it takes; by default it takes
-    those of all devices. Gradients do not pass through it: it is called in an autograd function.
+    writes: names of the arguments that it changes. device: torch's dispatch key; by default tensors of all devices. It
+    has no gradient: call it inside an autograd function.
     """
 
     def made(function: F) -> F:

@@ -29,8 +29,7 @@ EXACT = {
 }
 
 # Billions of parameters as a paper prints them, and our largest allowed distance: half of the last printed digit,
-# except
-# for AxoNN, MiCS and GPT-3, whose figures are names of sizes more than counts.
+# except for AxoNN, MiCS and GPT-3, whose figures are names of sizes more than counts.
 ROUNDED = {
     "gpt3-125m": (0.125, 0.0005),
     "gpt3-350m": (0.35, 0.006),

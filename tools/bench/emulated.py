@@ -52,7 +52,7 @@ class EmulatedLane:
 
 @dataclass(frozen=True)
 class Device:
-    """The lanes of an emulated device. rates: of the lanes. moves: of the buckets."""
+    """The lanes of an emulated device. rates: speeds of the lanes. moves: what each bucket moves."""
 
     moves: Sequence[Moves]
     rates: Rates
@@ -107,8 +107,8 @@ def at(work: BucketStep) -> float:
 
 
 class EmulatedRun:
-    """Optimizer steps of an emulated device. moves: of each bucket. seconds: of each step; the first one begins without
-    weights to wait for. happened: what happened, in order."""
+    """Optimizer steps of an emulated device. moves: what each bucket moves. seconds: duration of each step; the first
+    one begins without weights to wait for. happened: what happened, in order."""
 
     def __init__(self, moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order) -> None:
         self._moves, self._computation, self._order = moves, computation, order

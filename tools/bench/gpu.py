@@ -27,9 +27,9 @@ HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measu
 
 @dataclass(frozen=True)
 class Part:
-    """A row of the table. batch: sequences of a step. microbatch: of a microbatch, None for all. seconds: the part's
-    time limit. profiled: whether a profile of a step is written. peer: whether transformers and torch.compile train it
-    in place of llmtrain."""
+    """A row of the table. batch: sequences of a step. microbatch: sequences of a microbatch, None for all of the step.
+    seconds: the part's time limit. profiled: whether a profile of a step is written. peer: whether transformers and
+    torch.compile train it in place of llmtrain."""
 
     name: str
     preset: str

@@ -83,7 +83,8 @@ def deepspeed_zero3(layers: int) -> int:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
     }
-    # Its own way to make parameters in parts does not know of modules that make them without memory.
+    # `deepspeed.zero.Init` cannot partition parameters that a module creates on the meta device, so all of them are
+    # allocated here.
     model = GPT(config_of(layers), CPU, recompute=1)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

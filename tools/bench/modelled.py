@@ -88,7 +88,7 @@ def operator(name: str, taken: list[Tensor], read: list[Tensor], written: list[T
         # It reads the rows that it returns, and the ids.
         nbytes = 2 * sum(map(moved, written)) + moved(read[1])
     elif name == "accumulate":
-        # Of the sum, it reads and writes the elements of the gradients alone.
+        # It reads and writes only those elements of the sum for which there are gradients.
         flat, *gradients = taken
         nbytes = sum(moved(one) + 2 * flat.itemsize * one.numel() for one in gradients)
     return Operator(name, tuple(tuple(one.shape) for one in taken), tuple(tuple(one.shape) for one in written), nbytes)

@@ -86,8 +86,8 @@ def contestants(room: Room) -> dict[str, list[str]]:
 
 
 def measure(rounds: int, turn: int, rate: str | None = "100mbit") -> tuple[dict[str, dict[str, Any]], Room]:
-    """Return the measurements of `sharding_ranks` by contestant, and the memory of gathered weights. rate: of each
-    node's card."""
+    """Return the measurements of `sharding_ranks` by contestant, and the memory of gathered weights. rate: bandwidth of
+    each node's card."""
     with tempfile.TemporaryDirectory() as name, Lab(plain(NODES, RANKS_PER_NODE, rate)) as lab:
         folder = Path(name)
         write_set(folder / "set", 128, 200)

@@ -52,8 +52,8 @@ class Cost:
 
 
 def costs(operators: Sequence[Operator], vocab: int, rates: Rates) -> dict[str, Cost]:
-    """Return the cost of each class of operators. vocab: a tensor of this size, or of as
-    many logits as a padded row has, is the head's or the embedding's."""
+    """Return the cost of each class of operators. vocab: a tensor of this size, or of as many logits as a padded row
+    has, is the head's or the embedding's."""
     found: dict[str, Cost] = {}
     for one in operators:
         kind, flops = kind_of(one, vocab), flops_of(one)

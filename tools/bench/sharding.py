@@ -44,7 +44,8 @@ logging: {{every: 1, dir: {folder}/runs}}
 
 @dataclass(frozen=True)
 class Setting:
-    """One comparison. rate: of each node's card. rounds: measured turns of each contestant. turn: steps of a turn."""
+    """One comparison. rate: bandwidth of each node's card. rounds: measured turns of each contestant. turn: steps of a
+    turn."""
 
     nodes: int
     ranks_per_node: int

@@ -64,9 +64,9 @@ that time. So the slow processor is slower by exactly its speed, and measured an
 
 @dataclass(frozen=True)
 class Setting:
-    """speed: of the last stage's processor, relative to the others. latency: between the clusters, in ms. layer:
-    seconds of the other emulated processors for a layer's forward pass, for the backward pass of its inputs and for
-    that of its weights; 0: no emulated processors; ranks use this machine's cores, the slow one for a share of the
+    """speed: how fast the last stage's processor is, relative to the others. latency: between the clusters, in ms.
+    layer: seconds of the other emulated processors for a layer's forward pass, for the backward pass of its inputs and
+    for that of its weights; 0: no emulated processors; ranks use this machine's cores, the slow one for a share of the
     time. rounds: measured steps of each contestant."""
 
     hidden: int
@@ -152,8 +152,7 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
-    """Return the FLOPs per second of the first rank: of its emulated processor, or else of its measured forward
-    passes."""
+    """Return the FLOPs per second of the first rank's emulated processor, or else of its measured forward passes."""
     forward = durations((step[0] for step in figures["actions"]), took)["F"][0]
     seconds = setting.layer or forward / figures["split"][0]
     return float(figures["layer"] * setting.tokens / seconds)

@@ -13,8 +13,8 @@ BLKIO = Path("/sys/fs/cgroup/blkio")
 
 @contextmanager
 def volumes(sizes: Sequence[int], folder: str) -> Iterator[list[Path]]:
-    """Make a file system of each size in bytes on a loop device of its own; yield where they are mounted. folder: of
-    the devices' files."""
+    """Make a file system of each size in bytes on a loop device of its own; yield where they are mounted. folder: where
+    the devices' files are."""
     with ExitStack() as stack:
         yield [stack.enter_context(volume(size, folder)) for size in sizes]
 

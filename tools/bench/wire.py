@@ -88,8 +88,8 @@ INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quanti
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy's keys, and closed forms of the bytes that a node sends in a step, in M, the bytes of all weights in
-    bf16: of llmtrain, and of the strategy's paper."""
+    """A strategy's keys, and closed forms of the bytes that a node sends in a step: llmtrain's, and those of the
+    strategy's paper. Their unit is M, the bytes of all weights in bf16."""
 
     keys: tuple[str, ...]
     ours: Form

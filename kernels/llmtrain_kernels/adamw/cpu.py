@@ -37,9 +37,9 @@ def step(
 
     gradient: fp32 or bf16 `[n]`, read only. weight: fp32, bf16 or fp16 `[n]`, which receives the new masters, rounded
     to nearest, ties to even. squares: fp64 scalar, which receives `squared_sum(gradient, offset)`. offset: position of
-    the range in its flat buffer. into: memory for the new states, which leaves the old ones as they are. threads: of
-    OpenMP; torch's number by default. lanes: the widest instruction set to use, one of LANES. All tensors are
-    contiguous. Without a C++ compiler, `reference.step` runs.
+    the range in its flat buffer. into: memory for the new states, which leaves the old ones as they are. threads:
+    number of OpenMP's threads; torch's number by default. lanes: the widest instruction set to use, one of LANES. All
+    tensors are contiguous. Without a C++ compiler, `reference.step` runs.
     """
     before, after = (master, m, v), into or (master, m, v)
     kernel = _kernel() if takes_native(master) else None

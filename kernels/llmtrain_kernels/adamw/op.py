@@ -35,9 +35,9 @@ def adamw(
     """Step one flat range. Updates `master`, `m`, `v` (fp32 `[n]`) in place; may overwrite `gradient` (fp32 `[n]`; for
     the backends triton and cpu also bf16, and fp16 for triton).
 
-    weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does.
-    into: memory for the new states, which leaves the old ones as they are. threads: of the backend cpu. decay: the
-    parts of the range, in order, and whether weight decay applies to them; by default it applies to all.
+    weight: `[n]` of the compute dtype, which receives the new masters, rounded to nearest; None: nothing does. into:
+    memory for the new states, which leaves the old ones as they are. threads: number of threads of the backend cpu.
+    decay: the parts of the range, in order, and whether weight decay applies to them; by default it applies to all.
     """
     before, parts = (master, m, v), [(0, len(master), True)] if decay is None else decay
     if backend == "triton":

@@ -39,9 +39,9 @@ class AdamWStep:
 class Factors:
     """The numbers of a step that are equal for all elements, in fp64. Backends round them to fp32.
 
-    m_share, v_share: of the gradient and of its square in the new moments. v_kept: of the old second moment. eps, rate:
-    with the bias corrections of both moments, so that an element needs no further division. kept: of the weight, by
-    weight decay.
+    m_share, v_share: the shares of the gradient and of its square in the new moments. v_kept: the share of the old
+    second moment that is kept. eps, rate: AdamW's epsilon and learning rate with the bias corrections of both moments,
+    so that an element needs no further division. kept: the share of the weight that weight decay keeps.
     """
 
     m_share: float

@@ -50,9 +50,10 @@ def joint_attention(
 
 
 def take_kernel(kernel: Kernel) -> None:
-    """Let torch's attention on GPUs take cuDNN's kernel alone, or else torch's own. Holds for the whole process.
+    """Let torch's attention on GPUs use only cuDNN's kernel if `kernel` is cudnn, else only torch's own kernels, in the
+    whole process.
 
-    A shape that cuDNN does not take then raises RuntimeError, and no slower kernel computes it in silence.
+    With cudnn, a shape that cuDNN does not support raises RuntimeError; torch does not silently use a slower kernel.
     """
     cudnn, exact = kernel == "cudnn", torch.are_deterministic_algorithms_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)

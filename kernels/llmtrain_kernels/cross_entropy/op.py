@@ -122,8 +122,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
         total.addmm_(grad.t(), x, beta=beta)
     elif _sums_in_fp32(grad):
         # The matrix product accumulates into the fp32 sum. This saves a product in the compute dtype, its rounding, and
-        # two
-        # passes over memory.
+        # two passes over memory.
         torch.addmm(total, grad.t(), x, out_dtype=torch.float32, beta=beta, out=total)
     elif first:
         total.copy_(grad.t() @ x)

@@ -35,8 +35,9 @@ def aligned(memory: Tensor, nbytes: int) -> Tensor:
 class DirectQueue:
     """Starts transfers between memory and files opened with O_DIRECT, and waits for them.
 
-    interface: of the kernel; None for io_uring, or Linux AIO where there is no io_uring or a container forbids it. One
-    thread at a time calls its methods. moved: bytes of the transfers that began, by file and by "read" or "write".
+    interface: the kernel's interface that it uses; None for io_uring, or Linux AIO where there is no io_uring or a
+    container forbids it. One thread at a time calls its methods. moved: bytes of the transfers that began, by file and
+    by "read" or "write".
     """
 
     def __init__(self, interface: Interface | None = None, depth: int = DEPTH, piece: int = PIECE) -> None:

@@ -17,10 +17,11 @@ from llmtrain_kernels.triton_launch import takes_triton
 def residual_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `x` and `added` (`[..., width]`; None: x itself), and its norm over the last dimension.
+    """Return the sum of `x` and `added` (`[..., width]`; None: x itself), and that sum normalized over the last
+    dimension.
 
-    weight, bias: `[width]`. Without a bias it is RMSNorm, else LayerNorm. Use the first result in place of `x` from
-    here on: then one GPU kernel adds up its gradient.
+    weight, bias: `[width]`; RMSNorm without a bias, else LayerNorm. Use the first result in place of `x` afterwards:
+    then one GPU kernel adds the gradients of both results.
     """
     if takes_triton(x) and weight.dtype == x.dtype and _fits(x.shape[-1]):
         return _ResidualNorm.apply(x, added, weight, bias, eps)

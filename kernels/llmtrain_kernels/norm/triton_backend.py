@@ -63,8 +63,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the sum, and that of the weight and, for LayerNorm, the bias: fp32 `[1 or 2, width]`.
 
-    total: what `forward` normalized, `[rows, width]`. grad: of the norm. above: of the sum itself, to which the norm's
-    part is added. Both are like `total`.
+    total: what `forward` normalized, `[rows, width]`. grad: gradient of the normalized sum. above: gradient of the sum
+    itself, to which the norm's part is added. Both are like `total`.
     """
     (rows, width), constants = total.shape, tile_constants(total.shape[1])
     programs = min(ceil_div(rows, constants["group"]), BACKWARD_PROGRAMS)

@@ -59,8 +59,8 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def tile_constants(heads: int, half: int, channels: int) -> dict[str, int]:
-    """Return the constants of both kernels. half: pairs of channels that are rotated; tile: as a power of 2. channels:
-    of a head that the kernel moves. group: heads at once."""
+    """Return the constants of both kernels. half: pairs of channels that are rotated; tile: the same, rounded up to a
+    power of 2. channels: the channels of a head that the kernel moves. group: heads at once."""
     group = max(1, ELEMENTS // power_of_2_from(channels))
     return {"half": half, "tile": power_of_2_from(half), "group": min(power_of_2_from(heads), group)}
 

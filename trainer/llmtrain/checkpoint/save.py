@@ -50,9 +50,9 @@ class Checkpointer:
 
     folder: the run's `checkpoints`, shared by all ranks. keep: number of complete checkpoints to keep. asynchronous:
     write in the background, from host copies that `save` makes; otherwise no copies are made, and states of a GPU are
-    read block by block. confirm: raises RunFailedError if another run has taken
-    the folder; called on the main rank before the first write and before the final rename. Raises RunFailedError if the
-    leftovers of a killed process cannot be removed.
+    read block by block. confirm: raises RunFailedError if another run has taken the folder; called on the main rank
+    before the first write and before the final rename. Raises RunFailedError if the leftovers of a killed process
+    cannot be removed.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def stated_host_memory(cluster: Cluster | None) -> int | None:
 def machine_memory(*, swap: bool = False) -> int:
     """Return the bytes of memory of this machine, or of its container's limit if that is smaller. swap: add the swap
     space."""
-    import psutil  # 0.01 s that most verbs do not need
+    import psutil  # importing psutil takes 0.01 s, and most commands do not need it
 
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

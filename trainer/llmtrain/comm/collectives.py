@@ -107,7 +107,7 @@ class Collectives(ABC):
         every rank."""
 
     def all_reduce_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank sends to others in an all-reduce of `nbytes`. Here: of a ring."""
+        """Return how many bytes this rank sends to others in an all-reduce of `nbytes`. This is that of a ring."""
         return 2 * nbytes * (self.size - 1) // self.size
 
     def share(self, nbytes: int) -> SharedParts | None:

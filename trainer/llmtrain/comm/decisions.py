@@ -35,7 +35,7 @@ class FirstRankDecides:
     """The choices of the first rank of a process group, which the others follow."""
 
     def __init__(self, group: dist.ProcessGroup, activity: Activity) -> None:
-        """group: of the gloo backend. activity: records the time spent waiting for the first rank."""
+        """group: a process group of the gloo backend. activity: records the time spent waiting for the first rank."""
         self._group, self._activity = group, activity
 
     def __call__(self, choose: Callable[[], bool]) -> bool:

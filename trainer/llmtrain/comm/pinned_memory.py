@@ -18,9 +18,9 @@ def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
     """Return zeros in the host's memory, `[numel]` of `dtype`; pinned, so that a GPU copies from and to it directly, if
     `pinned`.
 
-    Large pinned memory takes the bytes of its elements, in whole pages. It is unpinned with its last reference, for
-    which no copy must still run: torch does not keep it until a stream has passed. Raises RunFailedError if it cannot
-    be pinned.
+    Pinned memory of LARGE bytes or more is not rounded up to a power of two, only to whole pages. It is unpinned when
+    its last reference is dropped. No copy may be running then: unlike torch's own pinned memory, it is not kept until
+    the streams that use it are done. Raises RunFailedError if it cannot be pinned.
     """
     nbytes = numel * dtype.itemsize
     if not pinned or nbytes < LARGE:

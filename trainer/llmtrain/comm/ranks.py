@@ -180,8 +180,8 @@ def connect(
     The backend is gloo on CPUs and NCCL on GPUs. A single process needs no environment and makes no process group.
     cluster: see Links; the group of all ranks uses the network that joins them all. If one machine has all ranks
     (LOCAL_WORLD_SIZE), the cluster is not used. timeout: within it, a rank that is gone ends the others; so does a rank
-    that hangs, if ranks record what they do (noted).
-    Raises BadInputError if this machine lacks the network card, RunFailedError if the ranks do not find each other.
+    that hangs, if ranks record what they do (noted). Raises BadInputError if this machine lacks the network card,
+    RunFailedError if the ranks do not find each other.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
         cluster = None

@@ -155,7 +155,8 @@ class SharedMemoryCollectives(Collectives):
         )
 
     def _start(self, nbytes: int, write: Callable[[Tensor], object], read: Callable[[Slots], object]) -> _Round:
-        """Start a round. write: takes the first `nbytes` of this rank's slot; read: of all ranks' slots, by rank."""
+        """Start a round. write: called with the first `nbytes` of this rank's slot, which it fills. read: called with
+        those of all ranks' slots, by rank."""
         count = len(self._slots[self.rank])
         if len(self._open) == count // 2:
             self._open[0].wait()

@@ -44,8 +44,8 @@ class ProcessId:
 @dataclass(frozen=True)
 class RankState:
     """What a rank does. moved: when it last began something, seconds since the epoch. lost: whether it has lost contact
-    to others. writing: whether it writes its part of a checkpoint. groups: of its collectives, where its host runs
-    ahead of its GPU and nothing has moved for a round."""
+    to others. writing: whether it writes its part of a checkpoint. groups: progress of its collectives by group, where
+    its host runs ahead of its GPU and nothing has moved for a round."""
 
     step: int = 0
     doing: str = ""
@@ -79,7 +79,7 @@ class Watchdog:
 
     store: a connection of its own, as the training loop may wait for an answer in its connection. timeout: seconds
     within which all ranks end after one is lost or hangs. noted: whether ranks record what they do; without records a
-    hang looks like work. recorder: of the collectives, where the host runs ahead of its GPU; while they complete,
+    hang looks like work. recorder: records the collectives, where the host runs ahead of its GPU; while they complete,
     nothing hangs. on_failure: called with the sentence before this watchdog ends the process; does nothing if not set.
     """
 

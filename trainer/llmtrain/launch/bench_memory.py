@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MemoryBench:
     """The command's options. cluster: file or name of the description to start from. paths: a folder on each volume.
-    seconds: of all measurements of volumes. output: file to write."""
+    seconds: time for all measurements of volumes. output: file to write."""
 
     cluster: str | None = None
     paths: tuple[str, ...] = ()

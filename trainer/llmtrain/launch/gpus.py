@@ -40,9 +40,8 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
     a stream for each lane, each communicator and each direction of its copies. TORCH_NCCL_SHOW_EAGER_INIT_...: messages
     of a pipeline have a communicator each, so torch need not warn that they wait for each other.
-    CUBLAS_WORKSPACE_CONFIG:
-    with workspaces of fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation,
-    "Results reproducibility").
+    CUBLAS_WORKSPACE_CONFIG: with workspaces of fixed sizes, products on several streams have the same bits in every run
+    (cuBLAS documentation, "Results reproducibility").
     """
     found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({_P2P_WARNING: "0"} if world > 1 else {})
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})

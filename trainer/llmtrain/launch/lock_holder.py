@@ -19,8 +19,9 @@ _STRICT = ConfigDict(extra="ignore", strict=True)
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
 class Holder:
-    """The process that trains in a folder. started: its start in seconds since 1970. job, cluster: of Slurm, None
-    outside. since: when it took the lock. place: its boot and pid namespace (see `_place`), empty if unknown."""
+    """The process that trains in a folder. started: its start in seconds since 1970. job, cluster: Slurm's number of
+    the job and name of the cluster, None outside of Slurm. since: when it took the lock. place: its boot and pid
+    namespace (see `_place`), empty if unknown."""
 
     host: str
     pid: Annotated[int, Field(gt=0, lt=2**31)]

@@ -31,9 +31,9 @@ _SHOWN = 3
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """One run. state: running, finished, failed, stopped (it was told to, or killed), or Slurm's state of its job.
-    step: of the newest row. loss: last logged. steps: of the whole run. seconds_left: of a running run. job: number of
-    the active job, or the newest. detail: where it runs, why it waits, how it ended, which files are damaged or
-    edited."""
+    step: that of the newest row. loss: the last one logged. steps: number of steps of the whole run. seconds_left:
+    until a running run ends. job: number of the active job, or the newest. detail: where it runs, why it waits, how it
+    ended, which files are damaged or edited."""
 
     name: str
     folder: str

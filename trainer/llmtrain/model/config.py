@@ -56,9 +56,9 @@ class GPTConfig:
     """The concrete shape of a decoder-only transformer.
 
     hidden: width of the residual stream. heads, kv_heads: query heads, and key/value heads that they share
-    (grouped-query attention). ffn: width of the MLP. positions: longest sequence. vocab: rows of the
-    embedding. rotary_fraction: share of a head's channels that RoPE rotates (neox, llama). activation: of
-    the MLP; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
+    (grouped-query attention). ffn: width of the MLP. positions: longest sequence. vocab: rows of the embedding.
+    rotary_fraction: share of a head's channels that RoPE rotates (neox, llama). activation: the MLP's activation
+    function; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
     """
 
     # An unknown size means that the model computes something else.

@@ -40,7 +40,8 @@ class GPT(nn.Module):
         draws = self.config.dropout > 0
         for group, start in enumerate(range(first, end, self.recompute)):
             stop = min(start + self.recompute, end)
-            # Inside, `checkpoint` saves its inputs as autograd does; what its function saves has hooks of its own.
+            # `saving` applies to the input that `checkpoint` saves. It does not apply to what the blocks save, for
+            # which `checkpoint` sets its own saved-tensor hooks.
             with self.saving(group):
                 x = checkpoint(self._run, x, start, stop, use_reentrant=False, preserve_rng_state=draws)
         return x

@@ -99,8 +99,7 @@ def open_activations(
     offload: ActivationOffload, moves: ActivationMoves, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> OffloadedActivations | None:
     """Return what moves a rank's group inputs; None if none of them leaves. shape, dtype: of a group input. device:
-    what the rank
-    computes on. Raises RunFailedError."""
+    what the rank computes on. Raises RunFailedError."""
     if not moves.left:
         return None
     on_gpu = device.type != "cpu"

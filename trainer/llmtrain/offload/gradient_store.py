@@ -41,8 +41,8 @@ class BucketedGradients:
         self, tier: GradientTier, units: Mapping[str, UnitGradients], ranges: Mapping[str, Sequence[Range]],
         starts: Mapping[str, int], pinned: bool,
     ) -> None:  # fmt: skip
-        """ranges: of each unit, whose squared norms are asked for. starts: first element of each unit's gradient shard.
-        pinned: whether gradients come from a GPU."""
+        """ranges: the ranges of each unit whose squared norms are asked for. starts: first element of each unit's
+        gradient shard. pinned: whether gradients come from a GPU."""
         self._tier, self._units, self._ranges, self._starts = tier, units, ranges, starts
         largest = max(bucket.end - bucket.start for unit in units.values() for bucket in unit.buckets)
         self._came = host_zeros(largest if pinned else 0, torch.float32, pinned)

@@ -35,8 +35,8 @@ class GradientTier(Protocol):
 
     def put(self, bucket: int, copied: bool = True, reader: Ticket | None = None) -> None:
         """Give back the bucket that was taken last. copied: False if the current stream of a GPU may still copy it.
-        reader: of what still reads it, and is waited for at the latest before the next step computes the gradient that
-        takes its place; None if nothing does."""
+        reader: ticket of what still reads it. It is waited for at the latest before the next step computes the gradient
+        that takes its place; None if nothing does."""
 
     def usage(self) -> TierUsage:
         """Return the usage since the start."""
@@ -83,7 +83,8 @@ class FileGradients:
         self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float], moves: Sequence[Move],
         pinned: bool,
     ) -> None:  # fmt: skip
-        """weights: relative bandwidths of the volumes. moves: of one step. pinned: whether a GPU copies from the slots.
+        """weights: relative bandwidths of the volumes. moves: those of one step. pinned: whether a GPU copies from the
+        slots.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self.link = LinkCount()
@@ -94,8 +95,8 @@ class FileGradients:
         self._ring = FetchRing(self._file, self._queue, sizes, count, pinned)
         ahead = min(READ_AHEAD, count - 1)
         self._moves = MoveRing(self._ring, moves, ahead)
-        # Buckets that were put and may still be read. While buckets are only read, nothing is written behind them: its
-        # slots keep these.
+        # Buckets that were put but that their reader may still use. They stay in the slots that are otherwise for
+        # writes in flight: in this part of a step, buckets are only read.
         self._kept, self._most_kept = deque[tuple[int, Ticket]](), count - 1 - ahead
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ def open_states(
     offload: Offload, buckets: Sequence[Bucket], device: torch.device, dtype: torch.dtype, sums: torch.dtype
 ) -> "OffloadedStates | None":
     """Return a rank's offloaded states, without values; None if it offloads none. device: what computes. dtype, sums:
-    of weights and of gradients. Raises RunFailedError."""
+    dtypes of the weights and of the sums of gradients. Raises RunFailedError."""
     if not buckets:
         return None
     states: StateStore
@@ -34,14 +34,14 @@ def open_states(
 
 
 class OffloadedStates:
-    """The offloaded optimizer states of a rank: where they are, and what steps them. buckets: of all units, in the
-    order of `states`."""
+    """The offloaded optimizer states of a rank: where they are, and what steps them. buckets: those of all units, in
+    the order of `states`."""
 
     def __init__(
         self, offload: Offload, buckets: Sequence[Bucket], states: StateStore, device: torch.device, dtype: torch.dtype,
         sums: torch.dtype,
     ) -> None:  # fmt: skip
-        """device: what computes. dtype, sums: of weights and of gradients."""
+        """device: what computes. dtype, sums: dtypes of the weights and of the sums of gradients."""
         self.states, self._offload, self._buckets = states, offload, buckets
         most = max(bucket.states for bucket in buckets)
         self._staged = stagings(offload, device, largest(buckets), dtype, sums, most)

@@ -27,8 +27,9 @@ from llmtrain.sharding.unit import ShardedUnit
 
 @dataclass(frozen=True)
 class OffloadStores:
-    """What a rank offloads. states: of the optimizer. weights: weight shards. gradients: sums
-    of gradients. None: nothing. moving: all of it. shards: the weight shards in the host's memory, by unit."""
+    """What a rank offloads. states: optimizer states. weights: weight shards. gradients: sums of gradients. Each is
+    None if it is not offloaded. moving: all that is offloaded. shards: the weight shards in the host's memory, by
+    unit."""
 
     states: OffloadedStates | None
     weights: OffloadedWeights | None

@@ -42,7 +42,8 @@ class OffloadedShard:
         self.held = (start, start + offloaded.buckets[-1].end)
         self._resident, self._offloaded, self._rule, self._masters = resident, offloaded, rule, masters
         self._names = STATES if masters is None else STATES[1:]
-        # Of the newest range: one thread steps all ranges of a step, in order.
+        # The ticket of the newest range. A step in ranges is done by one thread in order, so the earlier ranges are
+        # done before it.
         self._stepped: StepTicket | None = None
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:

@@ -20,8 +20,8 @@ CopyEvent = torch.cuda.Event | None
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BucketStep:
-    """A bucket, or a part of one, to be stepped. bucket: its number. part: of its elements; parts of a bucket come in
-    order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
+    """A bucket, or a part of one, to be stepped. bucket: its number. part: the range of its elements; parts of a bucket
+    come in order. last: whether no other part comes. within: the range in the unit. rule: how the unit is stepped.
 
     gradient: `[n]`, fp32 or of the compute dtype, on the device. weight: `[n]` of the compute dtype, which receives the
     rounded masters, on the device or where it rests in the host's memory; None if the masters are the weights. masters:
@@ -77,7 +77,7 @@ class Staging(Protocol):
 
 
 class InPlace:
-    """A CPU computes and steps: nothing moves. threads: of the kernel."""
+    """A CPU computes and steps: nothing moves. threads: number of threads of the kernel."""
 
     nbytes = 0
 
@@ -156,7 +156,8 @@ class Pinned:
     nbytes = 0
 
     def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, sums: torch.dtype, threads: int = 1) -> None:
-        """bucket: most elements of a bucket. dtype, sums: of weights and of gradients. threads: of the kernel."""
+        """bucket: most elements of a bucket. dtype, sums: dtypes of the weights and of the sums of gradients. threads:
+        number of threads of the kernel."""
         self._copies, self._threads, self.link = copies, threads, copies.link
         self._gradient, self._weight = (host_zeros(bucket, one, pinned=True) for one in (sums, dtype))
 
@@ -233,8 +234,8 @@ def stagings(
     offload: Offload, device: torch.device, bucket: int, dtype: torch.dtype, sums: torch.dtype, states: int
 ) -> list[Staging]:
     """Return one staging for each thread that steps. device: what computes. bucket: most elements of one. dtype, sums:
-    of weights and of gradients. states: of a bucket. torch's threads are shared out over kernels that run at the same
-    time."""
+    dtypes of the weights and of the sums of gradients. states: number of states of a bucket. torch's threads are shared
+    out over kernels that run at the same time."""
     threads = max(1, torch.get_num_threads() // offload.workers)
     if offload.on_device:
         return [_on_device(offload, device, bucket, dtype, sums, states) for _ in range(offload.workers)]

@@ -23,8 +23,9 @@ class StateStore(Protocol):
         """Start to bring the states of a bucket. Buckets are taken and put back in this order."""
 
     def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
-        """Return the states of a bucket in the host's memory, fp32 `[states, n]`, and memory for the new ones, until
-        `put`; both may be the same. ahead: whether the current region stays as it is."""
+        """Return the states of a bucket, fp32 `[states, n]` in the host's memory, and the memory to write the new ones
+        to, which may be the same memory. Both are valid until `put`. ahead: whether the current region keeps the old
+        states."""
 
     def put(self, bucket: int, ahead: bool) -> None:
         """Give back a bucket with its new states."""

@@ -46,7 +46,7 @@ class StepTicket:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """numbers: of its step. A step ahead may run when the next step has begun."""
+    """numbers: AdamW's numbers of its step. A step ahead may run when the next step has begun."""
 
     do: Do
     work: BucketStep

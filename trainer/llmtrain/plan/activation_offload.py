@@ -85,7 +85,7 @@ class GroupInput(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A group input is saved. region: of the memory outside to which it is written; None if it stays."""
+    """A group input is saved. region: the region of the memory outside to which it is written; None if it stays."""
 
     group_input: GroupInput
     region: int | None
@@ -164,12 +164,11 @@ def activation_counts(actions: Sequence[Action], groups: Sequence[int], stay: in
 
 
 def activation_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> ActivationMoves:
-    """Return what happens to the group inputs of a rank's actions. groups: of each chunk's stage. stay: most group
-    inputs that stay at the same time, at least READ_AHEAD.
+    """Return what happens to the group inputs of a rank's actions. groups: number of groups of each chunk's stage.
+    stay: most group inputs that stay at the same time, at least READ_AHEAD.
 
     A region is taken when its group input is saved and free once it is used. The next READ_AHEAD group inputs that left
-    come back
-    while one is used, as far as they have been saved.
+    come back while one is used, as far as they have been saved.
     """
     events = _Events.of(actions, groups)
     leaves, regions = events.leaving(stay), dict[int, int]()

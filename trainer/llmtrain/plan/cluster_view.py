@@ -22,7 +22,7 @@ Described = dict[str, Any]
 def describe(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout) -> Described:
     """Return the cluster and the groups of ranks on it as plain data; rates in bytes per second, times in seconds.
 
-    Each group has its ranks, where they are, and the network card that they use (None: the backend chooses).
+    Each group has its ranks, where they are, and the network card of its first rank (None: the backend chooses).
     """
     return {
         "name": cluster.name if cluster else None,

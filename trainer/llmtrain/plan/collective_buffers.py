@@ -40,8 +40,9 @@ def in_one_round(nbytes: int, ranks: int) -> bool:
 class SizedCollective:
     """A collective. size: bytes of the full tensor, as it is sent. element: bytes of an element on the wire.
 
-    reduce_scatter, converted: its values have another dtype than the wire. all_to_all: of packed values, which come
-    from a buffer and go to another one. all_gather, shards: of weight shards, which ranks of one node read directly.
+    reduce_scatter, converted: its values have another dtype than the wire. all_to_all: it sends packed values, which
+    come from a buffer and go to another one. all_gather, shards: it gathers weight shards, which ranks of one node read
+    directly.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
@@ -91,8 +92,8 @@ class SizedCollective:
 
 @dataclass(frozen=True)
 class CollectiveBuffers:
-    """What a process group's collectives need. ranks: of the group. collectives: every kind and size of them.
-    sequential: whether one runs after another; several may be under way otherwise, each with buffers of its own.
+    """What a process group's collectives need. ranks: number of ranks of the group. collectives: every kind and size of
+    them. sequential: whether one runs after another; several may be under way otherwise, each with buffers of its own.
     in_order: see SizedCollective."""
 
     ranks: int

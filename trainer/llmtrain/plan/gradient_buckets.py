@@ -1,5 +1,4 @@
-"""The buckets of a rank's offloaded sums of gradients, and how they move. No torch in
-here."""
+"""The buckets of a rank's offloaded sums of gradients, and how they move. No torch in here."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

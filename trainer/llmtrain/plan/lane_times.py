@@ -24,8 +24,8 @@ LINK, CPU, DEVICE = "host link", "AdamW on the CPU", "AdamW on the device"
 class LaneTime:
     """A volume (its folder is the name), the host link, or AdamW, which does one thing at a time in each way.
 
-    nbytes: that all ranks which share it move in a step. ranks: number of these ranks. rate: bytes per second; None if
-    the cluster file does not state it. key: of the cluster file.
+    nbytes: bytes that all ranks which share it move in a step. ranks: number of these ranks. rate: bytes per second;
+    None if the cluster file does not state it. key: the key of the cluster file that states the rate.
     """
 
     name: str
@@ -74,8 +74,9 @@ def volume_paths(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True)
 class DescribedRates:
-    """What a cluster file states, in bytes per second; None if it does not. volumes: in each direction, by folder.
-    link: of a GPU and its host, each way. host: of the host's memory. device: of a device's memory."""
+    """The rates that a cluster file states, in bytes per second; None if it does not. volumes: rate of each volume in
+    each direction, by folder. link: rate between a GPU and its host, each way. host: bandwidth of the host's memory.
+    device: bandwidth of a device's memory."""
 
     volumes: Mapping[str, float | None]
     link: float | None

@@ -14,13 +14,13 @@ from llmtrain.plan.states import most_states
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Lower bounds in seconds; None where the description states no speed.
+    """Lower bounds of a step's parts, in seconds; None where the description states no speed.
 
-    compute: of the products of all microbatches, at the accelerator's peak. optimizer: of the optimizer's reads and
-    writes, at the bandwidth of the accelerator's memory. host: of those of offloaded states by the CPUs of a node, at
-    the bandwidth of the host's memory. volumes: of all that a node's ranks read from and write to its volumes, both at
-    once, at their bandwidth. link: of all that a GPU and its host copy to each other, in the direction that takes
-    longer, at the bandwidth of the accelerator's link to the host.
+    compute: the matrix products of all microbatches, at the accelerator's peak. optimizer: reads and writes of AdamW
+    for the states that stay on the accelerator, at its memory bandwidth. host: reads and writes of AdamW for the states
+    that the CPUs of a node step (all states on a CPU), at the bandwidth of the host's memory. volumes: the reads or the
+    writes of one volume by all ranks of its node, whichever takes longest, at its bandwidth. link: the copies between a
+    GPU and its host in the slower direction, at the bandwidth of that link.
     """
 
     compute: float | None

@@ -18,8 +18,11 @@ F = TypeVar("F", Offload, ActivationOffload)
 
 @dataclass(frozen=True)
 class VolumeShare:
-    """What a volume gets of the files of a node's ranks. path: its folder. socket: that it is attached to; None if it
-    is not stated. share: part of all bytes. far: part of all bytes that come from ranks of other sockets."""
+    """The part of the files of a node's ranks that is on one volume.
+
+    path: its folder. socket: the socket that it is attached to; None if it is not stated. share: its fraction of all
+    bytes. far: the fraction of all bytes that it holds for ranks of other sockets.
+    """
 
     path: str
     socket: int | None

@@ -20,8 +20,8 @@ _Process = Generator[float | Callable[[], bool], None, None]
 
 @dataclass(frozen=True)
 class Computation:
-    """The computation of one microbatch, by unit in the order of the forward pass: seconds of each. microbatches: of a
-    step."""
+    """The computation of a step. forward, backward: seconds of one microbatch in each unit, in the order of the forward
+    pass. microbatches: their number in a step."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -57,7 +57,7 @@ class Order:
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """seconds: of a step, in the steady state. events: of all simulated steps."""
+    """seconds: duration of a step, in the steady state. events: the moves of all simulated steps."""
 
     seconds: float
     events: Sequence[MoveEvent]

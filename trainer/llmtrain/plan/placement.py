@@ -63,7 +63,8 @@ class Placement:
         return self.degrees.ranks > self.degrees.gradients
 
     def gradient_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of an element of a sum of gradients. compute_bytes: of the compute dtype."""
+        """Return the bytes of an element of a sum of gradients. compute_bytes: bytes of an element of the compute
+        dtype."""
         return compute_bytes if self.gradients == "compute" else 4
 
     def padded(self, numel: int) -> int:

@@ -29,8 +29,8 @@ GroupName = Literal["tensor", "partial", "stage", "tied"]
 
 @dataclass(frozen=True)
 class Pools:
-    """The buffers of a rank. in_flight: of gathers and reductions. lanes: of the hops of each placement. groups: of the
-    other groups' collectives."""
+    """The buffers of a rank. in_flight: the buffers of gathers and reductions. lanes: those of the hops of each
+    placement. groups: those of the other groups' collectives."""
 
     in_flight: InFlightBuffers = field(default_factory=InFlightBuffers)
     lanes: Mapping[Placement, LaneBuffers] = field(default_factory=dict)

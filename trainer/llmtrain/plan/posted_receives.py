@@ -76,7 +76,7 @@ def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
         found = posting_of("mpi", ahead)
     else:
         backends = {backend_of(device, (rank, other), node_ranks(plan.tiers)) for other in others}
-        # All channels post as those through sockets do, if there are any.
+        # If one channel goes through sockets (gloo), all channels post receives as that one does.
         found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead, plan.pipeline.schedule.chunks)
     return Posting(max(found.at_start, 1), max(found.ahead, 1)) if driven else found
 

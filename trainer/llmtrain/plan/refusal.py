@@ -88,7 +88,7 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
 
 def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the single changes that may take less memory, those that cost least time first: a larger zero.stage,
-    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload: of
+    activation checkpointing, a smaller microbatch, larger parallel.tensor and parallel.pipeline, and offload of
     activations, where they are recomputed, of optimizer states, and of all model states."""
     for stage in STAGES[(recipe.zero.stage or 0) + 1 :]:
         yield Change((f"zero.stage={stage}",), replace(recipe, zero=replace(recipe.zero, stage=stage)))

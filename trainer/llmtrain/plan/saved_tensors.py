@@ -36,9 +36,9 @@ def total(tensors: Sequence[Saved]) -> int:
 class Sizes:
     """Sizes of a microbatch on one tensor-parallel rank.
 
-    sequences, length: of the microbatch. tokens: all of its tokens. own: those that this rank holds between matrix
-    products: a share of them with sequence parallelism. qkv, up: outputs of the products before attention and before
-    the activation. ffn: outputs of the activation. vocab: rows of the output matrix.
+    sequences, length: number of sequences of the microbatch, and tokens of each. own: tokens that this rank holds
+    between matrix products: a share of them with sequence parallelism. qkv, up: outputs of the products before
+    attention and before the activation. ffn: outputs of the activation. vocab: rows of the output matrix.
     """
 
     sequences: int

@@ -31,8 +31,7 @@ BUCKETS = 256
 class SimulatedStep:
     """A simulated step of one rank, in seconds. moves: if the computation took no time. with_compute: with the
     computation at the accelerator's peak. Both are None where a rate is not known that they need, or where the
-    simulation
-    does not cover the program: also_moved then says which states or activations also move."""
+    simulation does not cover the program: also_moved then says which states or activations also move."""
 
     rank: int
     moves: float | None = None

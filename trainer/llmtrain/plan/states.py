@@ -75,8 +75,7 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
 def unit_states(
     numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
 ) -> StateBytes:
-    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded
-    than on the device."""
+    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded."""
     padded, degrees = placement.padded(numel), placement.degrees
     summed = 0 if placement.moves_gradients else padded // degrees.gradients
     stepped = padded // degrees.optimizer

@@ -18,7 +18,8 @@ class Stripe:
 
 
 def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Stripe]]:
-    """Split each region into a part for each volume, in proportion to the weights of the volumes; return the parts.
+    """Split each region into at most one part per volume, so that the bytes of all regions so far are divided in
+    proportion to the volumes' weights, up to whole pages. Return the parts of each region.
 
     regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
     """

@@ -31,8 +31,7 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     """Return the most bytes that exist at the same time, besides what the loss keeps: its input, a padded copy of the
     output matrix if the device needs one, and a chunk's logits with the numbers that it makes of them, or with the
     product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last
-    stage. Optimizer kernels
-    work in place."""
+    stage. Optimizer kernels work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes

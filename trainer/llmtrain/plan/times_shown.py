@@ -82,8 +82,8 @@ def hold_rows(save: SaveHold | None) -> Iterator[tuple[str, str]]:
 
 
 def unknown_rates(plan: Plan, found: Sequence[LaneTime], simulated: SimulatedStep | None) -> list[str]:
-    """Return a sentence about the rates that a command measures, and one about those that a datasheet has. found: of
-    which some rates are not known."""
+    """Return a sentence about the rates that a command measures, and one about those that a datasheet has. found:
+    lanes, of which some rates are not known."""
     unknown, paths = [lane for lane in found if lane.rate is None], volume_paths(plan)
     measured = list(dict.fromkeys(lane.name for lane in unknown if lane.name != DEVICE))
     stated = dict.fromkeys(lane.key for lane in unknown if lane.name == DEVICE)

@@ -101,7 +101,7 @@ def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
             raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
         child, path = path, find_recipe(parent, beside=path.parent)
         if path.suffix not in (".yaml", ".yml"):
-            # Errors quote the recipe; other files may be private and must not be quoted.
+            # Errors quote values of a recipe. A file of another kind may be private, so it is not read.
             raise BadInputError(f"extends in {child} is {parent}; expected another recipe's name, or a .yaml file")
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from llmtrain.cluster.quantity import Size, quantity
 
-# A number of ranks, or the name of a link tier (node, all, or one that the cluster file names).
+# A number of ranks, the name of a link tier (node, all, or one that the cluster file names), or auto.
 Degree = Ranks | str
 Stage = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)

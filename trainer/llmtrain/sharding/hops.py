@@ -18,9 +18,9 @@ from llmtrain.plan.program.workspaces import LaneBuffers, flat_order, lanes_of
 class Hop:
     """One collective of a gather or a reduction.
 
-    span: ranks that this hop and all faster ones reach. tier: the slowest link that it crosses. collectives: of its
-    ranks, one after another. stream: where it runs, so that one unit's slow hop runs in parallel with another unit's
-    fast hop.
+    span: ranks that this hop and all faster ones reach. tier: the slowest link that it crosses. collectives: those of
+    its group's ranks, which run one after another. stream: where it runs, so that one unit's slow hop runs in parallel
+    with another unit's fast hop.
     """
 
     span: int

@@ -1,5 +1,4 @@
-"""Offloaded weight shards: in the host's memory, or in files (ZeRO-Infinity, section
-5)."""
+"""Offloaded weight shards: in the host's memory, or in files (ZeRO-Infinity, section 5)."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -22,8 +22,8 @@ STATES = ("master", "m", "v")
 
 
 class StepRule:
-    """How ranges of one unit are stepped, wherever their states are. end: of the unit, with padding. backend: the
-    kernel."""
+    """How ranges of one unit are stepped, wherever their states are. end: number of elements of the unit, with padding.
+    backend: the kernel."""
 
     def __init__(self, spec: UnitSpec, end: int, backend: str) -> None:
         self._backend, self._decay = backend, _decay_ranges(spec, end)
@@ -38,9 +38,9 @@ class StepRule:
         into: Mapping[str, Tensor] | None = None,
         threads: int | None = None,
     ) -> None:
-        """Step the range `within` of the unit. states: of its elements, by name, fp32 `[n]`. into: memory for the new
-        states, which leaves the old ones as they are. threads: of the kernel on a CPU. See `OptimizerShard.step` for
-        the rest."""
+        """Step the range `within` of the unit. states: the states of its elements, by name, fp32 `[n]`. into: memory
+        for the new states, which leaves the old ones as they are. threads: number of threads of the kernel on a CPU.
+        See `OptimizerShard.step` for the rest."""
         master, m, v = (states[name] for name in STATES)
         after = None if into is None else (into["master"], into["m"], into["v"])
         came = to_device(gradient, master.device) if in_host_memory(gradient) else gradient
@@ -112,8 +112,11 @@ class OptimizerStates(Protocol):
     held: Range
 
     def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
-        """Start to step what may be stepped before the gradients' norm is known. gradient: `[end - start]`, see `step`;
-        complete, and unchanged until `step`, or until the step is skipped. weight: see `step`, which changes it."""
+        """Start to step what may be stepped before the gradients' norm is known.
+
+        gradient: `[end - start]`, as for `step`; it must be complete, and must not change until `step` or until the
+        step is skipped. weight: as for `step`; only `step` changes it.
+        """
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> Ticket | None:
         """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of

@@ -43,17 +43,17 @@ class ShardedUnit:
     """The states of one unit on this rank, each one-dimensional over its range of `ranges`; padding stays zero.
 
     hops: collectives over the ranks that share the unit, and its placement. weight: in the compute dtype; `[0]` while
-    it is offloaded. gradient: sum over microbatches, in fp32 or in the
-    compute dtype; `[0]` where it is offloaded. optimizer: the fp32 masters and AdamW's moments. parameters: the
-    module's. at_rest: the weight shard in the host's memory, if steps on the host write it there; `weight` then has, in
-    a step, only the first elements, which the device steps. Else None.
+    it is offloaded. gradient: sum over microbatches, in fp32 or in the compute dtype; `[0]` where it is offloaded.
+    optimizer: the fp32 masters and AdamW's moments. parameters: the module's. at_rest: the weight shard in the host's
+    memory, if steps on the host write it there; `weight` then has, in a step, only the first elements, which the device
+    steps. Else None.
     """
 
     def __init__(
         self, spec: UnitSpec, module: nn.Module, hops: Hops, dtype: torch.dtype, seed: int, device: torch.device
     ) -> None:
-        """Create the states, with weights initialised from `seed`. dtype: of computation; fp32 if the weights are the
-        masters."""
+        """Create the states, with weights initialised from `seed`. dtype: the compute dtype; fp32 if the weights are
+        the masters."""
         self.spec, self.hops = spec, hops
         self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
         start, end = ranges.optimizer
@@ -114,8 +114,7 @@ class ShardedUnit:
 
     def step(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. by_ranges: steps consecutive ranges with offloaded gradients; None: the gradient is
-        `owned_gradient`."""
+        done. by_ranges: steps consecutive ranges with offloaded gradients; None: the gradient is `owned_gradient`."""
         weight, offset = self._stepped_weight, self.ranges.optimizer[0]
         if by_ranges is None:
             return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)

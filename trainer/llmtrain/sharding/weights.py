@@ -23,11 +23,11 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """How weights are gathered. packing: of gathers. secondary: of the secondary copy. tensor_parallel: whether
-    tensor-parallel ranks hold replicated parameters, which are then sent unpacked. offloaded: where the shards rest
-    that are not on the device. stored: by unit with such a shard, how many elements of the new one the device has after
-    a step, until they are stored. updated: the first element of the buffer pool that holds them; units without any are
-    left out."""
+    """How weights are gathered. packing: how gathers pack weights. secondary: how the secondary copy packs them. None:
+    unpacked. tensor_parallel: whether tensor-parallel ranks hold replicated parameters, which are then sent unpacked.
+    offloaded: where the shards rest that are not on the device. stored: by unit with such a shard, how many elements of
+    the new one the device has after a step, until they are stored. updated: the first element of the buffer pool that
+    holds them; units without any are left out."""
 
     packing: Packing | None = None
     secondary: Packing | None = None
@@ -49,7 +49,7 @@ class GatheredWeights:
     def __init__(
         self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, elements: int, in_flight: InFlight, count: Count
     ) -> None:
-        """elements: of the buffer pool."""
+        """elements: size of the buffer pool."""
         self._units, self._policy, self._count = units, policy, count
         some = next(iter(units.values())).weight
         offloaded = {name for name, unit in units.items() if unit.hops.placement.moves_weights}

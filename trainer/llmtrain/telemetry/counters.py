@@ -91,8 +91,8 @@ class HostLink:
 class NvidiaLinks:
     """The sum of NVLink and PCIe bytes of this process's visible GPUs, through NVML.
 
-    Not all cards count PCIe bytes, so its current rate is taken for the time since the last call. Written after NVML's
-    documentation; not yet run on a GPU.
+    Not all cards count PCIe bytes, so these are estimated as the current PCIe rate times the time since the last call.
+    Written after NVML's documentation; not yet run on a GPU.
     """
 
     def __init__(self, nvml: Any, handles: list[Any]) -> None:

@@ -95,7 +95,7 @@ class LinkSampler:
     def __init__(
         self, ranks: Ranks, sources: Sequence[CounterSource] | None = None, more: Sequence[CounterSource] = ()
     ) -> None:
-        """sources: the counters to read; None: all that this machine has. more: of this run alone."""
+        """sources: the counters to read; None: all that this machine has. more: counters of this run alone."""
         self._ranks, self._sources, self._more = ranks, sources, more
         self._store: Any = None
         self._nodes: dict[int, LinkRates] = {}

@@ -45,8 +45,8 @@ def planned_figures(plan: Plan, device: Device) -> Row:
 
 
 def measured_figures(memory: object, comm_bytes: object, save_held: float = 0.0) -> Row:
-    """Return what is measured of the same. memory: as `memory_bytes` returns it. comm_bytes: of the last step.
-    save_held: the most seconds for which a checkpoint held up a step."""
+    """Return the measured values of what `planned_figures` plans. memory: as `memory_bytes` returns it. comm_bytes:
+    bytes of the collectives of the last step. save_held: the most seconds for which a checkpoint held up a step."""
     peaks = _numbers(memory)
     peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
     return {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}

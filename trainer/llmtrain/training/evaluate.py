@@ -36,7 +36,7 @@ class InParts:
     whether one of them was asked to stop."""
 
     def __init__(self, ranks: Ranks, stop: StopRequest, stages: int) -> None:
-        """stages: of the pipeline, all of which a part keeps busy."""
+        """stages: number of stages of the pipeline. A part keeps all of them busy."""
         self._ranks, self._stop = ranks, stop
         self._size = self._least = 2 * stages if stages > 1 else 1
         self._since = 0.0

@@ -74,8 +74,8 @@ def _take_threads(plan: Plan, ranks: Ranks, bound: Bound | None) -> int:
 
 
 def _host_threads(plan: Plan, share: int, default: int) -> int:
-    """Return the threads on the host of a rank of a GPU. share: of the cores that it may use. default: torch's
-    number."""
+    """Return the threads on the host of a rank of a GPU. share: number of cores that it has for itself. default:
+    torch's number."""
     if set_by_user():
         return default
     stated = step_threads(plan)

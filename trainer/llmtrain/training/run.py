@@ -43,11 +43,10 @@ KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared
 class Run:
     """Everything that a step needs.
 
-    batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas
-    were last found equal. offloaded: what this rank offloads. activations: what moves its
-    activations. moved: what both had moved after the last step. clips: whether the last step clipped gradients.
-    changed: how the recipe differs from that of the run's last start; the main rank alone knows it, and the
-    fingerprints of the data.
+    batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas were
+    last found equal. offloaded: what this rank offloads. activations: what moves its activations. moved: what both had
+    moved after the last step. clips: whether the last step clipped gradients. changed: how the recipe differs from that
+    of the run's last start; the main rank alone knows it, and the fingerprints of the data.
     """
 
     plan: Plan

@@ -29,8 +29,8 @@ _BEST_FIRST = ("infiniband", "roce", "ethernet")
 
 @dataclass(frozen=True)
 class Card:
-    """A network card as its machine sees it. network: of its address. speed: Mbit/s that it claims, or 0. socket: the
-    CPU socket that it is attached to; None if unknown.
+    """A network card as its machine sees it. network: the network that its address is in. speed: Mbit/s that it claims,
+    or 0. socket: the CPU socket that it is attached to; None if unknown.
     """
 
     interface: str

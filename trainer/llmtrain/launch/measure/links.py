@@ -56,8 +56,8 @@ def links(cluster: Cluster, world: int, one_machine: bool, each_card: bool) -> l
 def socket_links(link: Link, sockets: Sequence[int], card_socket: int | None) -> list[Link]:
     """Return the parts of a link whose ranks are on the same CPU socket as their peer or card, and on another one.
 
-    sockets: each rank's CPU socket. card_socket: of the link's card; None if unknown, and inside a node. The result is
-    empty for nodes with one socket, and for a card whose socket is unknown.
+    sockets: each rank's CPU socket. card_socket: CPU socket of the link's card; None if unknown, and inside a node. The
+    result is empty for nodes with one socket, and for a card whose socket is unknown.
     """
     if len(set(sockets)) < 2:
         return []

@@ -50,7 +50,8 @@ class VolumeRate:
 
 @dataclass(frozen=True)
 class MemoryFound:
-    """All measurements. sockets: of the volumes, by path, if they are known. together: the path of all volumes."""
+    """All measurements. sockets: the CPU socket of each volume, by path; None if it is not known. together: the path of
+    all volumes."""
 
     copies: Sequence[Copy]
     stepped: Sequence[StepRate]

@@ -27,9 +27,9 @@ Call = Callable[[], object]
 SMALLEST, LARGEST_ON_CPU, LARGEST_ON_CUDA = 2**10, 2**24, 2**28
 LONG = 0.05
 # An operation's time is the median of its repeats. A link's latency and bandwidth come from the shortest repeat,
-# because other load on the machines only adds time.
-# A bandwidth is the slope of the time over the largest sizes, so that fixed costs, such as the latency or a traffic
-# shaper's burst, do not count. These messages take up to STREAM seconds, and have LARGE_MESSAGE bytes or more.
+# because other load on the machines only adds time. A bandwidth is the slope of the time over the largest sizes, so
+# that fixed costs, such as the latency or a traffic shaper's burst, do not count. These messages take up to STREAM
+# seconds, and have LARGE_MESSAGE bytes or more.
 STREAM, LARGE_MESSAGE = 0.3, 2**20
 # A repeat makes a short call again and again for BATCH seconds, so that different start times of ranks average out.
 BATCH, MOST_CALLS, REPEATS = 0.02, 100, 5

@@ -48,8 +48,8 @@ class Volume:
 def measure_volumes(
     paths: Sequence[str], seconds: float, sockets: Callable[[str], Sequence[Bound]]
 ) -> Iterator[VolumeRate]:
-    """Yield the rates of each volume, and of all together. seconds: of all measurements. sockets: returns those from
-    which a volume is measured; none where there is one. Raises RunFailedError."""
+    """Yield the rates of each volume, and of all together. seconds: time for all measurements. sockets: returns the
+    sockets from which a volume is measured; none where there is only one. Raises RunFailedError."""
     with ExitStack() as stack:
         volumes = [stack.enter_context(closing(Volume(path))) for path in paths]
         memory = aligned_bytes(_AHEAD * _REGION).fill_(1)

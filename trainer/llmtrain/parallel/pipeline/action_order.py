@@ -61,9 +61,9 @@ class OrderWithOffload:
 class MessageDrivenOrder:
     """Runs what has arrived, backward passes first (Singh and Bhatele 2022, Algorithm 2).
 
-    limit: the most microbatches that the first stage has in flight. microbatches: of each step. decide: shared by the
-    tensor-parallel ranks of a stage. Messages arrive in a different order on each of them, but they must all run the
-    same action, because its layers contain collectives.
+    limit: the most microbatches that the first stage has in flight. microbatches: their number in each step. decide:
+    shared by the tensor-parallel ranks of a stage. Messages arrive in a different order on each of them, but they must
+    all run the same action, because its layers contain collectives.
     """
 
     def __init__(self, layout: StageLayout, microbatches: int, limit: int, links: StageLinks, decide: Decision) -> None:

@@ -76,7 +76,7 @@ class Executor:
         """Run forward and backward passes of all microbatches; return the sum of their mean losses, a scalar, which
         is 0 on ranks without the last stage.
 
-        rows: of each microbatch, int64 `[sequences, tokens + 1]`. factor: multiplies each mean loss in the
+        rows: the tokens of each microbatch, int64 `[sequences, tokens + 1]`. factor: multiplies each mean loss in the
         backward pass. Collective over the pipeline.
         """
         step = _Step(rows, factor, len(rows) * len(self._stages))

@@ -32,8 +32,8 @@ class MatmulShape:
 
 @dataclass(frozen=True)
 class Rate:
-    """Products that a rank computes per second. best: of all windows. usual: their median, which is lower if other
-    programs run on the machine."""
+    """Products that a rank computes per second. best: in the fastest of all windows of time. usual: the median of the
+    windows, which is lower if other programs run on the machine."""
 
     best: float
     usual: float

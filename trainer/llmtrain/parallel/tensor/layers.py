@@ -63,8 +63,8 @@ class ColumnParallelLinear(_ParallelLinear):
         return (outputs // degree, inputs), outputs // degree
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map this rank's tokens, `[batch, sequence or a share, inputs]` of the weight's dtype, to all tokens' `[...,
-        outputs / degree]`."""
+        """Map this rank's tokens, `[batch, sequence or a share of it, inputs]` of the weight's dtype, to all tokens,
+        `[..., outputs / degree]`."""
         return _Column.apply(x, self.weight, self.bias, self)
 
 
@@ -77,8 +77,8 @@ class RowParallelLinear(_ParallelLinear):
         return (inputs // degree, outputs), outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map all tokens' `[..., inputs / degree]`, of the weight's dtype, to this rank's tokens `[batch, sequence or a
-        share, outputs]`."""
+        """Map all tokens, `[..., inputs / degree]` of the weight's dtype, to this rank's tokens, `[batch, sequence or a
+        share of it, outputs]`."""
         # The node of the backward pass comes before the product. Autograd saves a function's tensors once the function
         # has run, and recomputation of a checkpoint stops at the last tensor that was saved. This product is the last
         # one of a block, so it is not recomputed.

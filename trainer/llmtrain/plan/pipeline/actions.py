@@ -33,11 +33,11 @@ class Action:
 class Schedule:
     """Every rank's actions in order.
 
-    ranks: of the pipeline axis. chunks: stages of each rank. Chunk c of rank r is stage `c * ranks + r`, counted in the
-    order of the model. folded: the stages lie in a V, so that chunk 1 of rank r is stage `2 * ranks - 1 - r`.
-    splits_backward: the backward pass of the weights is an action of its own, W. hands_back: in schedules without W,
-    some backward passes send the gradient of their inputs before they compute those of the weights; `hands_back_first`
-    says which.
+    ranks: number of ranks along the pipeline axis. chunks: stages of each rank. Chunk c of rank r is stage
+    `c * ranks + r`, counted in the order of the model. folded: the stages lie in a V, so that chunk 1 of rank r is
+    stage `2 * ranks - 1 - r`. splits_backward: the backward pass of the weights is an action of its own, W. hands_back:
+    in schedules without W, some backward passes send the gradient of their inputs before they compute those of the
+    weights; `hands_back_first` says which.
     """
 
     ranks: int

@@ -52,9 +52,9 @@ def split_layers(
 
     how: the recipe's `pipeline.split`. uniform: the same number in each stage. balanced: the slowest rank takes the
     least possible time, embedding and head included. auto: the same, with each rank's speed. A list: these numbers. A
-    rank with several stages counts with their sum, because it runs all of them for each microbatch; its layers are
-    then split so that the slowest of its stages takes the least time. Among equally good splits, the one with more
-    layers at the end of the model is chosen, because later stages hold fewer activations. speeds: of each rank, in any
+    rank with several stages counts with their sum, because it runs all of them for each microbatch; its layers are then
+    split so that the slowest of its stages takes the least time. Among equally good splits, the one with more layers at
+    the end of the model is chosen, because later stages hold fewer activations. speeds: the speed of each rank, in any
     unit. alpha: scales the share of faster ranks (see `shares`). folded: see `Schedule`. Raises BadInputError if there
     is no such split.
     """

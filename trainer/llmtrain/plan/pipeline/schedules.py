@@ -130,8 +130,8 @@ def schedule_warning(
     """Return one sentence on what it costs to have fewer microbatches than ranks, in a step or in flight; None if there
     are enough.
 
-    Every schedule works with any number, but ranks without a microbatch wait. hands_back: see `Schedule`. limit: of
-    message-driven; None: as many as ranks.
+    Every schedule works with any number, but ranks without a microbatch wait. hands_back: see `Schedule`. limit:
+    microbatches in flight with message-driven; None: as many as ranks.
     """
     limit = limit if name == "message-driven" and limit is not None else ranks
     if min(microbatches, limit) >= ranks:

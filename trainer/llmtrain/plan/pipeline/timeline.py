@@ -11,11 +11,11 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_fi
 class Durations:
     """Durations of actions and messages, in seconds or any other unit of time.
 
-    forward, backward, weights: of one microbatch in each stage, in the order of the model. backward is for the inputs
-    alone; without a split backward pass, an action B takes backward + weights. transfer: the time for which a message
-    occupies the link of each hop between consecutive stages, in either direction (bytes / bandwidth). Hops within a
-    rank take no time. latency: the additional time of a message over each hop, during which the link is free; empty
-    for none. links: for each hop, the link that the rank of its first stage sends over, and that of its second.
+    forward, backward, weights: the times of one microbatch in each stage, in the order of the model. backward is for
+    the inputs alone; without a split backward pass, an action B takes backward + weights. transfer: the time for which
+    a message occupies the link of each hop between consecutive stages, in either direction (bytes / bandwidth). Hops
+    within a rank take no time. latency: the additional time of a message over each hop, during which the link is free;
+    empty for none. links: for each hop, the link that the rank of its first stage sends over, and that of its second.
     Messages over the same link, such as a node's card, wait for each other. Empty: every pair of ranks has its own
     link.
     """
@@ -84,14 +84,18 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all ranks' time in which they wait: (makespan x ranks - busy) / (makespan x ranks).
 
-        (p-1)/(m+p-1) for 1F1B and GPipe, (p-1)/(v m+p-1) for interleaved; less with `Schedule.hands_back`.
+        With equal stages, (p-1)/(m+p-1) for 1F1B and GPipe, and (p-1)/(v m+p-1) for interleaved; less with
+        `Schedule.hands_back`. p, m, v: see `bubble_over_ideal`.
         """
         return 1 - sum(self.busy) / (self.makespan * len(self.ranks))
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Waiting time / computing time (Narayanan et al. 2021, section 2.2): (p-1)/m for 1F1B and GPipe, (p-1)/(v m)
-        for interleaved."""
+        """Waiting time / computing time (Narayanan et al. 2021, section 2.2).
+
+        With equal stages, (p-1)/m for 1F1B and GPipe and (p-1)/(v m) for interleaved; less with `Schedule.hands_back`.
+        p: ranks, m: microbatches, v: stages of each rank.
+        """
         return self.makespan * len(self.ranks) / sum(self.busy) - 1
 
     @property

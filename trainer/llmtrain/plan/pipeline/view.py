@@ -29,8 +29,8 @@ LAYERS = "forward passes of one layer"
 class PipelineView:
     """A pipeline and its timeline.
 
-    split: layers of each stage. bound: upper bound of the activations that each rank holds (see `live_bound`).
-    warning: a sentence on what makes it slow. unit: of its times. links: a sentence on the time of messages.
+    split: layers of each stage. bound: upper bound of the activations that each rank holds (see `live_bound`). warning:
+    a sentence on what makes it slow. unit: the unit of its times. links: a sentence on the time of messages.
     """
 
     name: ScheduleName
@@ -127,9 +127,10 @@ def show_recipe(
 ) -> PipelineView:
     """Return the view of a recipe's pipeline, by FLOPs and the speeds that the cluster states.
 
-    The data need not be there. ranks: of the run; None for as many as the cluster has, or, where nothing says how many,
-    as one replica needs. flops: what a rank of speed 1 computes in a second, such as 150TFLOP/s; with it, times are in
-    seconds, and messages take theirs by the bandwidths and latencies that the cluster states. Raises BadInputError.
+    The data need not be there. ranks: number of ranks of the run; None for as many as the cluster has, or, where
+    nothing says how many, as one replica needs. flops: what a rank of speed 1 computes in a second, such as 150TFLOP/s;
+    with it, times are in seconds, and messages take theirs by the bandwidths and latencies that the cluster states.
+    Raises BadInputError.
     """
     recipe, facts = described_run(name_or_path, overrides, ranks)
     if recipe.parallel.pipeline == 1:

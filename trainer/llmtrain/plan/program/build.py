@@ -113,7 +113,7 @@ def residency_units(spec: ProgramSpec) -> Units:
 
 
 def residency_capacity(spec: ProgramSpec, events: Sequence[UnitUse]) -> int:
-    """Return the elements of memory for gathered weights. events: of a step."""
+    """Return the elements of memory for gathered weights. events: the uses of gathered units in a step."""
     sizes = residency_units(spec).sizes
     # Messages arrive in another order on each replica, but gathers must not: every unit is gathered once, and stays.
     capacity = sum(sizes.values())
@@ -139,10 +139,14 @@ def _events(actions: Sequence[Action], spots: Sequence[list[Spot]], spec: Progra
 
 
 def serves_secondary(spec: ProgramSpec, unit: str, kind: Kind) -> bool:
-    """Whether a use of a unit whose secondary copy is filled takes it: in a forward pass only if the copy has no more
-    shards than the weights. kind: of the pass."""
+    """Whether a unit's weights come from its filled secondary copy: always in a backward pass, and in a forward pass
+    only if the copy has no more shards than the weights.
+
+    Without a fixed order of passes (message-driven), backward passes follow the rule of forward passes. kind: of the
+    pass.
+    """
     degrees = spec.degrees[unit]
-    # Without an order of passes, backward passes run between forward passes. Both use what stays gathered.
+    # Without an order, backward passes run between forward passes. Both use what stays gathered.
     backward = kind is not Kind.F and spec.ordered
     return degrees.secondary > 0 and (backward or degrees.secondary <= degrees.weights)
 

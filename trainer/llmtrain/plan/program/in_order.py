@@ -23,7 +23,7 @@ COMPUTE = "compute"
 @dataclass(frozen=True)
 class Bar:
     """An instruction. lane: name of its lane. start, end: places in the order of what the rank issues; a pass spans
-    what it issues. purpose: of a collective, or the kind of a pass."""
+    what it issues. purpose: the purpose of a collective, or the kind of a pass."""
 
     lane: str
     start: int

@@ -65,7 +65,7 @@ class Shortened:
 
 
 def shorten(actions: Sequence[Action], periods: int) -> Shortened:
-    """Leave out the middle of each repetition. periods: of the schedule, that make a period here."""
+    """Leave out the middle of each repetition. periods: how many periods of the schedule make a period here."""
     least = 2 * _KEPT * periods
     keys = _keys(actions)
     # The shortest period that repeats often enough.

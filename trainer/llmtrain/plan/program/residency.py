@@ -50,8 +50,9 @@ class _Held:
 class Residency:
     """Decides, event by event, what to gather and what to drop.
 
-    events: of one step. capacity: elements of the buffer pool; it takes more only if the units in use at the same time
-    need more. `issues(k)` has to be called for k = -1, the start, and then for each event in order.
+    events: the uses of gathered units in one step. capacity: elements of the buffer pool; it takes more only if the
+    units in use at the same time need more. `issues(k)` has to be called for k = -1, the start, and then for each event
+    in order.
     """
 
     events: Sequence[UnitUse]

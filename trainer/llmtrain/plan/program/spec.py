@@ -18,15 +18,16 @@ from llmtrain.plan.program.replica_sums import final_sums, partial_elements
 class ProgramSpec:
     """One rank's part of a plan.
 
-    stages: by chunk. actions: of one step, in order. splits_backward: whether the backward pass of weights is an action
-    of its own. ordered: whether actions run in this order; otherwise messages mix forward and backward passes, and
-    weights stay gathered. recompute: blocks of one group of activation checkpointing, 0 for none. padded,
-    degrees: of each unit. rounded: whether weights from the secondary copy differ from those of the shards. resident:
-    elements of memory for gathered weights; 0 for the least in which two units are gathered ahead. offloaded_weights:
-    units whose weights are offloaded. stored: by such a unit, the elements of its shard that the
-    device has after a step, and that are then stored. offloaded_gradients: units whose sums of gradients are. granule:
-    buffers of gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel
-    ranks sum before the reduction. finish: sums after the last pass.
+    stages: the rank's stages, by chunk. actions: those of one step, in order. splits_backward: whether the backward
+    pass of weights is an action of its own. ordered: whether actions run in this order; otherwise messages mix forward
+    and backward passes, and weights stay gathered. recompute: blocks of one group of activation checkpointing, 0 for
+    none. padded, degrees: the padded size of each unit, and the degrees of its shards. rounded: whether weights from
+    the secondary copy differ from those of the shards. resident: elements of memory for gathered weights; 0 for the
+    least in which two units are gathered ahead. offloaded_weights: units whose weights are offloaded. stored: by such a
+    unit, the number of elements of its shard that the device has after a step, and that are then stored.
+    offloaded_gradients: units whose sums of gradients are offloaded. granule: buffers of gathered weights begin at its
+    multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum before the reduction. finish:
+    sums after the last pass.
     """
 
     stages: tuple[StageLayout, ...]

@@ -25,8 +25,8 @@ SCALARS = 3
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective, or a message that this rank sends. ranks: of the group, in order; of a message, the sender and the
-    receiver. times: how often in a step."""
+    """A collective, or a message that this rank sends. ranks: the ranks of the group, in order; for a message, the
+    sender and the receiver. times: how often in a step."""
 
     ranks: tuple[int, ...]
     traffic: Traffic
@@ -175,7 +175,7 @@ class StepCalls:
             layout = spec.stages[action.chunk]
             local = not layout.opens and schedule.place(layout.stage - 1)[0] == schedule.place(layout.stage)[0]
             may = action.kind is Kind.B and not layout.opens and not local
-            # The executor asks once it has taken the microbatch out.
+            # As in the executor, `live` still includes the microbatch of this backward pass.
             if may and hands_back_first(ahead, live, schedule.most_live):
                 found[Kind.B, action.chunk, False] -= 1
                 found.update([(Kind.B, action.chunk, True), (Kind.W, action.chunk, True)])

@@ -11,7 +11,7 @@ def stored_offsets(spec: ProgramSpec, elements: int) -> Mapping[str, int]:
     """Return the first element, in the buffer pool of gathered weights, of what lies there of each unit's new shard.
 
     Nothing is gathered then. A unit's shard does not overlap that of the unit before it, which is being stored, if the
-    buffer pool has room for both. elements: of the buffer pool.
+    buffer pool has room for both. elements: size of the buffer pool.
     """
     sizes = {unit: size for unit, size in spec.stored.items() if size}
     offsets = [0] * len(sizes)

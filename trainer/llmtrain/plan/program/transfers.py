@@ -23,8 +23,9 @@ LaneKind = Literal["gather", "reduce", "flat", "partial", "stage", "tied"]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A rank's collectives over one level. axes, span: of the placement, and of the level. flat: one hop over all
-    levels of the weights. partial, stage, tied: the sums over replicas of these groups; span: their ranks."""
+    """A rank's collectives over one level. kind: flat is one hop over all levels of the weights; partial, stage and
+    tied are the sums over replicas of these groups. axes: the axes of the placement. span: that of the level; for a sum
+    over replicas, the number of the group's ranks."""
 
     kind: LaneKind
     axes: tuple[Axis, ...]
@@ -42,8 +43,9 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """How the states of one unit are gathered and reduced. element_bytes: of the compute dtype. weights, secondary,
-    gradients: packed formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks share the unit."""
+    """How the states of one unit are gathered and reduced. element_bytes: bytes of an element of the compute dtype.
+    weights, secondary, gradients: packed formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks
+    share the unit."""
 
     spec: UnitSpec
     placement: Placement

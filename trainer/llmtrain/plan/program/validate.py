@@ -21,8 +21,8 @@ def step_problems(plan: Plan) -> list[str]:
 
 
 def evaluation_problems(plan: Plan) -> list[str]:
-    """Return every problem of a plan's programs of an evaluation: of whole groups of microbatches, and a smaller last
-    one."""
+    """Return every problem of a plan's programs of an evaluation that has whole groups of microbatches, and a smaller
+    last one."""
     together = 2 * plan.pipeline.schedule.stages
     groups = (together, together, 1)
     return program_problems(plan, evaluation_programs(plan, groups), groups)
@@ -32,8 +32,8 @@ def program_problems(plan: Plan, programs: Mapping[int, Program], groups: Sequen
     """Return every problem of given programs of a step, each as a sentence; empty if there is none.
 
     A sentence names the rank, the pass, the point and the unit, as far as it has them. programs: of all ranks of the
-    run, by rank. Ranks with the same object are checked once. groups: of microbatches, if the programs are those of an
-    evaluation.
+    run, by rank. Ranks with the same object are checked once. groups: sizes of the groups of microbatches, if the
+    programs are those of an evaluation.
     """
     ranks = RankPrograms(plan, programs, groups)
     return [*_rank_problems(ranks), *_evaluation_problems(ranks), *group_problems(ranks), *deadlock_problems(ranks)]

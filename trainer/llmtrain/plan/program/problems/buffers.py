@@ -57,9 +57,9 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
 
 @dataclass
 class _Weights:
-    """The gathered weights at a place of a program. elements: of the buffer pool. held: by unit, its last gather and
-    where it was issued. busy: units in use. used: units that were used before. filled: units whose secondary copy is
-    filled."""
+    """The gathered weights at a place of a program. elements: size of the buffer pool. held: by unit, its last gather
+    and where it was issued. busy: units in use. used: units that were used before. filled: units whose secondary copy
+    is filled."""
 
     spec: ProgramSpec
     elements: int

@@ -2,7 +2,7 @@
 
 Each rank runs its passes in order. A pass waits for its message, but not for its own sends. A use waits for the gather
 of its unit, a drop for the gather that it frees, and a reduction for those whose buffers are in the place of its own.
-Tensor-parallel ranks compute together. With message-driven, a rank runs a pass whose message has arrived.
+Tensor-parallel ranks compute together. In message-driven order, a rank runs a pass whose message has arrived.
 
 A wait that is over stays over, so that where a step gets stuck does not depend on which rank runs first. Ranks that
 are equal along an axis therefore get stuck at the same place, and one is followed for all of them.
@@ -19,8 +19,8 @@ from llmtrain.plan.program.problems.world import Wait, World
 def deadlock_problems(ranks: RankPrograms) -> list[str]:
     """Return where each rank is stuck, and messages that arrive in the wrong order; empty if a step ends.
 
-    With message-driven, two orders are followed: ranks prefer backward passes, as they do at run time, or forward
-    passes.
+    In message-driven order, ranks are followed twice: they prefer backward passes, as they do at run time, and then
+    forward passes.
     """
     found: list[str] = []
     driven = ranks.plan.pipeline.schedule.message_driven and ranks.groups is None

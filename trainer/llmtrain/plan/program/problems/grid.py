@@ -89,8 +89,8 @@ class RankPart:
 
 @dataclass(frozen=True, eq=False)
 class RankPrograms:
-    """The programs of all ranks of a plan. programs: by rank; equal ranks share one object. groups: of
-    microbatches, if the programs are those of an evaluation; None for a step."""
+    """The programs of all ranks of a plan. programs: by rank; equal ranks share one object. groups: sizes of the groups
+    of microbatches, if the programs are those of an evaluation; None for a step."""
 
     plan: Plan
     programs: Mapping[int, Program]

@@ -9,8 +9,8 @@ from llmtrain.plan.program.instructions import Issue, Pass, Point, Program
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a program. action: of the pass; None for the start, or for what comes after the passes if `ends`.
-    point: None for the pass as a whole."""
+    """A place in a program. action: the action of the pass; None for the start, or for what comes after the passes if
+    `ends`. point: None for the pass as a whole."""
 
     action: Action | None = None
     point: Point | None = None

@@ -23,10 +23,11 @@ class Wait:
 class World:
     """What the ranks share.
 
-    symmetric_axes: axes along which one rank is followed for all. backward_first: whether message-driven prefers
-    backward passes. sent: microbatches whose message was sent, by pipeline line, kind and stage of the sender. met: the
-    places at which a rank has waited for its tensor-parallel ranks. choices: kinds of passes that message-driven chose,
-    by the first tensor-parallel rank.
+    symmetric_axes: axes along which all ranks have the same program, so that only the first one is followed.
+    backward_first: whether ranks in message-driven order prefer backward passes. sent: microbatches whose message was
+    sent, by pipeline line, kind and stage of the sender. met: by rank, the places at which it waited for its
+    tensor-parallel ranks. choices: by first tensor-parallel rank, the kinds of passes that it chose in message-driven
+    order.
     """
 
     ranks: RankPrograms
