@@ -23,10 +23,20 @@ from llmtrain.training import loop as train
 from llmtrain.training.run import Run
 
 
-def flip(run: Run, name: str) -> None:
-    """Flip a bit of a number in the middle of one unit's states; the next step may round away the lowest bit."""
-    states = getattr(run.engine.units["blocks.1"], name)
-    states.view(torch.int32)[states.numel() // 2].bitwise_xor_(1 << 12)
+def flip_weight(run: Run) -> None:
+    """Flip a bit of a number in the middle of one unit's weights; the next step may round away the lowest bit."""
+    weight = run.engine.units["blocks.1"].weight
+    weight.view(torch.int32)[weight.numel() // 2].bitwise_xor_(1 << 12)
+
+
+def flip_moment(run: Run) -> None:
+    """Flip a bit of a number in the middle of one unit's first moments. The next step rounds it away in bf16 weights,
+    not in the moment."""
+    states = run.engine.units["blocks.1"].optimizer
+    middle = sum(states.held) // 2
+    moment = states.read("m", middle, middle + 1).clone()
+    moment.view(torch.int32).bitwise_xor_(1 << 8)
+    states.write("m", middle, moment)
 
 
 def flip_shared(run: Run) -> None:
@@ -47,8 +57,8 @@ def hang_in_write(run: Run) -> None:
 
 
 FAULTS: dict[str, Callable[[Run], None]] = {
-    "flip weight": lambda run: flip(run, "weight"),
-    "flip m": lambda run: flip(run, "m"),
+    "flip weight": flip_weight,
+    "flip m": flip_moment,
     "flip shared": flip_shared,
     "hang": lambda run: time.sleep(1000),
     "stop": lambda run: os.kill(os.getpid(), signal.SIGSTOP),
