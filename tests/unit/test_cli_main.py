@@ -51,13 +51,13 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
     def start(*given: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 
-    monkeypatch.setattr("llmtrain.training.start.start", start)
+    monkeypatch.setattr("llmtrain.start.run.start", start)
     assert module.main(["run", "x"]) == 1
     assert capsys.readouterr().err == (
         "llmtrain: run ran out of memory; a smaller train.microbatch or model needs less, or state the card's memory "
         "in cluster.accelerator.memory, which auto fills\n"
     )
-    monkeypatch.setattr("llmtrain.training.start.start", lambda *given: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr("llmtrain.start.run.start", lambda *given: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         module.main(["run", "x"])
 

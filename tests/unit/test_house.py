@@ -34,12 +34,13 @@ ROOMS = (
     "launch",
     "training",
     "inference",
+    "start",
     "cli",
     "__main__",
 )
 
-# Rooms without torch: they read, describe and plan.
-PURE_ROOMS = ("errors", "yaml", "cluster", "recipe", "plan")
+# Rooms whose imports leave torch out: they read, describe and plan, and start what computes.
+PURE_ROOMS = ("errors", "yaml", "cluster", "recipe", "plan", "start")
 
 CLI = sorted(path.stem for path in (ROOT / "trainer/llmtrain/cli").glob("[!_]*.py"))
 WITHOUT_TORCH = (
@@ -143,14 +144,39 @@ def test_imports_point_down(module: str) -> None:
             assert ROOMS.index(imported.split(".")[1]) <= ROOMS.index(room), f"{module} imports {imported}"
 
 
-# Rooms that take the plan and never the recipe that it was made from, and the module of training that makes the plan.
-WITHOUT_RECIPE = ("comm", "sharding", "offload", "parallel", "checkpoint", "telemetry", "training", "inference")
-PLANNING = ("llmtrain.training.start",)
+# Rooms that read recipes. All others take the plan, and never the recipe that it was made from.
+WITH_RECIPE = ("recipe", "plan", "start", "cli")
+WITHOUT_RECIPE = tuple(room for room in ROOMS if room not in WITH_RECIPE)
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split(".")[1] in WITHOUT_RECIPE and m not in PLANNING])
+@pytest.mark.parametrize("module", [module for module in MODULES if module.split(".")[1] in WITHOUT_RECIPE])
 def test_what_runs_takes_the_plan(module: str) -> None:
     assert [imported for imported in neighbours(module) if imported.startswith("llmtrain.recipe.")] == []
+    assert recipes_read(tree(MODULES[module])) == []
+
+
+def recipes_read(module: ast.Module) -> list[str]:
+    """Return where a module names the type `Recipe`, or reads keys of a plan's record, which is a recipe."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(module)
+        if (isinstance(node, ast.Name) and node.id == "Recipe")
+        or (isinstance(node, ast.Attribute) and node.attr == "Recipe")
+        or (isinstance(node, ast.Subscript | ast.Attribute) and ast.unparse(node.value).endswith(".record"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def build(recipe: Recipe) -> None: ...",
+        "def build(given: schema.Recipe | None) -> None: ...",
+        "steps = plan.record['train']['steps']",
+        "steps = run.plan.record.get('train')",
+    ],
+)
+def test_a_read_recipe_is_found(line: str) -> None:
+    assert recipes_read(ast.parse(line)) != []
 
 
 # Rooms that query the kind of device; other rooms use `llmtrain.comm.device`.

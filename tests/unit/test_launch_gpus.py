@@ -9,7 +9,7 @@ from llmtrain.launch.gpus import gpu_memory_problem, least_capability
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import parse_recipe
-from llmtrain.training import start
+from llmtrain.start import run as start
 from tiny import write_corpus
 
 RECIPE = {

@@ -14,9 +14,10 @@ from llmtrain.launch.slurm.config import seconds
 from llmtrain.launch.slurm.record import jobs_of
 from llmtrain.launch.slurm.script import BatchJob
 from llmtrain.launch.status import statuses
-from llmtrain.launch.submit import load_site, plan, submit
+from llmtrain.launch.submit import load_site, submit
 from llmtrain.plan.facts import Facts
 from llmtrain.recipe.load import load_recipe
+from llmtrain.start.job import plan_job
 from llmtrain.yaml import file as yaml_file
 from llmtrain_data.indexed import IndexedWriter
 
@@ -46,7 +47,7 @@ def site_file(folder: Path, text: str) -> Path:
 
 
 def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", nodes: int | None = None) -> BatchJob:
-    return plan(str(recipe), overrides, load_site(site_file(recipe.parent, site)), nodes)
+    return plan_job(str(recipe), overrides, load_site(site_file(recipe.parent, site)), nodes)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_chain_that_is_refused_midway_names_the_jobs_before(
 def test_chains_and_arrays_do_not_go_together(recipe: Path) -> None:
     site = load_site(site_file(recipe.parent, "{}"))
     with pytest.raises(BadInputError, match="leave out --chain"):
-        plan(str(recipe), ["parallel.data=1"], site, array="0-1", chain=2)
+        plan_job(str(recipe), ["parallel.data=1"], site, array="0-1", chain=2)
 
 
 DESCRIPTION = "{name: site, node: {ranks: 4}, clusters: [{name: a, nic: {interface: eth7, bandwidth: 100 Gbit/s}}]}"
@@ -268,7 +269,7 @@ def test_a_container_has_the_files(recipe: Path) -> None:
 
 def test_cards_without_bf16_are_planned_in_fp16(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned_for = list[Facts]()
-    monkeypatch.setattr("llmtrain.launch.submit.check", lambda made, facts: planned_for.append(facts))
+    monkeypatch.setattr("llmtrain.start.job.check", lambda made, facts: planned_for.append(facts))
     planned(recipe, "cluster=p3dn", nodes=1)
     planned(recipe, "cluster=p4d", nodes=1)
     assert [facts.bf16 for facts in planned_for] == [False, True]

@@ -11,7 +11,7 @@ from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.inference import open as opened
 from llmtrain.launch.waiting import BRIEF, set_waiting, taken_cores
-from llmtrain.training import start
+from llmtrain.start import run as start
 from tiny import write_corpus
 
 

@@ -10,7 +10,7 @@ from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_check import offload_kernels
 from llmtrain.recipe.load import load_recipe
-from llmtrain.training import start
+from llmtrain.start import run as start
 from llmtrain_kernels import native
 from tiny import write_corpus
 

@@ -66,7 +66,7 @@ def test_a_long_dry_run_is_printed_without_a_pager() -> None:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     program = """
 from types import SimpleNamespace
-from llmtrain.training.dry_run import print_plan
+from llmtrain.start.dry_run import print_plan
 plan, summary = SimpleNamespace(record={"name": "a \x1b"}), SimpleNamespace(comments=lambda: "# fact\\n" * 40)
 print_plan(plan, summary, [], False)
 """

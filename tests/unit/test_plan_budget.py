@@ -13,7 +13,6 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
-from llmtrain.launch.submit import plan as plan_job
 from llmtrain.plan.activations import live_activations
 from llmtrain.plan.described import described_run
 from llmtrain.plan.device_overhead import CPU, GPU
@@ -31,6 +30,7 @@ from llmtrain.plan.roles import roles
 from llmtrain.plan.states import role_states
 from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
 from llmtrain.recipe.load import load_recipe
+from llmtrain.start.job import plan_job
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.accumulate.kept import kept
 

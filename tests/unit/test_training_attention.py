@@ -19,7 +19,8 @@ from llmtrain.plan.prepare import check_and_plan
 from llmtrain.plan.record import with_attention
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.training import attention, start
+from llmtrain.start import run as start
+from llmtrain.training import attention
 from llmtrain.training.attention import choose, recorded, with_kernel
 from llmtrain.training.build import build
 from llmtrain.training.run_folder import write_record

@@ -15,8 +15,8 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
+from llmtrain.start.run import open_choices
 from llmtrain.training import rank
-from llmtrain.training.start import open_choices
 from tiny import curve, write_corpus
 
 CPU, GPU = (cast(Plan, SimpleNamespace(device=device)) for device in ("cpu", "cuda"))

@@ -78,10 +78,11 @@ def read_cluster(case: Case) -> None:
 def read_site(case: Case) -> None:
     """Read as `submit --dry-run`."""
     from llmtrain.launch.slurm.script import render
-    from llmtrain.launch.submit import load_site, plan
+    from llmtrain.launch.submit import load_site
+    from llmtrain.start.job import plan_job
 
     profile = load_site(Path("site.yaml"))
-    render(plan("recipe.yaml", [], profile, 2, case.words[0] if case.words else None), profile)
+    render(plan_job("recipe.yaml", [], profile, 2, case.words[0] if case.words else None), profile)
 
 
 def read_run(case: Case) -> None:

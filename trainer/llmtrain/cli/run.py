@@ -23,6 +23,6 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, print JSON.")] = False,
 ) -> None:
     """Train: start the run that a recipe describes, or resume it from its last checkpoint."""
-    from llmtrain.training.start import start
+    from llmtrain.start.run import start
 
     start(recipe, overrides or [], nproc, dry_run, as_json, force)

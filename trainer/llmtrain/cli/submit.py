@@ -33,11 +33,12 @@ def submit(
 ) -> None:
     """Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file."""
     from llmtrain.launch.slurm.script import render
-    from llmtrain.launch.submit import load_site, plan
+    from llmtrain.launch.submit import load_site
     from llmtrain.launch.submit import submit as hand_in
+    from llmtrain.start.job import plan_job
 
     profile = load_site(site)
-    job = plan(recipe, overrides or [], profile, nodes, array, chain, force)
+    job = plan_job(recipe, overrides or [], profile, nodes, array, chain, force)
     if dry_run:
         script = render(job, profile)
         if as_json:

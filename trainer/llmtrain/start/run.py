@@ -30,7 +30,7 @@ from llmtrain.plan.refusal import refusal
 from llmtrain.plan.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.training.dry_run import print_plan
+from llmtrain.start.dry_run import print_plan
 from llmtrain.training.open_choices import OpenChoices
 
 # The least compute capability of NVIDIA's GPUs that compute in bf16.

@@ -1,0 +1,156 @@
+"""From a recipe and a site's profile to the job that `llmtrain submit` hands to Slurm. No torch in here."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.load import find_cluster, given_cluster
+from llmtrain.cluster.topology import check_world
+from llmtrain.errors import BadInputError
+from llmtrain.launch.measure.result import as_data
+from llmtrain.launch.slurm.config import Site
+from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, SubmittedRecipe
+from llmtrain.launch.submit import default_site
+from llmtrain.plan.check import check, check_given
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.make import make_plan
+from llmtrain.plan.prepare import check_recipe, folders_above, named_facts
+from llmtrain.plan.refusal import refusal
+from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
+from llmtrain.recipe.schema import Recipe
+from llmtrain.yaml.file import check_size
+from llmtrain.yaml.yaml11 import as_meant
+
+
+def plan_job(
+    name: str,
+    overrides: Sequence[str],
+    site: Site,
+    nodes: int | None = None,
+    array: str | None = None,
+    chain: int = 1,
+    force: bool = False,
+) -> BatchJob:
+    """Check a recipe for its job's ranks, and return the job. Raises BadInputError; writes nothing.
+
+    name: of a recipe, or its file. nodes: None for the recipe's number. array: seeds. chain: jobs in a row.
+    force: also submit what does not fit the memory that the cluster file states.
+    """
+    if array is not None and chain > 1:
+        raise BadInputError("--chain and --array are both given; leave out --chain, as jobs of an array are requeued")
+    given = read_recipe(name, overrides)
+    recipe = parse_recipe(given, recipe_files(name))
+    if recipe.checkpoint.resume == "never":
+        raise BadInputError(
+            "checkpoint.resume is never, but a job that is stopped and queued again resumes from its checkpoints; "
+            "leave checkpoint.resume out"
+        )
+    allocation = _allocation(recipe, site, nodes)
+    check_world(allocation.ranks)
+    if site.container is None:
+        check_recipe(recipe, folders_above(name))
+        _check_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force)
+    elif recipe.model.hf is None and (recipe.data.tokenizer is None or recipe.model.vocab not in (None, "auto")):
+        # The container has the files; without them, the model's shape is still known.
+        check_given(recipe)
+        _check_plan(recipe, _facts(recipe, allocation), force)
+    folder = Path(recipe.logging.dir, recipe.name).absolute()
+    if "%" in str(folder):
+        raise BadInputError(
+            f"the run's folder is {folder}; Slurm needs a log's path without %, so set another logging.dir or name"
+        )
+    python = site.python or ("python" if site.container else sys.executable)
+    # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
+    alone = ["--nproc", "1"] if allocation.ranks == 1 else []
+    command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
+    submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
+    return BatchJob(
+        recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array)
+    )
+
+
+def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
+    cluster = given_cluster(recipe.cluster)
+    # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
+    return Facts(
+        world=allocation.ranks,
+        device="cuda",
+        ranks_per_node=allocation.ranks_per_node,
+        apex=True,
+        bf16=computes_bf16(cluster.accelerator if cluster else None),
+        cluster=cluster,
+    )
+
+
+def _check_plan(recipe: Recipe, facts: Facts, force: bool) -> None:
+    """Check the plan of a recipe. force: also take what does not fit the stated memory. Raises BadInputError."""
+    made = make_plan(recipe, facts)
+    check(made, facts)
+    if not force and (problem := refusal(recipe, facts, made)):
+        raise BadInputError(problem)
+
+
+def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:
+    """Return the files of a submitted recipe: its own, those that it extends, and its cluster description."""
+    cluster = recipe.cluster
+    described = [] if isinstance(cluster, Cluster) or cluster == "auto" else [find_cluster(cluster)]
+    return (*recipe_files(name), *described)
+
+
+def _as_submitted(given: dict[str, Any], recipe: Recipe) -> str:
+    """Return a recipe as YAML that needs no other recipe or cluster file; `auto` stays, as the job's nodes decide it.
+    Raises BadInputError if the job could not read the text."""
+    given = as_meant(given, Recipe)
+    if (cluster := given_cluster(recipe.cluster)) is not None:
+        given["cluster"] = as_data(cluster)
+    text = OmegaConf.to_yaml(OmegaConf.create(given))
+    try:
+        # Each file was small enough, but together they may be too large.
+        check_size(text)
+    except ValueError as error:
+        raise BadInputError(
+            f"{recipe.name} cannot be submitted with all that it extends and its cluster's description: {error}; "
+            "make one of them shorter"
+        ) from error
+    return text
+
+
+def _allocation(recipe: Recipe, site: Site, nodes: int | None) -> Allocation:
+    """Return the nodes for a run. Raises BadInputError if nothing gives their number or their ranks."""
+    parallel, cluster = recipe.parallel, given_cluster(recipe.cluster)
+    per_node = site.ranks_per_node or (cluster.node.ranks if cluster else _gpus(site))
+    model = parallel.tensor * parallel.pipeline
+    wanted = None if parallel.data == "auto" else model * parallel.data
+    if per_node is None:
+        if wanted != 1:
+            raise BadInputError(
+                f"nothing says how many ranks a node has; set ranks_per_node in {default_site()} or in the "
+                "file of --site, or set the recipe's `cluster`"
+            )
+        per_node = 1
+    if nodes is not None:
+        return Allocation(nodes, per_node)
+    if wanted is None:
+        raise BadInputError(
+            "parallel.data is auto, so nothing says how many nodes to ask for; add --nodes N, or set parallel.data"
+        )
+    if wanted <= per_node:
+        return Allocation(1, wanted)
+    if wanted % per_node:
+        raise BadInputError(
+            f"parallel.data x pipeline x tensor is {wanted} ranks, which do not fill nodes of {per_node}; set "
+            f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
+        )
+    return Allocation(wanted // per_node, per_node)
+
+
+def _gpus(site: Site) -> int | None:
+    """Return the GPUs per node from a value such as `4` or `a100:4`; None for any other value."""
+    number = str(site.gpus_per_node).rpartition(":")[2]
+    return int(number) or None if re.fullmatch("[0-9]{1,4}", number) else None
