@@ -1,6 +1,7 @@
 """The house rules: sizes, imports between rooms, modules without heavy imports, and forbidden calls."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -177,6 +178,13 @@ def recipes_read(module: ast.Module) -> list[str]:
 )
 def test_a_read_recipe_is_found(line: str) -> None:
     assert recipes_read(ast.parse(line)) != []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_no_key_is_asserted(path: Path) -> None:
+    """A key that may be open is decided in the plan, or carried by a record that has it."""
+    asserted = [ast.unparse(node.test) for node in ast.walk(tree(path)) if isinstance(node, ast.Assert)]
+    assert [text for text in asserted if {"recipe", "cluster"} & set(re.findall(r"\w+", text))] == []
 
 
 # Rooms that query the kind of device; other rooms use `llmtrain.comm.device`.

@@ -1,24 +1,34 @@
 """The memory of a described accelerator, and of this machine. No torch in here."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.quantity import quantity
 
 
-def stated_memory(cluster: Cluster | None) -> int | None:
-    """Return the bytes of a description's `accelerator.memory`; None if it is not stated."""
-    if cluster is None or cluster.accelerator is None or cluster.accelerator.memory is None:
-        return None
-    return int(quantity(cluster.accelerator.memory, "byte"))
+@dataclass(frozen=True)
+class StatedMemory:
+    """Memory of one rank that a description states. size: its bytes. text: as the description has it."""
+
+    size: int
+    text: str
 
 
-def stated_host_memory(cluster: Cluster | None) -> int | None:
-    """Return the bytes of a rank's even share of a description's `node.host.memory`; None if it is not stated."""
-    if cluster is None or cluster.node.host is None or cluster.node.host.memory is None:
+def stated_memory(cluster: Cluster | None) -> StatedMemory | None:
+    """Return a description's `accelerator.memory`; None if it is not stated."""
+    if cluster is None or cluster.accelerator is None or (text := cluster.accelerator.memory) is None:
         return None
-    return int(quantity(cluster.node.host.memory, "byte")) // cluster.node.ranks
+    return StatedMemory(int(quantity(text, "byte")), text)
+
+
+def stated_host_memory(cluster: Cluster | None) -> StatedMemory | None:
+    """Return a rank's even share of a description's `node.host.memory`; None if it is not stated."""
+    if cluster is None or cluster.node.host is None or (text := cluster.node.host.memory) is None:
+        return None
+    ranks = cluster.node.ranks
+    return StatedMemory(int(quantity(text, "byte")) // ranks, f"{text} for {ranks} ranks")
 
 
 def machine_memory(*, swap: bool = False) -> int:

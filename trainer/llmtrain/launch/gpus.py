@@ -67,14 +67,12 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     if stated is None:
         return None
     found = re.findall(r"^(\d+) MiB$", _asked("memory.total"), re.MULTILINE)
-    largest = max((int(mebibytes) * 2**20 for mebibytes in found), default=stated)
-    if largest >= _USABLE * stated:
+    largest = max((int(mebibytes) * 2**20 for mebibytes in found), default=stated.size)
+    if largest >= _USABLE * stated.size:
         return None
-    assert cluster is not None
-    assert cluster.accelerator is not None
     there = units.size(largest)
     return (
-        f"cluster.accelerator.memory is {cluster.accelerator.memory}, but this machine's GPU has {there}; set "
+        f"cluster.accelerator.memory is {stated.text}, but this machine's GPU has {there}; set "
         f"cluster.accelerator.memory={there.replace(' ', '')} (--force takes it as it is)"
     )
 

@@ -24,7 +24,7 @@ def with_most_staying(plan: Plan, device: Device) -> Plan:
     # What is gathered, and when, does not depend on what leaves.
     programs, found = programs_of(plan), roles(plan)
     by_place = ([role for role in found if role.pipeline == place] for place in range(len(plan.pipeline.stages)))
-    return _staying(plan, [_most(plan, held, device, programs, limit) for held in by_place])
+    return _staying(plan, [_most(plan, held, device, programs, limit.size) for held in by_place])
 
 
 def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf, limit: int) -> int:

@@ -75,7 +75,7 @@ def surely_exceeds(plan: Plan, device: Device) -> bool:
     """Return whether a plan exceeds the stated memory even without its programs' memory, which takes long to plan for
     many microbatches."""
     limit = stated_memory(plan.cluster)
-    return limit is not None and any(sure_bytes(plan, role, device) > limit for role in roles(plan))
+    return limit is not None and any(sure_bytes(plan, role, device) > limit.size for role in roles(plan))
 
 
 def sure_bytes(plan: Plan, role: Role, device: Device) -> int:
@@ -87,7 +87,8 @@ def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None
     """Return the memory of a plan's ranks. device: what they compute on. programs: of the ranks, if they are known."""
     made = programs or programs_of(plan)
     rows = (role_memory(plan, role, device, made(role.rank)) for role in roles(plan))
-    return Budget(tuple(rows), stated_memory(plan.cluster), stated_host_memory(plan.cluster))
+    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
+    return Budget(tuple(rows), stated.size if stated else None, host.size if host else None)
 
 
 def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:

@@ -68,8 +68,8 @@ def socket_of(plan: Plan, rank: int) -> int:
 def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | None:
     """Return the shares of a rank's bytes that the volumes get, for the ranks of each socket; None where the sockets of
     volumes are not stated, or where there is but one."""
-    sockets, ranks = _volume_sockets(plan, files), _ranks_of_sockets(plan)
-    if len(ranks) < 2 or len(sockets) < 2 or None in sockets:
+    sockets, ranks = [one for one in _volume_sockets(plan, files) if one is not None], _ranks_of_sockets(plan)
+    if len(ranks) < 2 or len(sockets) < max(2, len(files.paths)):
         return None
     weights, total = files.weights, sum(files.weights)
     # Both in parts of all bytes of a node: what the ranks of a socket have, and what its volumes take.
@@ -83,7 +83,6 @@ def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | No
 
     def share(socket: int, place: int) -> float:
         at = sockets[place]
-        assert at is not None
         own = near[socket] if at == socket else 0.0
         far = (has[socket] - near[socket]) * (capacity[at] - near[at]) / left if left > 1e-12 else 0.0
         return (own + far) / has[socket] * weights[place] / total / capacity[at]

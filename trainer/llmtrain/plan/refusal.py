@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from llmtrain_data import units
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.memory import stated_host_memory, stated_memory
+from llmtrain.cluster.memory import StatedMemory, stated_host_memory, stated_memory
 from llmtrain.errors import BadInputError
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
@@ -31,12 +31,16 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     The sentence names the first single change that makes it fit, in the order of `changes`. budget: the plan's, if it
     is known.
     """
-    if stated_memory(plan.cluster) is None and stated_host_memory(plan.cluster) is None:
+    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
+    if stated is None and host is None:
         return None
     found = memory_budget(plan, facts.device) if budget is None else budget
-    if not found.excess and not found.host_excess:
+    if stated is not None and found.excess:
+        said = _device_excess(found, stated)
+    elif host is not None and found.host_excess:
+        said = _host_excess(found, host)
+    else:
         return None
-    said = _device_excess(plan, found) if found.excess else _host_excess(plan, found)
     advised = advice(recipe, facts, plan, found)
     if advised is None:
         return (
@@ -49,22 +53,18 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     return f"{said}; set {' '.join(change.keys)}, which needs {needed} (--force takes it as it is)"
 
 
-def _device_excess(plan: Plan, budget: Budget) -> str:
-    assert plan.cluster is not None
-    assert plan.cluster.accelerator is not None
+def _device_excess(budget: Budget, stated: StatedMemory) -> str:
     row = budget.fullest
     return (
         f"rank {row.role.rank} needs {units.size(row.total)}, {units.size(budget.excess)} more than "
-        f"cluster.accelerator.memory ({plan.cluster.accelerator.memory})"
+        f"cluster.accelerator.memory ({stated.text})"
     )
 
 
-def _host_excess(plan: Plan, budget: Budget) -> str:
-    assert plan.cluster is not None
-    assert plan.cluster.node.host is not None
+def _host_excess(budget: Budget, stated: StatedMemory) -> str:
     return (
         f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
-        f"share of cluster.node.host.memory ({plan.cluster.node.host.memory} for {plan.cluster.node.ranks} ranks)"
+        f"share of cluster.node.host.memory ({stated.text})"
     )
 
 

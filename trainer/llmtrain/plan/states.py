@@ -102,7 +102,7 @@ def fits(
     memory = stated_memory(cluster)
     if memory is None:
         return None
-    limit = STATES_SHARE * memory
+    limit = STATES_SHARE * memory.size
     return lambda sharding: all(
         state_bytes(role.units, sharding, compute_bytes, tensor).total <= limit for role in held
     )
