@@ -68,7 +68,7 @@ class Nccl:
         self.groups.append(self.world)
         self.group = SimpleNamespace(WORLD=self.world)
 
-    def group_over(self, cluster: Any, card: Any, groups: Any, backend: Any = None, timeout: Any = None) -> Any:
+    def group_over(self, cluster: Any, card: Any, groups: Any, *options: Any) -> Any:
         """See `llmtrain.comm.groups`."""
         self._made += 1
         for members in groups:

@@ -90,8 +90,8 @@ def noting(notes: dict[str, list[Any]], step: Callable[..., bool] = loop.train_s
 def noting_groups(sizes: list[int], make: Callable[..., Any] = subgroups.group_over) -> Callable[..., Any]:
     """Return `group_over` that records the number of ranks of each group of the run's backend that this rank joins."""
 
-    def noted(cluster: Any, card: Any, groups: Any, backend: str | None = None, timeout: Any = None) -> Any:
-        group = make(cluster, card, groups, backend, timeout)
+    def noted(cluster: Any, card: Any, groups: Any, backend: str | None = None, *options: Any) -> Any:
+        group = make(cluster, card, groups, backend, *options)
         if group is not None and backend is None:
             sizes.append(group.size())
         return group

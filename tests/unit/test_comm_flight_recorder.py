@@ -5,11 +5,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, groups_of, late_rank, recorder_of
+from llmtrain.comm.flight_recorder import (
+    FlightRecorder,
+    GroupProgress,
+    groups_of,
+    late_rank,
+    nccl_has_failed,
+    recorder_of,
+)
 
 DONE, WAITING, EARLIER = GroupProgress(4, 4, ""), GroupProgress(5, 4, "all_gather"), GroupProgress(3, 3, "")
 HANGING = """
@@ -29,7 +38,7 @@ def recorder(entries, moving=0):
         # A collective completes now and then for as long as `moving` says.
         number = int(min(moving, time.monotonic() - began) * 20)
         return json.dumps({"pg_status": number, "entries": entries})
-    return FlightRecorder(dump)
+    return FlightRecorder(dump, lambda: False)
 
 store, moving = dist.HashStore(), MOVING
 queued = recorder([entry(1, "completed"), entry(2, "scheduled")], moving), recorder([entry(1, "completed")])
@@ -56,7 +65,7 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 
 def test_reads_what_torch_records(gloo: None) -> None:
     """Torch records gloo's collectives in the form of NCCL's."""
-    recorder = FlightRecorder(torch._C._distributed_c10d._dump_fr_trace_json)
+    recorder = FlightRecorder(torch._C._distributed_c10d._dump_fr_trace_json, lambda: False)
     before = recorder.numbers()
     group = dist.new_group([0])
     known = recorder.groups()
@@ -136,3 +145,15 @@ def test_a_step_whose_collectives_complete_does_not_hang() -> None:
     ended = subprocess.run([sys.executable, "-c", HANGING.replace("MOVING", "6")], capture_output=True, text=True)
     assert ended.stdout == "alive\n"
     assert "the others wait in reduce_scatter for rank 1 on" in ended.stderr
+
+
+@pytest.mark.parametrize(("error", "failed"), [("SUCCESS", False), ("TIMEOUT", False), ("REMOTE_ERROR", True)])
+def test_a_failed_collective_is_found_while_the_host_waits(
+    error: str, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of other backends are not asked."""
+    over_nccl, over_gloo = Mock(), Mock(spec=[])
+    over_nccl._get_backend.return_value.get_error.return_value = SimpleNamespace(name=error)
+    groups = {over_nccl: ("nccl", None), over_gloo: ("gloo", None)}
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", groups)
+    assert nccl_has_failed() is failed

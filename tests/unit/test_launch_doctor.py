@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from llmtrain.launch import doctor
+from llmtrain.launch import doctor, gpus
 from llmtrain.launch.doctor import Finding, can_train
 from llmtrain.launch.gpus import set_gpu_variables
 from llmtrain_kernels import native
@@ -69,14 +69,22 @@ def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._gpu_environment().state == "ok"
 
 
-@pytest.mark.parametrize(("world", "warning"), [(1, None), (2, "0")])
-def test_ranks_of_gpus_set_what_the_user_has_not(
-    world: int, warning: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_of_gpus_set_what_the_user_has_not(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     set_gpu_variables(world)
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    assert os.environ.get("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING") == warning
+    alone = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    several = {
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_FR_BUFFER_SIZE": "20000",
+    }
+    assert os.environ == alone | (several if world > 1 else {})
+
+
+def test_an_amd_gpu_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "version", lambda package: "2.13.0+rocm7.1")
+    assert "PYTORCH_ALLOC_CONF" not in gpus.gpu_variables(2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

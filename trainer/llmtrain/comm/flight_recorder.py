@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+# torch's names of errors that another rank or the network has caused.
+_LOST = ("COMM_ERROR", "REMOTE_ERROR")
 
 
 class GroupProgress(NamedTuple):
@@ -28,10 +32,11 @@ Groups = Mapping[str, GroupProgress]
 
 class FlightRecorder:
     """Reads what torch has recorded. dump: torch's function, given whether it is to list collectives and whether only
-    those that are not complete; returns JSON."""
+    those that are not complete; returns JSON. has_failed: returns whether a collective has failed on this rank, for
+    which its host may wait without end."""
 
-    def __init__(self, dump: Callable[[bool, bool], bytes | str]) -> None:
-        self._dump = dump
+    def __init__(self, dump: Callable[[bool, bool], bytes | str], has_failed: Callable[[], bool]) -> None:
+        self._dump, self.has_failed = dump, has_failed
 
     def numbers(self) -> Any:
         """Return something that changes whenever a collective is queued or completes. It costs little."""
@@ -45,7 +50,14 @@ class FlightRecorder:
 def recorder_of(backend: str) -> FlightRecorder | None:
     """Return the recorder of a backend's groups; None if this torch has none. Only hosts of GPUs run ahead."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None) if backend == "nccl" else None
-    return None if dump is None else FlightRecorder(dump)
+    return None if dump is None else FlightRecorder(dump, nccl_has_failed)
+
+
+def nccl_has_failed() -> bool:
+    """Return whether NCCL has found that a collective cannot complete: another rank or the network is gone."""
+    groups = dist.distributed_c10d._world.pg_map.items()
+    backends = [group._get_backend(torch.device("cuda")) for group, (name, _) in list(groups) if name == "nccl"]
+    return any(backend.get_error().name in _LOST for backend in backends)
 
 
 def groups_of(entries: list[dict[str, Any]]) -> dict[str, GroupProgress]:

@@ -209,7 +209,7 @@ def connect(
             rank=rank,
             world_size=layout.world,
             timeout=patience,
-            pg_options=group_options(backend, cluster, card),
+            pg_options=group_options(backend, cluster, card, patience),
             # NCCL then connects now, and not in the first step.
             device_id=device if backend == "nccl" else None,
         )

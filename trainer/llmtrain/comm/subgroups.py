@@ -21,13 +21,15 @@ def make_groups(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | 
     return group
 
 
-def join_group(ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+def join_group(
+    ranks: "Ranks", groups: Sequence[Sequence[int]], backend: str | None = None, messages: bool = False
+) -> dist.ProcessGroup | None:
     """Make process groups, and return the one that has this rank, if any. Collective over all ranks.
 
     groups: disjoint groups of ranks that communicate at the same time. Every rank passes all of them in the same order:
     torch names a group that only its members make by how many groups they have made, which can differ between ranks.
-    backend: None for the run's. Without a cluster the backend chooses the network card. Raises BadInputError if this
-    machine lacks the card.
+    backend: None for the run's. messages: see `group_options`. Without a cluster the backend chooses the network card.
+    Raises BadInputError if this machine lacks the card.
     """
     card = card_of(ranks.links.cluster, groups, ranks.rank)
-    return group_over(ranks.links.cluster, card, groups, backend, ranks.links.timeout)
+    return group_over(ranks.links.cluster, card, groups, backend, ranks.links.timeout, messages)

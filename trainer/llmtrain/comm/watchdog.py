@@ -149,6 +149,8 @@ class Watchdog:
     def _write_beat(self) -> None:
         activity, last = self._activity, self._activity.last
         moved, groups = self._moved_until(activity.moved)
+        # The host may wait for the GPU, and so may not learn of it.
+        activity.lost = activity.lost or (self._recorder is not None and self._recorder.has_failed())
         state = RankState(last.step, last.doing, moved, activity.lost, activity.writing, groups)
         self._self = replace(self._self, number=self._self.number + 1, state=state)
         self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks
 
 
+# What NCCL says where another rank, or the network to it, is gone.
+_PEER_GONE = ("remote process exited", "ncclRemoteError", "Connection", "connection", "timeout", "timed out")
+
+
 @contextmanager
 def end_together(ranks: "Ranks") -> Iterator[None]:
     """After an error in the block on any rank, end all ranks; one of them reports the error."""
@@ -54,6 +58,13 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
     _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
     if ranks.watchdog is None:
         return
+    if (failure := _backend_failure(error)) is not None:
+        ranks.activity.ended(Ending.REPORTED)
+        ranks.watchdog.leave_word()
+        ranks.watchdog.end()
+        raise RunFailedError(
+            f"NCCL failed on rank {ranks.rank} {ranks.activity.last}: {failure}; NCCL_DEBUG=INFO shows more"
+        ) from error
     if not isinstance(error, RuntimeError) or not _lost_peer(error):
         # The command line reports an OSError in one sentence.
         ranks.activity.ended(Ending.REPORTED if isinstance(error, OSError) else Ending.CRASHED)
@@ -96,6 +107,16 @@ def _skip_finalization(code: int) -> None:
         os._exit(code)
 
     atexit.register(end)
+
+
+def _backend_failure(error: BaseException) -> str | None:
+    """Return NCCL's reason, in one line, if an error is its own and not the loss of another rank; else None."""
+    import torch.distributed as dist
+
+    text = str(error)
+    if not isinstance(error, dist.DistBackendError) or any(word in text for word in _PEER_GONE):
+        return None
+    return text.strip().splitlines()[-1].strip().removeprefix("Last error:").strip()
 
 
 def _lost_peer(error: RuntimeError) -> bool:

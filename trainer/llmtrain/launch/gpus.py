@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from llmtrain_data import units
 
@@ -13,6 +14,8 @@ from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
 
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+# Collectives that the flight recorder keeps: some steps of a tensor-parallel model. By default, it keeps 2,000.
+_RECORDED = 20_000
 # Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
 ANSWER = 20
 # A card whose memory is stated by its name, such as 80GB, has up to 3% less for programs.
@@ -38,12 +41,19 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 
     CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
-    a stream for each lane, each communicator and each direction of its copies. TORCH_NCCL_SHOW_EAGER_INIT_...: messages
-    of a pipeline have a communicator each, so torch need not warn that they wait for each other.
+    a stream for each lane, each communicator and each direction of its copies. PYTORCH_ALLOC_CONF: with segments that
+    grow, memory that sizes of other steps have split can be used again; torch has none for AMD. Of several ranks:
+    TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each, so torch need not warn that they
+    wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank that has lost another one, before
+    the watchdog names that one and ends the run. TORCH_FR_BUFFER_SIZE: collectives that the flight recorder keeps.
     CUBLAS_WORKSPACE_CONFIG: with workspaces of fixed sizes, products on several streams have the same bits in every run
     (cuBLAS documentation, "Results reproducibility").
     """
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} | ({_P2P_WARNING: "0"} if world > 1 else {})
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if "rocm" not in version("torch"):
+        found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if world > 1:
+        found |= {_P2P_WARNING: "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 

@@ -99,7 +99,7 @@ def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
         ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
         # Every rank takes part in making every group, in the same order.
         if not over_mpi:
-            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines])
+            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines], messages=True)
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
     ahead = messages_ahead(plan)

@@ -1,0 +1,54 @@
+"""What a rank says when NCCL fails on it, and when another rank is gone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from llmtrain.comm.activity import Activity
+from llmtrain.errors import RunFailedError
+from llmtrain.launch import ending
+
+FULL = """NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details)
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x4 (size 9637888), error: No space left on device (28)"""
+GONE = """NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer node3<40112>"""
+
+
+class Watch:
+    """Stands for a watchdog, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.asked.append(name)
+
+
+def ended(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
+    """Return what rank 1 of a run says after an error, and what its watchdog was asked."""
+    monkeypatch.setattr(ending, "_skip_finalization", lambda code: None)
+    monkeypatch.delenv("LLMTRAIN_LAUNCHER_PID", raising=False)
+    ranks: Any = SimpleNamespace(rank=1, activity=Activity(1), watchdog=Watch())
+    ranks.activity.record("all_gather", 3)
+    with pytest.raises(RunFailedError) as found, ending.end_together(ranks):
+        raise error
+    return str(found.value), ranks.watchdog.asked
+
+
+def test_an_error_of_nccl_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, asked = ended(dist.DistBackendError(FULL), monkeypatch)
+    assert said.startswith("NCCL failed on rank 1 ")
+    assert "No space left on device (28); NCCL_DEBUG=INFO shows more" in said
+    assert "\n" not in said
+    assert asked == ["leave_word", "end"]
+
+
+def test_the_loss_of_another_rank_is_left_to_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, asked = ended(dist.DistBackendError(GONE), monkeypatch)
+    assert "lost contact with another rank" in said
+    assert asked == ["find_lost"]
