@@ -82,7 +82,7 @@ def group_options(
         options._timeout = timeout
     if messages:
         # torch's type stubs lack `config`.
-        options.config.min_ctas, options.config.max_ctas = 1, MESSAGE_CTAS  # type: ignore[attr-defined]
+        options.config.min_ctas, options.config.max_ctas = 1, MESSAGE_CTAS
     if (net := nccl_net(cluster, card)) is not None:
         # torch's type stubs lack this field.
         options.config.net_name = net  # type: ignore[attr-defined]
