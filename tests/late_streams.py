@@ -73,6 +73,9 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
         def record(self) -> None:
             self.stream, self.place = mode.current, len(mode.current.copies)
 
+        def wait(self) -> None:
+            mode.current.wait_event(self)
+
         def synchronize(self) -> None:
             self.stream.run(self.place)
 

@@ -225,6 +225,10 @@ class Event:
         machine.clocks.learn(name, machine.clocks.known(machine.thread))
         self.before = machine.clocks.known(name)
 
+    def wait(self) -> None:
+        """See torch."""
+        Stream(self._machine, self._machine.stream).wait_event(self)
+
     def synchronize(self) -> None:
         """See torch."""
         self._machine.use_device()

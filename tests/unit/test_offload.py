@@ -97,7 +97,7 @@ def step(
         stepper.begin(None if ahead is None else numbers_of(number, ahead))
     draw(units, number, events)
     if stepper is not None and number < 5:
-        stepper.wait_until(lambda: not stepper._queue.ahead and all(stepper._queue.stepped_ahead.values()))
+        stepper.wait_until(lambda: not stepper._queue.ahead and stepper._queue.settled)
     if stepper is not None:
         stepper.decide(numbers_of(number))
         events.append(MoveEvent("decide", applies=ahead == DIVISOR))

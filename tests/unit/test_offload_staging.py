@@ -6,9 +6,11 @@ from typing import Any, cast
 import pytest
 import torch
 from late_streams import LateCopies, LateStream, late_copies
+from llmtrain.offload import copies as copies_module
 from llmtrain.offload import staging as staging_module
-from llmtrain.offload.staging import BucketStep, Copies, CopyEvent, OnDevice, Pinned, Staging
-from llmtrain.sharding.optimizer_shard import StepRule
+from llmtrain.offload.copies import Event, Passed, StreamCopies
+from llmtrain.offload.staging import BucketStep, OnDevice, Pinned, Staging, StepAhead
+from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
 
 SIZES = (1000, 1000, 1000, 500)
@@ -17,12 +19,15 @@ SIZES = (1000, 1000, 1000, 500)
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     # Tensors of the host stand for those of the device.
-    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: False)
+    for module in (copies_module, staging_module):
+        monkeypatch.setattr(module, "in_host_memory", lambda tensor: False)
     return late_copies(monkeypatch)
 
 
 class Doubles:
     """A rule that adds the gradient to each state, twice; the weights become the masters."""
+
+    masters = SeparateMasters()
 
     def __init__(self, late: LateCopies) -> None:
         self._late = late
@@ -39,22 +44,26 @@ class Doubles:
             self._late.current.copies.append(computed)
 
 
-def on_device(copies: Copies) -> OnDevice:
+def on_device(copies: StreamCopies) -> OnDevice:
     return OnDevice(copies, torch.zeros(3, max(SIZES)), torch.zeros(max(SIZES)), torch.zeros(max(SIZES)).bfloat16())
 
 
-def pinned(copies: Copies) -> Pinned:
+def pinned(copies: StreamCopies) -> Pinned:
     return Pinned(copies, max(SIZES), torch.bfloat16, torch.float32)
 
 
-def narrow(copies: Copies) -> Pinned:
+def narrow(copies: StreamCopies) -> Pinned:
     return Pinned(copies, max(SIZES), torch.bfloat16, torch.bfloat16)
 
 
-MAKERS: dict[str, Callable[[Copies], Staging]] = {"pinned": pinned, "pinned, narrow": narrow, "on device": on_device}
+MAKERS: dict[str, Callable[[StreamCopies], Staging]] = {
+    "pinned": pinned,
+    "pinned, narrow": narrow,
+    "on device": on_device,
+}
 
 
-def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateCopies, ahead: bool) -> bool:
+def stepped(make: Callable[[StreamCopies], Staging], copies: type[StreamCopies], late: LateCopies, ahead: bool) -> bool:
     """Step buckets one after the other; return whether all of their states and weights are right in the end."""
     staging, drawn = make(copies(torch.device("cuda"))), torch.Generator().manual_seed(0)
     sums = torch.bfloat16 if make is narrow else torch.float32
@@ -69,20 +78,24 @@ def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateC
             event.record()
         work = BucketStep(
             bucket=number, part=slice(0, size), last=True, within=(0, size), rule=cast(StepRule, Doubles(late)),
-            gradient=gradient, weight=weight, masters=None, spare=torch.zeros(size).bfloat16(), computed=event,
+            gradient=gradient, weight=weight, computed=event,
         )  # fmt: skip
-        new = torch.zeros_like(old) if ahead else old
-        came = staging.step(work, old, new, numbers, ahead)
+        came: Event = Passed()
+        if ahead:
+            stepped, new = StepAhead(work, torch.zeros(size).bfloat16()), torch.zeros_like(old)
+            staging.step_ahead(stepped, old, new, True, numbers)
+        else:
+            new = old
+            came = staging.step(work, old, numbers)
         right.append(torch.equal(new, expected))
         # The gradient may change now.
         gradient.fill_(7)
         if ahead:
             assert not weight.any()
-            came = staging.publish(work)
+            came = staging.publish(stepped)
         done.append((came, weight, expected[0].bfloat16()))
     for came, weight, expected in done:
-        if came is not None:
-            came.synchronize()
+        came.synchronize()
         right.append(torch.equal(weight, expected))
     return all(right)
 
@@ -91,15 +104,15 @@ def stepped(make: Callable[[Copies], Staging], copies: type[Copies], late: LateC
 @pytest.mark.parametrize("make", MAKERS)
 def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) -> None:
     with late:
-        assert stepped(MAKERS[make], Copies, late, ahead)
+        assert stepped(MAKERS[make], StreamCopies, late, ahead)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
 def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies) -> None:
-    made: list[Copies] = []
+    made: list[StreamCopies] = []
 
-    class Kept(Copies):
+    class Kept(StreamCopies):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
             made.append(self)
@@ -116,29 +129,29 @@ def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies) -> 
         assert (link.to_host, link.to_device) == (12 * elements + more, 12 * elements + more)
 
 
-class Earlier(Copies):
+class Earlier(StreamCopies):
     """Does not wait until the gradient is computed."""
 
-    def after(self, event: CopyEvent) -> Any:
-        return super().after(None)
+    def after(self, event: Event) -> Any:
+        return super().after(Passed())
 
 
-class Impatient(Copies):
+class Impatient(StreamCopies):
     """Does not let the host wait for the copies."""
 
     def wait(self) -> None:
         pass
 
 
-class Unreported(Copies):
+class Unreported(StreamCopies):
     """Does not say when the weights are there."""
 
-    def record(self) -> CopyEvent:
-        return None
+    def record(self) -> Event:
+        return Passed()
 
-    def publish(self, to: torch.Tensor, values: torch.Tensor, after: CopyEvent) -> CopyEvent:
+    def publish(self, to: torch.Tensor, values: torch.Tensor, after: Event) -> Event:
         super().publish(to, values, after)
-        return None
+        return Passed()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +163,7 @@ class Unreported(Copies):
         ("on device", Unreported, True),
     ],
 )
-def test_a_missing_wait_is_found(make: str, broken: type[Copies], ahead: bool, late: LateCopies) -> None:
+def test_a_missing_wait_is_found(make: str, broken: type[StreamCopies], ahead: bool, late: LateCopies) -> None:
     with late:
         assert not stepped(MAKERS[make], broken, late, ahead)
 
@@ -160,7 +173,8 @@ def test_weights_that_rest_on_the_host_are_written_there(
     ahead: bool, late: LateCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a step returns, and nothing is copied to the device."""
-    monkeypatch.setattr(staging_module, "in_host_memory", lambda tensor: tensor.dtype == torch.bfloat16)
+    for module in (copies_module, staging_module):
+        monkeypatch.setattr(module, "in_host_memory", lambda tensor: tensor.dtype == torch.bfloat16)
     copies = Unreported(torch.device("cuda"))
     with late:
         assert stepped(lambda given: pinned(copies), Unreported, late, ahead)

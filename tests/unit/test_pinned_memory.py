@@ -20,9 +20,10 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 from llmtrain.offload.activation_store import HostActivations
+from llmtrain.offload.copies import ImmediateCopies
 from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import HostGradients
-from llmtrain.offload.staging import Copies, Pinned
+from llmtrain.offload.staging import Pinned
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.activation_offload import ActivationMoves
@@ -119,7 +120,7 @@ def _copies(folder: Path) -> object:
 
 
 def _slots(folder: Path) -> object:
-    return Pinned(Copies(torch.device("cpu")), NUMEL, torch.float32, torch.float32)
+    return Pinned(ImmediateCopies(), NUMEL, torch.float32, torch.float32)
 
 
 def _coming(folder: Path) -> object:

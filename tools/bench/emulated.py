@@ -7,19 +7,20 @@ not when the sleeper wakes. So a busy machine disturbs only the order in which t
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.staging import BucketStep, CopyEvent, InPlace
+from llmtrain.offload.copies import Event, Passed
+from llmtrain.offload.staging import BucketStep, InPlace, StepAhead
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.offload_simulation import Computation, Order, Rates
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves
-from llmtrain.sharding.optimizer_shard import StepRule
+from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
 
 
@@ -28,6 +29,9 @@ class At:
     """Stands for a CUDA event: something that happens at a time."""
 
     time: float
+
+    def wait(self) -> None:
+        """See Event. Whoever computes waits by its own clock."""
 
     def synchronize(self) -> None:
         """Sleep until then."""
@@ -80,25 +84,34 @@ class EmulatedStaging:
         self._device, self._inside, self._clock, self._published = device, InPlace(), 0.0, 0.0
         self.link = self._inside.link
 
-    def step(
-        self, work: BucketStep, old: torch.Tensor, new: torch.Tensor, numbers: AdamWStep, ahead: bool
-    ) -> CopyEvent:
+    def step(self, work: BucketStep, states: torch.Tensor, numbers: AdamWStep) -> Event:
         """See Staging."""
+        return self._stepped(
+            work, self._device.moves[work.bucket].back, lambda: self._inside.step(work, states, numbers)
+        )
+
+    def step_ahead(
+        self, ahead: StepAhead, old: torch.Tensor, new: torch.Tensor, apart: bool, numbers: AdamWStep
+    ) -> None:
+        """See Staging."""
+        back = self._device.moves[ahead.work.bucket].back_ahead
+        self._stepped(ahead.work, back, lambda: self._inside.step_ahead(ahead, old, new, apart, numbers))
+
+    def publish(self, ahead: StepAhead) -> Event:
+        """See Staging."""
+        self._inside.publish(ahead)
+        commit = self._device.moves[ahead.work.bucket].commit
+        self._published = self._device.link("up", max(self._published, at(ahead.work)), commit)
+        return At(self._published)
+
+    def _stepped(self, work: BucketStep, back_bytes: float, step: Callable[[], object]) -> "At":
         device, one = self._device, self._device.moves[work.bucket]
         there, back = ("up", "down") if one.on_device else ("down", "up")
         came = device.link(there, max(self._clock, at(work)), one.there)
-        self._inside.step(work, old, new, numbers, ahead)
+        step()
         stepped = device.kernel.take(came, one.elements / device.rates.step)
-        self._clock = device.link(back, stepped, one.back_ahead if ahead else one.back)
-        return cast(CopyEvent, At(self._clock))
-
-    def publish(self, work: BucketStep) -> CopyEvent:
-        """See Staging."""
-        self._inside.publish(work)
-        self._published = self._device.link(
-            "up", max(self._published, at(work)), self._device.moves[work.bucket].commit
-        )
-        return cast(CopyEvent, At(self._published))
+        self._clock = device.link(back, stepped, back_bytes)
+        return At(self._clock)
 
 
 def at(work: BucketStep) -> float:
@@ -117,7 +130,7 @@ class EmulatedRun:
         # A few real elements of each bucket are enough to see that they are stepped.
         self._size = 1024
         spec = UnitSpec("unit", (TensorSpec("weight", "weight", (self._size,), decay=True),))
-        self._rule = StepRule(spec, self._size, "cpu")
+        self._rule = StepRule(spec, self._size, "cpu", SeparateMasters())
         buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
         device = Device.new(moves, rates)
         stagings = [EmulatedStaging(device) for _ in range(order.threads)]
@@ -125,6 +138,7 @@ class EmulatedRun:
         self.happened = list[MoveEvent]()
         self.stepper.observe = lambda do, bucket: self.happened.append(MoveEvent(do.value, bucket))
         self._works = [self._work(place) for place in range(len(moves))]
+        self._spare = torch.zeros(len(moves), self._size, dtype=torch.bfloat16)
         self._tickets: list[StepTicket] = []
         self._now = 0.0
         self.seconds = list[float]()
@@ -140,7 +154,7 @@ class EmulatedRun:
                 self._pass(microbatch == self._computation.microbatches - 1)
             self.stepper.decide(numbers)
             self.happened.append(MoveEvent("decide", applies=True))
-            self._tickets = [self.stepper.step(self._at(places, self._now)) for places in self._of_unit]
+            self._tickets = [self.stepper.step(self._at(places, self._now), numbers) for places in self._of_unit]
             self.seconds.append(self._now - began)
         self.stepper.finish()
         self.stepper.close()
@@ -149,11 +163,12 @@ class EmulatedRun:
         """Return the seconds in which a reduction goes through all buckets and they are stepped. chunk: buckets of each
         of its calls. seconds: of a call."""
         self._now = began = time.perf_counter()
-        self.stepper.decide(AdamWStep(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
+        numbers = AdamWStep(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+        self.stepper.decide(numbers)
         tickets = []
         for first in range(0, len(self._moves), chunk):
             self._compute(seconds)
-            tickets.append(self.stepper.step(self._at(range(first, first + chunk), self._now)))
+            tickets.append(self.stepper.step(self._at(range(first, first + chunk), self._now), numbers))
         self.stepper.finish()
         self.stepper.close()
         return max(cast(At, event).time for ticket in tickets for event in ticket.events) - began
@@ -170,21 +185,22 @@ class EmulatedRun:
             if last:
                 self.happened.append(MoveEvent("gradient", unit))
                 spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
-                self.stepper.step_ahead(self._at(spare, self._now))
+                works = self._at(spare, self._now)
+                self.stepper.step_ahead([StepAhead(work, self._spare[work.bucket]) for work in works])
 
     def _compute(self, seconds: float) -> None:
         self._now += seconds
         At(self._now).synchronize()
 
     def _at(self, places: Sequence[int], when: float) -> list[BucketStep]:
-        return [replace(self._works[place], computed=cast(CopyEvent, At(when))) for place in places]
+        return [replace(self._works[place], computed=At(when)) for place in places]
 
     def _work(self, place: int) -> BucketStep:
         gradient = torch.full((self._size,), 1.0 + place)
-        weights = torch.zeros(2, self._size, dtype=torch.bfloat16)
+        weight = torch.zeros(self._size, dtype=torch.bfloat16)
         return BucketStep(
             bucket=place, part=slice(0, self._size), last=True, within=(0, self._size), rule=self._rule,
-            gradient=gradient, weight=weights[0], masters=None, spare=weights[1], computed=None,
+            gradient=gradient, weight=weight, computed=Passed(),
         )  # fmt: skip
 
     @property

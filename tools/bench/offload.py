@@ -27,7 +27,7 @@ from llmtrain.offload.staging import InPlace
 from llmtrain.offload.states import FileStates
 from llmtrain.offload.stepper import Stepper
 from llmtrain.plan.offload import BUCKET, Bucket, Offload
-from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
+from llmtrain.sharding.optimizer_shard import OptimizerShard, SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.direct_io.queue import DEPTH, PIECE
 
@@ -68,9 +68,12 @@ class Stepped:
         self._buckets, self._tier = buckets, FileStates(buckets, paths)
         self._overlap = offload.overlap
         self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap)
-        resident = OptimizerShard(unit, (0, 0), torch.empty(0), "cpu")
-        outside = OffloadedBuckets(self._stepper, 0, buckets, [None] * len(buckets))
-        self._shard = OffloadedShard(resident, outside, StepRule(unit, numel, "cpu"), None)
+        rule = StepRule(unit, numel, "cpu", SeparateMasters())
+        resident, outside = (
+            OptimizerShard(rule, (0, 0), torch.empty(0)),
+            OffloadedBuckets(self._stepper, 0, buckets, {}),
+        )
+        self._shard = OffloadedShard(resident, outside, rule, {})
         self._gradient, self._weight = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
 
     def pass_through(self) -> None:

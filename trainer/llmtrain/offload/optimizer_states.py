@@ -13,7 +13,7 @@ from llmtrain.offload.states import FileStates, HostStates, StateStore
 from llmtrain.offload.stepper import Stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.plan.offload import Bucket, Offload, largest
-from llmtrain.sharding.optimizer_shard import OptimizerShard, StepRule
+from llmtrain.sharding.optimizer_shard import OptimizerShard
 from llmtrain.sharding.unit import ShardedUnit
 
 
@@ -49,7 +49,8 @@ class OffloadedStates:
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
         self._memory = host_zeros(sum(sizes), dtype, pinned=device.type != "cpu")
         parts = zip(self._memory.split(sizes), buckets, strict=True)
-        self._spare = [part if bucket.spare else None for part, bucket in parts]
+        # By number of each bucket that is stepped ahead: memory for its weights.
+        self._spare = {number: part for number, (part, bucket) in enumerate(parts) if bucket.spare}
 
     def take(self, unit: ShardedUnit, shards: Mapping[str, Tensor]) -> None:
         """Move a part of a new unit's optimizer states there. shards: weight shards in the host's memory, by unit."""
@@ -58,17 +59,17 @@ class OffloadedStates:
             return
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
         unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
-        offloaded = OffloadedBuckets(self.stepper, own[0], buckets, self._spare[own[0] : own[-1] + 1], unit.at_rest)
+        offloaded = OffloadedBuckets(self.stepper, own[0], buckets, self._spare, unit.at_rest)
         (start, end), first_offloaded = before.held, before.held[0] + buckets[0].start
-        together = unit.masters_are_weights
-        masters = before.read("master", start, end)
-        stays = masters[: first_offloaded - start]
-        resident = OptimizerShard(
-            unit.spec, (start, first_offloaded), stays if together else stays.clone(), unit.hops.placement.backend
-        )
-        rule = StepRule(unit.spec, end, self._offload.backend)
-        unit.optimizer = OffloadedShard(resident, offloaded, rule, masters if together else None)
-        if not together:
+        rules = unit.step_rule(first_offloaded, unit.hops.placement.backend), unit.step_rule(end, self._offload.backend)
+        if unit.masters_are_weights:
+            masters = unit.owned_weight
+            resident = OptimizerShard(rules[0], (start, first_offloaded), masters[: first_offloaded - start])
+            unit.optimizer = OffloadedShard(resident, offloaded, rules[1], {"master": masters})
+        else:
+            masters = before.read("master", start, end)
+            resident = OptimizerShard(rules[0], (start, first_offloaded), masters[: first_offloaded - start].clone())
+            unit.optimizer = OffloadedShard(resident, offloaded, rules[1], {})
             unit.optimizer.write("master", first_offloaded, masters[first_offloaded - start :])
 
     def close(self) -> None:

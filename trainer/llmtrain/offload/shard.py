@@ -1,6 +1,6 @@
 """The optimizer states of one unit on this rank, of which a part rests outside of the memory that computes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,22 +8,23 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.offload.staging import BucketStep
+from llmtrain.offload.copies import recorded
+from llmtrain.offload.staging import BucketStep, StepAhead
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
-from llmtrain.sharding.optimizer_shard import STATES, OptimizerShard, Range, StepRule
+from llmtrain.sharding.optimizer_shard import OptimizerShard, Range, StepRule
 
 
 @dataclass(frozen=True)
 class OffloadedBuckets:
     """The buckets of one unit. stepper: steps them, and knows where their states are. first: number of the first of
-    them. spare: for each, memory for the weights of a step ahead, or None if it is not stepped ahead. at_rest: the
-    unit's weight shard in the host's memory, if steps write it there; None if they write the `weight` that they get."""
+    them. spare: by number of each bucket that is stepped ahead, memory for the weights. at_rest: the unit's weight
+    shard in the host's memory, if steps write it there; None if they write the `weight` that they get."""
 
     stepper: Stepper
     first: int
     buckets: Sequence[Bucket]
-    spare: Sequence[Tensor | None]
+    spare: Mapping[int, Tensor]
     at_rest: Tensor | None = None
 
 
@@ -31,32 +32,32 @@ class OffloadedShard:
     """Optimizer states with the interface of `OptimizerShard`: the first elements are resident in the memory that
     computes, the others are in offloaded buckets, which threads step.
 
-    resident: the states that stay. rule: how the buckets are stepped. masters: fp32 `[n]`, the masters of all elements,
-    if they are the weights themselves; else None, and the buckets have theirs.
+    resident: the states that stay. rule: how the buckets are stepped. in_weights: states of all elements that are the
+    weights themselves, fp32 `[n]` by name: the masters, or none.
     """
 
     def __init__(
-        self, resident: OptimizerShard, offloaded: OffloadedBuckets, rule: StepRule, masters: Tensor | None
+        self, resident: OptimizerShard, offloaded: OffloadedBuckets, rule: StepRule, in_weights: Mapping[str, Tensor]
     ) -> None:
         start = resident.held[0]
         self.held = (start, start + offloaded.buckets[-1].end)
-        self._resident, self._offloaded, self._rule, self._masters = resident, offloaded, rule, masters
-        self._names = STATES if masters is None else STATES[1:]
+        self._resident, self._offloaded, self._rule, self._in_weights = resident, offloaded, rule, in_weights
         # The ticket of the newest range. A step in ranges is done by one thread in order, so the earlier ranges are
         # done before it.
         self._stepped: StepTicket | None = None
 
-    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+    def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """See `OptimizerStates.step_ahead`."""
-        works = self._works(self.held, gradient, weight)
-        self._offloaded.stepper.step_ahead([work for work in works if work.spare is not None])
+        spare = self._offloaded.spare
+        works = [work for work in self._works(self.held, gradient, weight) if work.bucket in spare]
+        self._offloaded.stepper.step_ahead([StepAhead(work, spare[work.bucket]) for work in works])
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> StepTicket:
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> StepTicket:
         """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
-        self._stepped = ticket = self._offloaded.stepper.step(self._works(within, gradient, weight))
+        self._stepped = ticket = self._offloaded.stepper.step(self._works(within, gradient, weight), numbers)
         for start, end in _common(self._resident.held, within):
             own = slice(start - within[0], end - within[0])
-            self._resident.step((start, end), gradient[own], numbers, None if weight is None else weight[own])
+            self._resident.step((start, end), gradient[own], numbers, weight[own])
         return ticket
 
     def read(self, name: str, start: int, end: int) -> Tensor:
@@ -64,10 +65,10 @@ class OffloadedShard:
         if self._stepped is not None:
             # Other units may still be stepped: their buckets, in which this reads nothing, are not waited for.
             self._stepped.wait()
-        if name == "master" and self._masters is not None:
-            return self._masters[start - self.held[0] : end - self.held[0]]
+        if name in self._in_weights:
+            return self._in_weights[name][start - self.held[0] : end - self.held[0]]
         reads = [partial(self._resident.read, name, *part) for part in _common(self._resident.held, (start, end))]
-        states, state = self._offloaded.stepper.states, self._names.index(name)
+        states, state = self._offloaded.stepper.states, self._rule.masters.names.index(name)
         reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
         if len(reads) == 1:
             return reads[0]()
@@ -83,55 +84,47 @@ class OffloadedShard:
         """See `OptimizerShard.write`."""
         end = start + values.numel()
         self._offloaded.stepper.finish()
-        if name == "master" and self._masters is not None:
-            self._masters[start - self.held[0] : end - self.held[0]].copy_(values)
+        if name in self._in_weights:
+            self._in_weights[name][start - self.held[0] : end - self.held[0]].copy_(values)
             return
         for first, last in _common(self._resident.held, (start, end)):
             self._resident.write(name, first, values[first - start : last - start])
         for number, part, own in self._parts(start, end):
-            self._offloaded.stepper.states.write(number, self._names.index(name), part[0], values[own])
+            self._offloaded.stepper.states.write(number, self._rule.masters.names.index(name), part[0], values[own])
 
     def use_masters(self, masters: Tensor) -> None:
         """See `OptimizerShard.use_masters`."""
-        self._masters = masters
+        self._in_weights = {"master": masters}
         self._resident.use_masters(masters[: self._resident.held[1] - self.held[0]])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the resident states, and of masters that are weights."""
-        held = 0 if self._masters is None else self._masters[self._resident.held[1] - self.held[0] :].nbytes
-        return self._resident.nbytes + held
+        offloaded = slice(self._resident.held[1] - self.held[0], None)
+        return self._resident.nbytes + sum(state[offloaded].nbytes for state in self._in_weights.values())
 
     @property
     def read_late(self) -> bool:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
-    def _works(self, within: Range, gradient: Tensor, weight: Tensor | None) -> list[BucketStep]:
-        on_gpu = gradient.is_cuda or (weight is not None and weight.is_cuda)
-        computed = torch.cuda.current_stream().record_event() if on_gpu else None
+    def _works(self, within: Range, gradient: Tensor, weight: Tensor) -> list[BucketStep]:
+        computed = recorded(gradient.is_cuda or weight.is_cuda)
         if self._offloaded.at_rest is not None:
             weight = self._offloaded.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
-        found = []
-        for number, part, own in self._parts(*within):
-            bucket = self._offloaded.buckets[number - self._offloaded.first]
-            start, end = within[0] + own.start, within[0] + own.stop
-            masters = None if self._masters is None else self._masters[start - self.held[0] : end - self.held[0]]
-            found.append(
-                BucketStep(
-                    bucket=number,
-                    part=slice(*part),
-                    last=part[1] == bucket.numel,
-                    within=(start, end),
-                    rule=self._rule,
-                    gradient=gradient[own],
-                    weight=None if weight is None else weight[own],
-                    masters=masters,
-                    spare=self._offloaded.spare[number - self._offloaded.first],
-                    computed=computed,
-                )
+        return [
+            BucketStep(
+                bucket=number,
+                part=slice(*part),
+                last=part[1] == self._offloaded.buckets[number - self._offloaded.first].numel,
+                within=(within[0] + own.start, within[0] + own.stop),
+                rule=self._rule,
+                gradient=gradient[own],
+                weight=weight[own],
+                computed=computed,
             )
-        return found
+            for number, part, own in self._parts(*within)
+        ]
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the

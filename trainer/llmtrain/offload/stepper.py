@@ -12,7 +12,8 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import on_this_device
-from llmtrain.offload.staging import BucketStep, CopyEvent, Staging
+from llmtrain.offload.copies import Event
+from llmtrain.offload.staging import BucketStep, Staging, StepAhead
 from llmtrain.offload.states import StateStore
 
 
@@ -29,44 +30,72 @@ class StepTicket:
     weights of the others."""
 
     def __init__(self, stepper: "Stepper", left: int) -> None:
-        self._stepper, self.left, self.events = stepper, left, list[torch.cuda.Event]()
+        self._stepper, self.left, self.events = stepper, left, list[Event]()
 
     def wait(self) -> None:
         """Let nothing that this thread computes next start before the weights are there. Raises what a step raised."""
         self._stepper.wait_until(lambda: not self.left)
         for event in self.events:
-            torch.cuda.current_stream().wait_event(event)
+            event.wait()
 
-    def done(self, event: CopyEvent) -> None:
+    def done(self, event: Event) -> None:
         """Report a bucket."""
         self.left -= 1
-        if event is not None:
-            self.events.append(event)
+        self.events.append(event)
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """numbers: AdamW's numbers of its step. A step ahead may run when the next step has begun."""
+class _Step:
+    """A step of a bucket, or of a part of one."""
 
-    do: Do
     work: BucketStep
     numbers: AdamWStep
-    ticket: StepTicket | None = None
+    ticket: StepTicket
+    do = Do.STEP
+
+
+@dataclass(frozen=True, eq=False)
+class _Commit:
+    """ahead: with the work of the step, which has the memory of the weights."""
+
+    ahead: StepAhead
+    ticket: StepTicket
+    do = Do.COMMIT
+
+    @property
+    def bucket(self) -> int:
+        """Number of the bucket."""
+        return self.ahead.work.bucket
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """numbers: AdamW's numbers of its step. It may run when the next step has begun. done: whether it has run."""
+
+    ahead: StepAhead
+    numbers: AdamWStep
+    done: bool = False
+    do = Do.AHEAD
+
+    @property
+    def work(self) -> BucketStep:
+        """What is stepped ahead."""
+        return self.ahead.work
 
 
 @dataclass
 class _Queue:
     """What is to be done. ahead: by unit, in the order in which their gradients arrived. final, commits: in order;
-    steps, and commits of steps ahead. stepped_ahead: whether a step ahead is done, by bucket. left: jobs of both that
-    are not done."""
+    steps, and commits of steps ahead. stepped_ahead: steps ahead that have been taken out, by bucket. left: jobs of
+    `final` and `commits` that are not done."""
 
-    ahead: list[deque[_Job]] = field(default_factory=list)
-    final: deque[_Job] = field(default_factory=deque)
-    commits: deque[_Job] = field(default_factory=deque)
-    stepped_ahead: dict[int, bool] = field(default_factory=dict)
+    ahead: list[deque[_Ahead]] = field(default_factory=list)
+    final: deque[_Step] = field(default_factory=deque)
+    commits: deque[_Commit] = field(default_factory=deque)
+    stepped_ahead: dict[int, _Ahead] = field(default_factory=dict)
     left: int = 0
 
-    def next(self) -> _Job | None:
+    def next(self) -> _Step | _Ahead | None:
         """Take out the next job: the first final one; else, of the unit whose gradients arrived last."""
         if self.final:
             return self.final.popleft()
@@ -75,8 +104,21 @@ class _Queue:
         job = self.ahead[-1].popleft()
         if not self.ahead[-1]:
             self.ahead.pop()
-        self.stepped_ahead[job.work.bucket] = False
+        self.stepped_ahead[job.work.bucket] = job
         return job
+
+    def add(self, work: BucketStep, numbers: AdamWStep, ticket: StepTicket) -> None:
+        """Add a step, or let the step ahead of its bucket count."""
+        if work.bucket in self.stepped_ahead:
+            self.commits.append(_Commit(replace(self.stepped_ahead[work.bucket].ahead, work=work), ticket))
+        else:
+            self.final.append(_Step(work, numbers, ticket))
+        self.left += 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether no step ahead runs."""
+        return all(job.done for job in self.stepped_ahead.values())
 
 
 class Stepper:
@@ -98,9 +140,8 @@ class Stepper:
         self.done, self.waited = Counter[Do](), 0.0
         self._main = threading.get_ident()
         self._queue, self._changed = _Queue(), threading.Condition()
-        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
+        self._taken: dict[int, Tensor] = {}
         self._ahead_numbers: AdamWStep | None = None
-        self._numbers: AdamWStep | None = None
         self._failure: BaseException | None = None
         self._closed = False
         fetched = overlap if len(stagings) == 1 else 0
@@ -118,12 +159,12 @@ class Stepper:
         with self._changed:
             self._ahead_numbers = numbers
 
-    def step_ahead(self, works: Sequence[BucketStep]) -> None:
+    def step_ahead(self, buckets: Sequence[StepAhead]) -> None:
         """Step buckets into their spare memory, some time. All threads may call this."""
         with self._changed:
             numbers = self._ahead_numbers
-            if works and numbers is not None:
-                self._queue.ahead.append(deque(_Job(Do.AHEAD, work, numbers) for work in works))
+            if buckets and numbers is not None:
+                self._queue.ahead.append(deque(_Ahead(one, numbers) for one in buckets))
                 self._changed.notify_all()
 
     def decide(self, numbers: AdamWStep | None) -> None:
@@ -132,22 +173,17 @@ class Stepper:
         with self._changed:
             queue, before = self._queue, self._ahead_numbers
             queue.ahead.clear()
-            self._numbers = numbers
-            if self._numbers is None or before is None or not _same(before, self._numbers):
+            if numbers is None or before is None or not _same(before, numbers):
                 # A step under way reads the gradients, which change soon.
-                self._wait(lambda: all(queue.stepped_ahead.values()))
+                self._wait(lambda: queue.settled)
                 queue.stepped_ahead.clear()
 
-    def step(self, works: Sequence[BucketStep]) -> StepTicket:
-        """Step the buckets of a unit, or let their steps ahead count."""
+    def step(self, works: Sequence[BucketStep], numbers: AdamWStep) -> StepTicket:
+        """Step the buckets of a unit, or let their steps ahead count. numbers: those that were decided."""
         ticket = StepTicket(self, len(works))
         with self._changed:
-            assert self._numbers is not None
             for work in works:
-                do = Do.COMMIT if work.bucket in self._queue.stepped_ahead else Do.STEP
-                jobs = self._queue.commits if do is Do.COMMIT else self._queue.final
-                jobs.append(_Job(do, work, self._numbers, ticket))
-            self._queue.left += len(works)
+                self._queue.add(work, numbers, ticket)
             self._changed.notify_all()
         return ticket
 
@@ -185,23 +221,24 @@ class Stepper:
     def _run(self, staging: Staging, fetched: int) -> None:
         # Every thread has this setting of its own.
         torch.set_grad_enabled(False)
-        entered = deque[_Job]()
+        entered = deque[_Step | _Ahead]()
         try:
             while self._enter(entered, fetched):
                 job = entered.popleft()
-                event = self._do(job, staging)
-                with self._changed:
-                    self._done(job, event)
+                if isinstance(job, _Step):
+                    self._step(job, staging)
+                else:
+                    self._step_ahead(job, staging)
         except BaseException as error:
             self._fail(error)
 
-    def _enter(self, entered: deque[_Job], fetched: int) -> bool:
+    def _enter(self, entered: deque[_Step | _Ahead], fetched: int) -> bool:
         """Wait for a job, and begin to fetch as many others. Return whether there is one."""
         with self._changed:
             self._changed.wait_for(lambda: entered or self._queue.final or self._queue.ahead or self._closed)
             if self._closed or self._failure is not None:
                 return False
-            new = list[_Job]()
+            new = list[_Step | _Ahead]()
             while len(entered) + len(new) <= fetched and (job := self._queue.next()) is not None:
                 new.append(job)
                 self.observe(job.do, job.work.bucket)
@@ -211,42 +248,52 @@ class Stepper:
         entered.extend(new)
         return True
 
-    def _do(self, job: _Job, staging: Staging) -> CopyEvent:
-        ahead = job.do is Do.AHEAD
+    def _step(self, job: _Step, staging: Staging) -> None:
         work = job.work
         if not work.part.start:
-            self._taken[work.bucket] = self.states.take(work.bucket, ahead)
-        old, new = self._taken[work.bucket]
-        event = staging.step(work, old[:, work.part], new[:, work.part], job.numbers, ahead)
+            self._taken[work.bucket], _ = self.states.take(work.bucket, False)
+        event = staging.step(work, self._taken[work.bucket][:, work.part], job.numbers)
         if work.last:
             del self._taken[work.bucket]
-            self.states.put(work.bucket, ahead)
-        return event
+            self.states.put(work.bucket, False)
+        with self._changed:
+            self._count(job.ticket, event)
+            self._done(job.do)
+
+    def _step_ahead(self, job: _Ahead, staging: Staging) -> None:
+        bucket = job.work.bucket
+        old, new = self.states.take(bucket, True)
+        staging.step_ahead(job.ahead, old, new, old is not new, job.numbers)
+        self.states.put(bucket, True)
+        with self._changed:
+            job.done = True
+            self._done(job.do)
 
     def _publish(self) -> None:
         torch.set_grad_enabled(False)
         try:
             while (job := self._next_commit()) is not None:
-                event = self._stagings[0].publish(job.work)
-                if event is not None:
-                    # One after the other: the weights of steps that are not ahead must not wait for all of these.
-                    event.synchronize()
-                self.states.commit(job.work.bucket)
+                event, bucket = self._stagings[0].publish(job.ahead), job.bucket
+                # One after the other: the weights of steps that are not ahead must not wait for all of these.
+                event.synchronize()
+                self.states.commit(bucket)
                 with self._changed:
-                    self._done(job, event)
+                    del self._queue.stepped_ahead[bucket]
+                    self._count(job.ticket, event)
+                    self._done(job.do)
         except BaseException as error:
             self._fail(error)
 
-    def _next_commit(self) -> _Job | None:
+    def _next_commit(self) -> _Commit | None:
         """Wait for a commit whose step ahead is done; return None at the end."""
         commits, stepped_ahead = self._queue.commits, self._queue.stepped_ahead
         with self._changed:
             # A thread may still step the first one.
-            self._changed.wait_for(lambda: self._closed or (commits and stepped_ahead[commits[0].work.bucket]))
+            self._changed.wait_for(lambda: self._closed or (commits and stepped_ahead[commits[0].bucket].done))
             if self._closed:
                 return None
             job = commits.popleft()
-            self.observe(job.do, job.work.bucket)
+            self.observe(job.do, job.bucket)
             return job
 
     def _fail(self, error: BaseException) -> None:
@@ -254,16 +301,13 @@ class Stepper:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def _done(self, job: _Job, event: CopyEvent) -> None:
-        self.done[job.do] += 1
+    def _count(self, ticket: StepTicket, event: Event) -> None:
+        ticket.done(event)
+        self._queue.left -= 1
+
+    def _done(self, do: Do) -> None:
+        self.done[do] += 1
         self.moving()
-        if job.do is Do.AHEAD:
-            self._queue.stepped_ahead[job.work.bucket] = True
-        elif job.do is Do.COMMIT:
-            del self._queue.stepped_ahead[job.work.bucket]
-        if job.ticket is not None:
-            job.ticket.done(event)
-            self._queue.left -= 1
         self._changed.notify_all()
 
 

@@ -1,6 +1,6 @@
 """The optimizer states of one unit on this rank, and all access to them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,12 +21,56 @@ done."""
 STATES = ("master", "m", "v")
 
 
+class Masters(Protocol):
+    """Where the fp32 masters are. names: the states that have memory of their own. in_weights: whether the masters are
+    the weights."""
+
+    names: Sequence[str]
+    in_weights: bool
+
+    def by_name(self, states: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Return all states by name. states: fp32 `[states, n]`, those of `names`. weight: `[n]`."""
+
+    def rounded(self, weight: Tensor) -> Tensor | None:
+        """Return what a kernel rounds the new masters into; None if it writes the weights as masters."""
+
+
+class SeparateMasters:
+    """Masters with memory of their own, which each step rounds into the weights."""
+
+    names: Sequence[str] = STATES
+    in_weights = False
+
+    def by_name(self, states: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """See Masters."""
+        return dict(zip(STATES, states.unbind(), strict=True))
+
+    def rounded(self, weight: Tensor) -> Tensor | None:
+        """See Masters."""
+        return weight
+
+
+class WeightsAreMasters:
+    """Masters that are the weights themselves, which are fp32."""
+
+    names: Sequence[str] = STATES[1:]
+    in_weights = True
+
+    def by_name(self, states: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """See Masters."""
+        return {"master": weight, **dict(zip(self.names, states.unbind(), strict=True))}
+
+    def rounded(self, weight: Tensor) -> Tensor | None:
+        """See Masters."""
+        return None
+
+
 class StepRule:
     """How ranges of one unit are stepped, wherever their states are. end: number of elements of the unit, with padding.
     backend: the kernel."""
 
-    def __init__(self, spec: UnitSpec, end: int, backend: str) -> None:
-        self._backend, self._decay = backend, _decay_ranges(spec, end)
+    def __init__(self, spec: UnitSpec, end: int, backend: str, masters: Masters) -> None:
+        self.masters, self._backend, self._decay = masters, backend, _decay_ranges(spec, end)
 
     def step(
         self,
@@ -34,7 +78,7 @@ class StepRule:
         within: Range,
         gradient: Tensor,
         numbers: AdamWStep,
-        weight: Tensor | None = None,
+        weight: Tensor,
         into: Mapping[str, Tensor] | None = None,
         threads: int | None = None,
     ) -> None:
@@ -45,7 +89,8 @@ class StepRule:
         after = None if into is None else (into["master"], into["m"], into["v"])
         came = to_device(gradient, master.device) if in_host_memory(gradient) else gradient
         decay = self._decay_within(*within)
-        adamw(self._backend, master, m, v, came, numbers, weight, after, threads, decay=decay)
+        rounded = self.masters.rounded(weight)
+        adamw(self._backend, master, m, v, came, numbers, rounded, after, threads, decay=decay)
 
     @property
     def changes_gradient(self) -> bool:
@@ -66,21 +111,20 @@ class OptimizerShard:
 
     read_late = False
 
-    def __init__(self, spec: UnitSpec, held: Range, masters: Tensor, backend: str) -> None:
+    def __init__(self, rule: StepRule, held: Range, masters: Tensor) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
-        their own. backend: the kernel that steps them."""
-        self.held = held
-        self._rule = StepRule(spec, held[1], backend)
+        their own, as the rule has it."""
+        self.held, self._rule = held, rule
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
-    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+    def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Do nothing: resident states are stepped when the norm is known."""
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> None:
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> None:
         """Step a range with its gradient, `[n]`, fp32 or of the weights' dtype, which may change. Return None.
 
         numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
-        the rounded masters; None if the masters are the weights.
+        the rounded masters, or is the masters.
         """
         states = {name: self._at(name, *within) for name in STATES}
         self._rule.step(states, within, gradient, numbers, weight)
@@ -111,14 +155,14 @@ class OptimizerStates(Protocol):
 
     held: Range
 
-    def step_ahead(self, gradient: Tensor, weight: Tensor | None = None) -> None:
+    def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Start to step what may be stepped before the gradients' norm is known.
 
         gradient: `[end - start]`, as for `step`; it must be complete, and must not change until `step` or until the
         step is skipped. weight: as for `step`; only `step` changes it.
         """
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None = None) -> Ticket | None:
+    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> Ticket | None:
         """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of
         the step, which reads the gradient and writes the weight until it is done; None if it is done already."""
 

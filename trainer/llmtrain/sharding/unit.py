@@ -15,7 +15,15 @@ from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
-from llmtrain.sharding.optimizer_shard import OptimizerShard, OptimizerStates, Range, StepRange
+from llmtrain.sharding.optimizer_shard import (
+    OptimizerShard,
+    OptimizerStates,
+    Range,
+    SeparateMasters,
+    StepRange,
+    StepRule,
+    WeightsAreMasters,
+)
 from llmtrain.sharding.parameters import UnitParameters
 
 # Elements of masters in files that are read at the same time.
@@ -66,7 +74,8 @@ class ShardedUnit:
         drawn = min(end, spec.numel)
         if drawn > start:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
-        self.optimizer: OptimizerStates = OptimizerShard(spec, ranges.optimizer, masters, hops.placement.backend)
+        rule = self.step_rule(end, hops.placement.backend)
+        self.optimizer: OptimizerStates = OptimizerShard(rule, ranges.optimizer, masters)
         self.parameters = UnitParameters(spec, module, self.weight, held == ranges.padded)
         self.at_rest: Tensor | None = None
         if held:
@@ -110,19 +119,19 @@ class ShardedUnit:
 
     def step_ahead(self) -> None:
         """Start to step what may be stepped before the norm of the gradients is known: `owned_gradient` is complete."""
-        self.optimizer.step_ahead(self.owned_gradient, self._stepped_weight)
+        self.optimizer.step_ahead(self.owned_gradient, self.owned_weight)
 
     def step(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None] | None = None) -> Ticket | None:
         """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
         done. by_ranges: steps consecutive ranges with offloaded gradients; None: the gradient is `owned_gradient`."""
-        weight, offset = self._stepped_weight, self.ranges.optimizer[0]
+        weight, offset = self.owned_weight, self.ranges.optimizer[0]
         if by_ranges is None:
             return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
         tickets = list[Ticket]()
 
         def step_range(within: Range, gradient: Tensor) -> Ticket | None:
-            rounded = None if weight is None else weight[within[0] - offset : within[1] - offset]
-            ticket = self.optimizer.step(within, gradient, numbers, rounded)
+            own = weight[within[0] - offset : within[1] - offset]
+            ticket = self.optimizer.step(within, gradient, numbers, own)
             tickets.extend([] if ticket is None else [ticket])
             return ticket
 
@@ -148,14 +157,13 @@ class ShardedUnit:
         return self.weight.nbytes + self.gradient.nbytes + self.optimizer.nbytes - shared
 
     @property
-    def _stepped_weight(self) -> Tensor | None:
-        """The weights that a step writes in addition to the masters; None if the masters are the weights."""
-        return None if self.masters_are_weights else self.owned_weight
-
-    @property
     def masters_are_weights(self) -> bool:
         """Whether the fp32 masters are the weights themselves."""
         return self.hops.placement.masters == "weights"
+
+    def step_rule(self, end: int, backend: str) -> StepRule:
+        """Return how ranges of the unit up to element `end` are stepped. backend: the kernel."""
+        return StepRule(self.spec, end, backend, WeightsAreMasters() if self.masters_are_weights else SeparateMasters())
 
 
 def unsharded_unit(
