@@ -28,9 +28,10 @@ from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.record import decisions
 from llmtrain.plan.states import most_states
 from llmtrain.plan.view import PlanView, view_recipe
-from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.load import load_recipe, parse_recipe
 
 RECIPE = """
 model: {family: gpt2, layers: 2, hidden: 64, heads: 2, vocab: 512}
@@ -302,8 +303,10 @@ def test_the_least_share_that_fits_leaves(tier: str, device: str | None, tmp_pat
 def test_nothing_is_decided_where_nothing_leaves(tmp_path: Path) -> None:
     cluster = "cluster={accelerator: {name: A100-80GB, memory: 80GB}, node: {ranks: 2}}"
     plan = planned_on(tmp_path, cluster)
-    assert plan.record["offload"]["share"] == "auto"
-    assert advice(plan) == []
+    assert plan.record["offload"]["share"] == 0
+    for given in (load_recipe(str(tmp_path / "r.yaml"), [cluster]), parse_recipe(dict(plan.record))):
+        assert advice(given, plan) == []
+        assert [line for line in decisions(given, plan.record) if line.startswith("offload")] == []
 
 
 def test_all_leave_where_no_memory_is_stated(tmp_path: Path) -> None:

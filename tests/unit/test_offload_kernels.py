@@ -60,6 +60,17 @@ def test_a_run_is_refused() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(("keys", "said"), [((), True), (("train.attention=torch",), False)])
+def test_a_dry_run_on_a_gpu_names_what_is_timed(
+    keys: tuple[str, ...], said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "_gpus", lambda place: 1)
+    start.start("r.yaml", [*keys], 1, dry_run=True)
+    output = capsys.readouterr().out
+    assert ("the run times kernels of attention at its start" in output) is said
+    assert "attention: torch" in output
+
+
 @pytest.mark.usefixtures("_no_compiler")
 @pytest.mark.parametrize(("keys", "refused"), [(HOST, True), ((*HOST, "offload.step=device"), False), ((), False)])
 def test_a_dry_run_on_a_gpu_says_so(

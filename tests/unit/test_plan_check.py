@@ -79,7 +79,7 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_keys_that_have_no_effect_are_told(overrides: list[str], said: str | None) -> None:
     given = recipe("parallel.pipeline=2", "train.microbatch=1", *overrides)
-    found = advice(make_plan(given, Facts(world=4, device="cpu", cluster=given_cluster(given.cluster))))
+    found = advice(given, make_plan(given, Facts(world=4, device="cpu", cluster=given_cluster(given.cluster))))
     assert [sentence for sentence in found if said and sentence.startswith(said)] == found
     assert len(found) == (said is not None)
 

@@ -2,26 +2,25 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.model.layers import Attention
-from llmtrain.plan.facts import Facts
+from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.prepare import check_and_plan
-from llmtrain.plan.record import with_attention
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.start import run as start
 from llmtrain.training import attention
-from llmtrain.training.attention import choose, recorded, with_kernel
+from llmtrain.training.attention import choose, quickest, recorded, take_planned
 from llmtrain.training.build import build
 from llmtrain.training.run_folder import write_record
 from llmtrain_kernels.attention import op
@@ -100,11 +99,12 @@ def test_a_resumed_run_keeps_the_kernel_of_its_record() -> None:
     folder = Path(made.logging.dir) / made.name
     folder.mkdir(parents=True)
     assert recorded(folder) == ""
-    write_record(folder, made)
-    # As made for a CPU, or before it is measured.
-    assert recorded(folder) == "auto"
+    # As a CPU writes it, and as earlier versions did.
+    write_record(folder, plan(facts=Facts(world=1, device="cpu")))
     assert choose(made, KERNELS, main([]), timed(torch=2.0, cudnn=1.0))[0] == "cudnn"
-    write_record(folder, with_attention(made, "cudnn"))
+    (folder / "recipe.resolved.yaml").write_text("train: {attention: auto}")
+    assert choose(made, KERNELS, main([]), timed(torch=2.0, cudnn=1.0))[0] == "cudnn"
+    write_record(folder, plan(facts=replace(GPU, attention="cudnn")))
     assert choose(made, KERNELS, main([]), untimed) == ("cudnn", [])
     # It can no longer be taken.
     assert choose(made, ("torch", "flash-attn-2"), main([]), timed(torch=1.0, flash_attn_2=2.0))[0] == "torch"
@@ -117,7 +117,7 @@ def test_a_record_that_is_damaged_names_no_kernel(record: str) -> None:
 
 
 def test_the_record_of_a_measured_plan_makes_it_again() -> None:
-    made = with_attention(plan(), "cudnn")
+    made = plan(facts=replace(GPU, attention="cudnn"))
     assert (made.training.attention, made.record["train"]["attention"]) == ("cudnn", "cudnn")
     Path("again.yaml").write_text(RECIPE.replace("microbatch: 2", "microbatch: 2, attention: cudnn"))
     again = make_plan(load_recipe("again.yaml", ["name=tiny"]), GPU)
@@ -137,34 +137,30 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_auto_times_what_is_installed_for_all_ranks(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Kernel] = []
     monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: asked.append(kernel) or len(asked))
-    made, sentences = with_kernel(plan(), "auto", main([], [[1, 1, 0, 1]]))
+    kernel, sentences = quickest(plan(), main([], [[1, 1, 0, 1]]))
     assert asked == ["torch", "cudnn"]
     assert len(sentences) == 1
-    assert (made.training.attention, taken) == ("torch", ["torch"])
+    assert (kernel, taken) == ("torch", [])
 
 
-@pytest.mark.parametrize("keys", [("precision.compute=fp32",), ("train.attention=cudnn",)])
-def test_nothing_is_timed_without_a_choice(
-    keys: tuple[str, ...], taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("taken")
+def test_nothing_is_timed_without_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: untimed(kernel))
-    made = plan(*keys)
-    assert with_kernel(made, recipe(*keys).train.attention, main([])) == (made, [])
-    assert taken == [made.training.attention]
+    assert quickest(plan("precision.compute=fp32"), main([])) == ("torch", [])
 
 
-def test_deterministic_runs_time_deterministic_kernels(taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "kernels"), [("cuda", ["cudnn"]), ("cpu", [])])
+def test_a_process_takes_the_kernel_of_its_plan(device: Device, kernels: list[str], taken: list[str]) -> None:
+    take_planned(plan("train.attention=cudnn", facts=Facts(world=1, device=device)))
+    assert taken == kernels
+
+
+@pytest.mark.usefixtures("taken")
+def test_deterministic_runs_time_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Kernel] = []
     monkeypatch.setattr(attention, "_seconds", lambda plan, kernel, device: asked.append(kernel) or 1.0)
-    with_kernel(plan("train.deterministic=true"), "auto", main([]))
+    quickest(plan("train.deterministic=true"), main([]))
     assert asked == ["torch", "flash-attn-2"]
-
-
-def test_a_cpu_times_nothing(taken: list[str]) -> None:
-    made = plan(facts=Facts(world=1, device="cpu"))
-    ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), CPU)
-    assert with_kernel(made, "auto", ranks) == (made, [])
-    assert (taken, made.record["train"]["attention"]) == ([], "auto")
 
 
 def test_the_timer_runs_the_shapes_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +243,7 @@ def test_packages_are_called(kernel: Kernel, with_normalizers: bool, monkeypatch
 
 
 def test_each_block_of_a_run_has_the_plans_kernel() -> None:
-    made = with_attention(plan(facts=Facts(world=1, device="cpu")), "flash-attn-2")
+    made = plan("train.attention=flash-attn-2", facts=Facts(world=1, device="cpu"))
     parts = build(made, Ranks(0, 0, made.grid, CPU), lambda calls: None)
     kernels = [one.kernel for one in parts.model.modules() if isinstance(one, Attention)]
     parts.close()

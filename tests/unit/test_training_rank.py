@@ -112,6 +112,52 @@ def test_stated_cores_set_the_threads_on_a_gpu(stated: int, threads: int, machin
     assert rank._take_threads(GPU, ranks(2), None) == torch.get_num_threads() == threads
 
 
+TINY = "model: {layers: 2, hidden: 32, heads: 4, vocab: 64}\ndata: {path: set, sequence_length: 16}\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernel", "layers", "said"),
+    [
+        ([], "cudnn", (1, 3), ["speeds", "kernels"]),
+        (["train.attention=flash-attn-2"], "flash-attn-2", (1, 3), ["speeds"]),
+        (["pipeline.split=uniform"], "cudnn", (2, 2), ["kernels"]),
+        (["pipeline.split=uniform", "train.attention=torch"], "torch", (2, 2), []),
+    ],
+)
+def test_what_ranks_measure_makes_a_new_plan(
+    keys: list[str],
+    kernel: str,
+    layers: tuple[int, ...],
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record says what was measured, and what the recipe says is not measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank, "measure", lambda plan, ranks: ((0.5, 1.0), "speeds"))
+    monkeypatch.setattr(rank, "quickest", lambda plan, ranks: ("cudnn", ["kernels"]))
+    write_corpus(Path("set"), 100)
+    Path("tiny.yaml").write_text(TINY)
+    keys = ["model.family=gpt2", "model.layers=4", "parallel.pipeline=2", "train.global_batch=8", *keys]
+    recipe, facts = load_recipe("tiny.yaml", keys), Facts(world=2, device="cuda", ranks_per_node=1)
+    plan = check_and_plan(recipe, facts)
+    made, sentences = rank.as_measured(open_choices(recipe), plan, facts, cast(Ranks, None))
+    assert sentences == said
+    assert (made.training.attention, made.pipeline.layers) == (kernel, layers)
+    assert (made.record["train"]["attention"], made.record["pipeline"]["split"]) == (kernel, list(layers))
+    assert (made is plan) is (said == [])
+
+
+def test_a_cpu_times_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(rank, "quickest")
+    write_corpus(Path("set"), 100)
+    Path("tiny.yaml").write_text(TINY)
+    recipe, facts = load_recipe("tiny.yaml", ["model.family=gpt2"]), Facts(world=1, device="cpu")
+    plan = check_and_plan(recipe, facts)
+    assert rank.as_measured(open_choices(recipe), plan, facts, cast(Ranks, None)) == (plan, [])
+
+
 @pytest.fixture
 def _any_kernels() -> Iterator[None]:
     """Let later tests take all kernels again."""
@@ -131,9 +177,7 @@ def test_deterministic_kernels_change_no_bit_on_cpus(
     monkeypatch.setattr(rank, "restore_handlers", lambda: None)
     write_corpus(Path("set"), 100)
     keys = [f"model.family={family}", "train.steps=3", "train.eval_every=3", "optimizer.warmup=1", "logging.every=1"]
-    Path("tiny.yaml").write_text(
-        "model: {layers: 2, hidden: 32, heads: 4, vocab: 64}\ndata: {path: set, sequence_length: 16}\n"
-    )
+    Path("tiny.yaml").write_text(TINY)
     curves = {}
     for deterministic in (False, True):
         recipe = load_recipe("tiny.yaml", [f"name=run-{deterministic}", f"train.deterministic={deterministic}", *keys])

@@ -15,9 +15,11 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.training.attention import with_kernel
+from llmtrain.start.run import open_choices
+from llmtrain.training.attention import take_planned
 from llmtrain.training.collector import freeze
 from llmtrain.training.loop import train_step
+from llmtrain.training.rank import as_measured
 from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import start_states
 
@@ -35,9 +37,11 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
     set_gpu_variables(1)
     ranks = connect(Layout({Axis.DATA: 1}))
     given = load_recipe(recipe, keys)
-    plan = check_and_plan(given, Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda"))
+    facts = Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda")
+    plan = check_and_plan(given, facts)
     ranks = ranks.on_grid(plan.grid, plan.tiers)
-    plan, _ = with_kernel(plan, given.train.attention, ranks)
+    plan, _ = as_measured(open_choices(given), plan, facts, ranks)
+    take_planned(plan)
     with open_run(plan, ranks, StopRequest()) as run:
         start_states(run)
         run.log.start(run.progress.step, [], run.progress.tokens)

@@ -56,7 +56,7 @@ def read_recipe(case: Case) -> None:
     plan = check_and_plan(recipe, facts)
     to_yaml(plan.record)
     decisions(recipe, plan.record)
-    advice(plan)
+    advice(recipe, plan)
 
 
 def read_cluster(case: Case) -> None:

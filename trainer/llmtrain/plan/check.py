@@ -19,6 +19,7 @@ from llmtrain.model.presets import PRESETS
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.gradient_dtype import gradient_dtype_problem
+from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resident_check import resident_problem
@@ -129,17 +130,17 @@ def check(plan: Plan, facts: Facts) -> None:
         raise BadInputError(problem)
 
 
-def advice(plan: Plan) -> list[str]:
-    """Return a sentence for each setting that is allowed, but is likely a mistake."""
+def advice(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return a sentence for each setting that is allowed, but is likely a mistake. plan: of the recipe."""
     schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
     if schedule.ranks > 1:
         sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
         warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
-    return [*found, *_unused(plan), *_without_effect(plan)]
+    return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
 
 
-def _unused(plan: Plan) -> Iterator[str]:
+def _unused(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield a sentence for each number or name that is set, but that one other key leaves without use."""
     schedule, compute = plan.optimizer.schedule, plan.compute
     decays = f"optimizer.schedule is {schedule}"
@@ -167,7 +168,7 @@ def _unused(plan: Plan) -> Iterator[str]:
     )
     for key, default, why in keys:
         section, _, name = key.partition(".")
-        value = plan.record[section][name]
+        value = getattr(getattr(recipe, section), name)
         if why is not None and value != default:
             yield f"{key} is {value}, but {why}, so that it has no effect; leave it out"
     if plan.cluster is not None and plan.cluster.between is not None and len(plan.cluster.clusters) < 2:
@@ -175,7 +176,7 @@ def _unused(plan: Plan) -> Iterator[str]:
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each key that is set, but has no effect with the others as they are."""
+    """Yield a sentence for each decision that has no effect with the others as they are."""
     pipeline, stages, spikes, sharding = plan.pipeline, plan.pipeline.schedule.ranks, plan.spikes, plan.sharding
     if spikes.action != "skip" and not spikes.threshold:
         yield f"on_spike.action is {spikes.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
@@ -184,22 +185,6 @@ def _without_effect(plan: Plan) -> Iterator[str]:
         yield (
             f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
             "out, or set pipeline.schedule to message-driven"
-        )
-    if plan.record["precision"]["gradients"] == "compute" and plan.compute == "fp32":
-        yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
-    offload = plan.record["offload"]
-    # Sums of gradients move in buckets too.
-    keys = (
-        ("share", "spare", "overlap")
-        if sharding.offload.gradients != "device"
-        else ("share", "spare", "bucket", "overlap")
-    )
-    given = [key for key in keys if offload[key] != "auto"]
-    unused = [f"offload.{key} is {offload[key]}" for key in given]
-    if offload["optimizer"] == "none" and unused:
-        yield (
-            f"{' and '.join(unused)}, but offload.optimizer is none, so that no optimizer states leave; set it to host "
-            "or nvme"
         )
     if sharding.offload.parameters != "device" and pipeline.name == "message-driven":
         yield (
@@ -216,6 +201,23 @@ def _without_effect(plan: Plan) -> Iterator[str]:
         yield (
             f"zero.resident is {sharding.resident}, but every rank holds all weights (zero.partition.weights is 1), so "
             "that none are gathered; leave it out, or set zero.stage to 3"
+        )
+
+
+def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each key of the recipe that is set, but of which its plan has no decision."""
+    if recipe.precision.gradients == "compute" and plan.compute == "fp32":
+        yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
+    offload, unset = recipe.offload, Offload()
+    # Sums of gradients move in buckets too.
+    buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)
+    given = {key: getattr(offload, key) for key in ("share", "spare", *buckets, "overlap")}
+    # A plan's record, read as a recipe, has the values of a plan without offload.
+    unused = [f"offload.{key} is {value}" for key, value in given.items() if value not in ("auto", getattr(unset, key))]
+    if offload.optimizer == "none" and unused:
+        yield (
+            f"{' and '.join(unused)}, but offload.optimizer is none, so that no optimizer states leave; set it to host "
+            "or nvme"
         )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from llmtrain_kernels.attention.choice import Kernel
+
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.tiers import Tier, tiers
 from llmtrain.model.config import GPTConfig
@@ -20,7 +22,8 @@ class Facts:
     and torch's FlashAttention runs on them: NVIDIA's from compute capability 8.0 on, and AMD's. cluster: the
     description that the key `cluster` names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf:
     shape of the model in `model.hf`, None without one. speeds: measured speeds of the pipeline's ranks, None where they
-    were not measured.
+    were not measured. attention: kernel that `train.attention: auto` takes: the quickest, or torch's before it is
+    measured.
     """
 
     world: int
@@ -34,6 +37,7 @@ class Facts:
     tokenizer: int | None = None
     hf: GPTConfig | None = None
     speeds: tuple[float, ...] | None = None
+    attention: Kernel = "torch"
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

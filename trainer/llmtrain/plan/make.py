@@ -93,7 +93,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         None if fitting is None else lambda zero: fitting(sharding(zero)),
     )
     recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
-    training = _training(recipe.train)
+    training = _training(recipe.train, facts)
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
     plan = Plan(
@@ -275,12 +275,12 @@ def _backend(recipe: Recipe, facts: Facts) -> Backend:
     return backend
 
 
-def _training(train: TrainConfig) -> Training:
+def _training(train: TrainConfig, facts: Facts) -> Training:
     return Training(
         steps=train.steps,
         eval_every=train.eval_every,
         eval_batches=train.eval_batches,
-        attention="torch" if train.attention == "auto" else train.attention,
+        attention=facts.attention if train.attention == "auto" else train.attention,
         compile=train.compile,
         deterministic=train.deterministic,
         max_skipped=train.max_skipped,

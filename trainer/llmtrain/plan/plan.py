@@ -121,7 +121,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Settings of the training loop. See the recipe's `train` section. attention: torch for an unmeasured auto."""
+    """Settings of the training loop. See the recipe's `train` section. attention: its kernel on GPUs."""
 
     steps: int
     eval_every: int

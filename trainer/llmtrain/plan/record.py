@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from llmtrain_kernels.attention.choice import Kernel
-
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
 from llmtrain.plan.offload import Offload
@@ -24,14 +22,20 @@ _UNUSED: dict[Family, tuple[str, ...]] = {
 }
 """Keys that do not apply to a family; they are null in a record."""
 
+_OFFLOAD = ("share", "spare", "bucket", "overlap")
+"""Keys of `offload` whose names and values in a plan are those of the recipe."""
+
 _FORMATS = {0: "none", 4: "int4", 8: "int8"}
 
 
 def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) -> dict[str, Any]:
-    """Return the recipe as plain data, with the plan's values for the keys that it leaves open."""
+    """Return the recipe as plain data, with the plan's values for the keys that it leaves open.
+
+    Two values stay auto: a `cluster` without a description, and `checkpoint.resume`, where it is a way to start.
+    """
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
-    record["train"].update(microbatch=plan.batch.microbatch)
+    record["train"].update(microbatch=plan.batch.microbatch, attention=plan.training.attention)
     record["precision"]["compute"] = plan.compute
     record["parallel"]["data"] = zero.degrees.ranks
     record["pipeline"].update(
@@ -41,23 +45,16 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     record["quantize"].update(_quantize_keys(zero))
     record["optimizer"]["backend"] = backend
     offload = plan.sharding.offload
+    given = asdict(recipe.offload)
+    record["offload"].update({key: getattr(offload, key) for key in _OFFLOAD if given[key] == "auto"})
+    record["offload"]["gradients"] = offload_of(recipe).gradients
     if offload != Offload():
         record["offload"].update(bucket=offload.bucket)
-    if recipe.offload.optimizer != "none":
-        record["offload"].update(overlap=offload.overlap, spare=offload.spare)
     if paths := offload.paths or plan.activation_offload.paths:
         record["offload"].update(paths=list(paths))
-    if recipe.offload.parameters != "none":
-        record["offload"]["gradients"] = offload_of(recipe).gradients
     if recipe.activation_checkpointing == "auto":
         record["activation_checkpointing"] = {"every": plan.recompute}
     return record
-
-
-def with_attention(plan: Plan, kernel: Kernel) -> Plan:
-    """Return a plan whose attention takes a kernel, as its record then says."""
-    record = {**plan.record, "train": {**plan.record["train"], "attention": kernel}}
-    return replace(plan, training=replace(plan.training, attention=kernel), record=record)
 
 
 def _model_keys(model: GPTConfig) -> dict[str, Any]:
@@ -79,8 +76,9 @@ def _quantize_keys(zero: ZeroSettings) -> dict[str, Any]:
 
 def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
     """Return the decisions in a plan's record, as lines `key: auto -> value`. The model's sizes share one line; so do
-    the degrees of model states, which are left out if the recipe sets none."""
+    the degrees of model states, which are left out if the recipe sets none. Keys without effect are left out."""
     old, new = dict(_flat(as_data(recipe))), dict(_flat(record))
+    idle = set(_idle(new))
     lines, sizes, sharding = [], [], []
     silent = ("model", "cluster") if recipe.parallel.pipeline > 1 else ("model", "cluster", "pipeline")
     for key, value in new.items():
@@ -89,7 +87,7 @@ def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
             sharding += [f"{name.removeprefix('partition.')}={_shown(value)}"] if old.get(key) != value else []
         elif section == "model" and old.get(key) != value and value is not None:
             sizes.append(f"{name}={_shown(value)}")
-        elif section not in silent and old.get(key) != value:
+        elif section not in silent and key not in idle and old.get(key) != value:
             # A section may take the place of a word, as {every: k} does of auto.
             given = key if key in old else key.rpartition(".")[0]
             value = value if key in old else {key.rpartition(".")[2]: value}
@@ -102,10 +100,23 @@ def decisions(recipe: Recipe, record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _idle(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a flat record that decide nothing with the others as they are."""
+    if record["train.attention"] == "torch":
+        # On CPUs, and on GPUs before kernels are timed.
+        yield "train.attention"
+    if record["offload.parameters"] == "none":
+        yield "offload.gradients"
+    if record["offload.optimizer"] == "none":
+        yield from ("offload.share", "offload.spare", "offload.overlap")
+        if record["offload.parameters"] == record["offload.gradients"] == "none":
+            yield "offload.bucket"
+
+
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the differences between the records of an earlier and a later plan, as lines `key: value -> value`. Keys
-    that only one of them has, and the cluster, are left out."""
-    old = dict(_flat(before))
+    that only one of them has, those that an earlier version left open, and the cluster, are left out."""
+    old = {key: value for key, value in _flat(before) if value != "auto"}
     found = [(key, old[key], value) for key, value in _flat(after) if key in old and old[key] != value]
     return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]
 

@@ -130,7 +130,7 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
-        advice=[*assumed(recipe, facts, plan), *advice(plan)],
+        advice=[*assumed(recipe, facts, plan), *advice(recipe, plan)],
     )
 
 

@@ -70,7 +70,7 @@ def start(
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        print_plan(plan, summary, [*advice(plan), *problems], as_json)
+        print_plan(plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *problems], as_json)
         return
     check_gpus(gpus, place, facts.world)
     set_gpu_variables(facts.world, plan.training.deterministic)
@@ -92,10 +92,10 @@ def start(
 def open_choices(recipe: Recipe) -> OpenChoices:
     """Return what a recipe leaves open until its ranks have measured."""
     return OpenChoices(
-        attention=recipe.train.attention,
+        attention=recipe.train.attention == "auto",
         split=recipe.pipeline.split == "auto",
         replan=lambda facts: check_and_plan(recipe, facts),
-        decisions=lambda plan: decisions(recipe, plan.record),
+        remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan)],
     )
 
 
@@ -150,6 +150,13 @@ def _attention_problem(plan: Plan, facts: Facts) -> str | None:
     if facts.device == "cpu" or is_installed(kernel):
         return None
     return f"train.attention is {kernel}, and this Python has no package {PACKAGES[kernel]}; install it, or set auto"
+
+
+def _untimed(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return a sentence where a run would time kernels of attention, which a dry run does not."""
+    if recipe.train.attention != "auto" or plan.device == "cpu" or plan.compute == "fp32":
+        return []
+    return ["train.attention is auto: the run times kernels of attention at its start, and this plan has torch's"]
 
 
 def _kernels_problem(plan: Plan) -> str | None:

@@ -13,7 +13,6 @@ from llmtrain.comm.device import forget_peak_memory, synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.record import with_attention
 from llmtrain.training.run_folder import read_record
 
 WARM_UP, REPEATS = 3, 10
@@ -23,21 +22,21 @@ Seconds = Callable[[Kernel], float]
 does not run."""
 
 
-def with_kernel(plan: Plan, given: str, ranks: Ranks) -> tuple[Plan, list[str]]:
-    """Let this process take the plan's kernel of attention, and return the plan with it, and sentences about a
-    measurement. Collective.
+def quickest(plan: Plan, ranks: Ranks) -> tuple[Kernel, list[str]]:
+    """Return the kernel of attention of the run's record, or else the quickest, and sentences about a measurement; the
+    plan's own where it is the only one that suits. Collective."""
+    candidates = _candidates(plan, ranks)
+    if len(candidates) < 2:
+        return plan.training.attention, []
+    found = choose(plan, candidates, ranks, lambda kernel: _seconds(plan, kernel, ranks.device))
+    forget_peak_memory(ranks.device)
+    return found
 
-    given: `train.attention` of the recipe. auto takes the kernel of the run's record, or else the quickest.
-    """
-    if plan.device == "cpu":
-        return plan, []
-    said = list[str]()
-    if given == "auto" and len(candidates := _candidates(plan, ranks)) > 1:
-        kernel, said = choose(plan, candidates, ranks, lambda kernel: _seconds(plan, kernel, ranks.device))
-        plan = with_attention(plan, kernel)
-        forget_peak_memory(ranks.device)
-    take_kernel(plan.training.attention)
-    return plan, said
+
+def take_planned(plan: Plan) -> None:
+    """Let this process take the plan's kernel of attention. CPUs have no choice."""
+    if plan.device != "cpu":
+        take_kernel(plan.training.attention)
 
 
 def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Seconds) -> tuple[Kernel, list[str]]:
@@ -55,9 +54,13 @@ def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Seco
 
 
 def recorded(folder: Path) -> str:
-    """Return the kernel in the record of a run's folder, empty where there is none."""
-    train = read_record(folder).get("train")
-    return str(train.get("attention", "")) if isinstance(train, dict) else ""
+    """Return the kernel in the record of a run's folder, empty where there is none, or where a CPU wrote it, which
+    times none."""
+    record = read_record(folder)
+    train, optimizer = record.get("train"), record.get("optimizer")
+    if not isinstance(train, dict) or (isinstance(optimizer, dict) and optimizer.get("backend") == "cpu"):
+        return ""
+    return str(train.get("attention", ""))
 
 
 def _candidates(plan: Plan, ranks: Ranks) -> list[Kernel]:

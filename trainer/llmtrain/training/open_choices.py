@@ -11,11 +11,12 @@ from llmtrain.plan.plan import Plan
 class OpenChoices:
     """What a recipe leaves open.
 
-    attention: `train.attention` of the recipe, auto or a kernel. split: whether `pipeline.split` is auto. replan:
-    returns the plan of the recipe for other facts. decisions: returns sentences about what a plan decides.
+    attention: whether `train.attention` is auto. split: whether `pipeline.split` is auto. replan: returns the plan of
+    the recipe for other facts. remarks: returns sentences about what a plan decides, and about settings in it that are
+    likely mistakes.
     """
 
-    attention: str
+    attention: bool
     split: bool
     replan: Callable[[Facts], Plan]
-    decisions: Callable[[Plan], Sequence[str]]
+    remarks: Callable[[Plan], Sequence[str]]

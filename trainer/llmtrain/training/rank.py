@@ -16,11 +16,10 @@ from llmtrain.comm.threads import THREADS, even_share, set_by_user
 from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
-from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.least_time import step_threads
 from llmtrain.plan.plan import Plan
-from llmtrain.training.attention import with_kernel
+from llmtrain.training.attention import quickest, take_planned
 from llmtrain.training.loop import train
 from llmtrain.training.open_choices import OpenChoices
 from llmtrain.training.stage_speeds import measure, splits_by_speed
@@ -42,13 +41,24 @@ def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launche
         threads = _take_threads(plan, ranks, bound)
         if bound is not None:
             said.append(f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}")
-        if open_choices.split and splits_by_speed(plan, facts):
-            plan, sentence = _planned_by_speed(open_choices, plan, facts, ranks)
-            said.append(sentence)
-        plan, measured = with_kernel(plan, open_choices.attention, ranks)
-        said += measured
-        train(plan, ranks, [*said, *open_choices.decisions(plan), *advice(plan)], waiting)
+        plan, measured = as_measured(open_choices, plan, facts, ranks)
+        take_planned(plan)
+        train(plan, ranks, [*said, *measured, *open_choices.remarks(plan)], waiting)
     disconnect(ranks)
+
+
+def as_measured(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, list[str]]:
+    """Return the plan for what the ranks measure, and sentences about it. Collective."""
+    said, before = list[str](), facts
+    if open_choices.split and splits_by_speed(plan, facts):
+        speeds, sentence = measure(plan, ranks)
+        said.append(sentence)
+        facts = replace(facts, speeds=speeds)
+    if open_choices.attention and facts.device != "cpu":
+        kernel, sentences = quickest(plan, ranks)
+        said += sentences
+        facts = replace(facts, attention=kernel)
+    return plan if facts == before else open_choices.replan(facts), said
 
 
 def _bound(place: Launched | None) -> Bound | None:
@@ -92,12 +102,3 @@ def _connected(plan: Plan, place: Launched | None) -> Ranks:
     with Waiting(lambda: doing, enabled=place is None or place.is_first):
         ranks = connect(plan.grid, plan.tiers, timeout, plan.cluster, noted=True)
     return ranks if ranks.watchdog is not None else with_watchdog(ranks, timeout)
-
-
-def _planned_by_speed(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, str]:
-    """Return the plan for the measured speeds of the stages, and a sentence about them. Collective."""
-    speeds = measure(plan, ranks)
-    if speeds is None:
-        return plan, "stages are equally fast, as measured"
-    shown = ", ".join(f"{speed:.2f}" for speed in speeds)
-    return open_choices.replan(replace(facts, speeds=speeds)), f"speeds of the stages, as measured: {shown}"

@@ -17,7 +17,11 @@ def splits_by_speed(plan: Plan, facts: Facts) -> bool:
     return plan.grid.degree(Axis.PIPELINE) > 1 and not known and not one_processor
 
 
-def measure(plan: Plan, ranks: Ranks) -> tuple[float, ...] | None:
-    """Return the measured speeds of the stages' ranks, None where they are equal. Collective."""
+def measure(plan: Plan, ranks: Ranks) -> tuple[tuple[float, ...] | None, str]:
+    """Return the measured speeds of the stages' ranks, None where they are equal, and a sentence about them.
+    Collective."""
     rows = plan.batch.microbatch * plan.batch.sequence_length
-    return measured_speeds(MatmulShape(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
+    speeds = measured_speeds(MatmulShape(rows, plan.model.hidden, plan.model.ffn, DTYPES[plan.compute]), ranks)
+    if speeds is None:
+        return None, "stages are equally fast, as measured"
+    return speeds, f"speeds of the stages, as measured: {', '.join(f'{speed:.2f}' for speed in speeds)}"
