@@ -12,6 +12,8 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.topology import nodes_of
 from llmtrain.plan.cluster_source import run_on
 from llmtrain.plan.cluster_view import describe
+from llmtrain.plan.described import described_run
+from llmtrain.plan.make import make_plan
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -149,7 +151,19 @@ def test_work_grows_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             f"cluster={{node: {{ranks: 8}}, clusters: [{{name: a, nodes: {nodes}}}, {{name: b, nodes: {nodes}}}], "
             "between: {kind: ethernet}}"
         )
-        described = describe(*run_on(None, [given, "parallel.pipeline=8", "parallel.tensor=8"], None))
+        described = describe(run_on(None, [given, "parallel.pipeline=8", "parallel.tensor=8"], None))
         assert described["ranks"] == 16 * nodes
         counts.append(looked_up[0] / described["ranks"])
     assert counts[0] == counts[1] <= 3 * 3
+
+
+@pytest.mark.parametrize("keys", [(), ("parallel.pipeline=2", "parallel.order=data-pipeline-tensor")])
+def test_a_plan_has_the_ranks_that_are_shown(keys: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "model: {preset: gpt2-124m}\ndata: {path: set}\nparallel: {tensor: 4}\ncluster: {node: {ranks: 8}}\n"
+    )
+    shown = run_on(str(tmp_path / "r.yaml"), keys, 16)
+    recipe, facts = described_run(str(tmp_path / "r.yaml"), keys, 16)
+    plan = make_plan(recipe, facts)
+    assert (plan.cluster, plan.tiers, plan.grid) == (shown.cluster, shown.tiers, shown.grid)
+    assert facts.topology(recipe.parallel) == shown

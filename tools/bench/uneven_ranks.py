@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.load import load_cluster
-from llmtrain.cluster.topology import layout_degrees
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
@@ -101,7 +100,8 @@ def main(settings: dict[str, Any]) -> None:
     facts = Facts(int(os.environ["WORLD_SIZE"]), "cpu", int(os.environ["LOCAL_WORLD_SIZE"]), cluster=cluster)
     recipes = {name: load_recipe(settings["recipe"], keys) for name, keys in settings["contestants"].items()}
     parallel = next(iter(recipes.values())).parallel
-    ranks = connect(Layout(layout_degrees(parallel, facts.world)), facts.tiers, cluster=cluster)
+    topology = facts.topology(parallel)
+    ranks = connect(topology.grid, topology.tiers, cluster=cluster)
     with ExitStack() as stack:
         layer = settings["layers"][ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)]
         runs = {name: our_run(name, recipe, facts, ranks, stack) for name, recipe in recipes.items()}

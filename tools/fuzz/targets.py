@@ -68,7 +68,7 @@ def read_cluster(case: Case) -> None:
     from llmtrain_data.output import Terminal, json_text
 
     words = [word for word in case.words if word != "--ranks"]
-    found = describe(*run_on("cluster.yaml", words, 16 if "--ranks" in case.words else None))
+    found = describe(run_on("cluster.yaml", words, 16 if "--ranks" in case.words else None))
     json_text(found)
     console = Terminal(file=StringIO())
     for part in tables(found):

@@ -31,7 +31,7 @@ def show(
     from llmtrain.plan.cluster_source import run_on
     from llmtrain.plan.cluster_view import describe, tables
 
-    found = describe(*run_on(source, overrides or [], ranks))
+    found = describe(run_on(source, overrides or [], ranks))
     if as_json:
         say_json(found)
         return

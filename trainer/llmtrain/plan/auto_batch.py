@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isqrt
 
-from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_memory
-from llmtrain.cluster.topology import layout_degrees
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
@@ -71,7 +70,7 @@ def _fitting(recipe: Recipe, sizes: Sequence[int], device: Device, plan_of: Call
 
 
 def _sizes(recipe: Recipe, facts: Facts) -> list[int]:
-    grid = Layout(layout_degrees(recipe.parallel, facts.world))
+    grid = facts.topology(recipe.parallel).grid
     share = recipe.train.global_batch // grid.degree(Axis.DATA)
     return microbatches(share, grid.degree(Axis.PIPELINE), MOST if facts.device == "cpu" else share)
 

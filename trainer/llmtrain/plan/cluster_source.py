@@ -10,11 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.load import given_cluster, shipped_clusters
 from llmtrain.cluster.parallel import ParallelConfig
-from llmtrain.cluster.tiers import Tier, tiers
-from llmtrain.cluster.topology import layout_degrees
+from llmtrain.cluster.rank_topology import RankTopology
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.overrides import merge_overrides
@@ -23,10 +21,8 @@ from llmtrain.yaml.file import read_yaml
 from llmtrain.yaml.shipped import shipped_names
 
 
-def run_on(
-    source: str | None, overrides: Sequence[str], ranks: int | None
-) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
-    """Return the cluster of a recipe or a description, its tiers, and the grid of a run's ranks on it.
+def run_on(source: str | None, overrides: Sequence[str], ranks: int | None) -> RankTopology:
+    """Return where the ranks of a run are, on the cluster of a recipe or a description.
 
     source: name or file of a recipe or a description; None for an empty recipe. ranks: number of ranks; None for all
     ranks that are described. Raises BadInputError.
@@ -37,12 +33,12 @@ def run_on(
     return ranks_of(_recipe(source, overrides), ranks)
 
 
-def ranks_of(recipe: Recipe, ranks: int | None) -> tuple[Cluster | None, tuple[Tier, ...], Layout]:
+def ranks_of(recipe: Recipe, ranks: int | None) -> RankTopology:
     """Return what `run_on` does, for a loaded recipe. It needs no plan, so the model and the batch need not fit."""
     cluster = given_cluster(recipe.cluster)
     world = ranks or _described(cluster, recipe.parallel)
     per_node = cluster.node.ranks if cluster else world
-    return cluster, tiers(cluster, world, per_node), Layout(layout_degrees(recipe.parallel, world))
+    return RankTopology.of(cluster, recipe.parallel, world, per_node)
 
 
 def _recipe(source: str | None, overrides: Sequence[str]) -> Recipe:

@@ -13,17 +13,19 @@ from rich.table import Table
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.nic import cards_of
+from llmtrain.cluster.rank_topology import RankTopology
 from llmtrain.cluster.tiers import Tier, axis_tiers
 from llmtrain.cluster.topology import clusters_of, nodes_of, placement_advice, stage_speeds
 
 Described = dict[str, Any]
 
 
-def describe(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout) -> Described:
+def describe(topology: RankTopology) -> Described:
     """Return the cluster and the groups of ranks on it as plain data; rates in bytes per second, times in seconds.
 
     Each group has its ranks, where they are, and the network card of its first rank (None: the backend chooses).
     """
+    cluster, tiers, layout = topology.cluster, topology.tiers, topology.grid
     return {
         "name": cluster.name if cluster else None,
         "ranks": layout.world,

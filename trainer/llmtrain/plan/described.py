@@ -24,11 +24,12 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
     """
     recipe = load_recipe(name_or_path, overrides, complete=False)
     check_given(recipe)
-    cluster, _, grid = ranks_of(recipe, ranks)
+    topology = ranks_of(recipe, ranks)
+    cluster = topology.cluster
     accelerator = None if cluster is None else cluster.accelerator
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
     return recipe, Facts(
-        world=grid.world,
+        world=topology.grid.world,
         # The plan is for the described accelerator, whatever this machine has.
         device="cuda" if accelerator is not None else "cpu",
         ranks_per_node=None if cluster is None else cluster.node.ranks,

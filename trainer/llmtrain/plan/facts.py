@@ -6,7 +6,8 @@ from typing import Literal
 from llmtrain_kernels.attention.choice import Kernel
 
 from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.tiers import Tier, tiers
+from llmtrain.cluster.parallel import ParallelConfig
+from llmtrain.cluster.rank_topology import RankTopology
 from llmtrain.model.config import GPTConfig
 
 Device = Literal["cpu", "cuda"]
@@ -39,8 +40,6 @@ class Facts:
     speeds: tuple[float, ...] | None = None
     attention: Kernel = "torch"
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers of links between the ranks, fastest first. Raises BadInputError if the ranks do not fit the
-        cluster."""
-        return tiers(self.cluster, self.world, self.ranks_per_node or self.world)
+    def topology(self, parallel: ParallelConfig) -> RankTopology:
+        """Return where the ranks are. Raises BadInputError if they do not fit the cluster or the degrees."""
+        return RankTopology.of(self.cluster, parallel, self.world, self.ranks_per_node or self.world)

@@ -9,7 +9,7 @@ from typing import Literal
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, levels_of
 from llmtrain.cluster.tiers import Tier, axis_tiers
-from llmtrain.cluster.topology import layout_degrees, stage_speeds
+from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
@@ -71,11 +71,12 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
 
 def _plan(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe whose offloaded share is a number, if it offloads."""
-    model, grid = model_shape(recipe, facts), Layout(layout_degrees(recipe.parallel, facts.world))
+    model, topology = model_shape(recipe, facts), facts.topology(recipe.parallel)
+    grid, links = topology.grid, topology.tiers
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     # In fp32 both are the same.
     gradients = recipe.precision.gradients if compute != "fp32" else "fp32"
-    pipeline, links = _pipeline(recipe, model, batch, grid, facts), facts.tiers
+    pipeline = _pipeline(recipe, model, batch, grid, facts)
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     volumes = facts.cluster.node.nvme if facts.cluster else ()
     offload = Offload.of(offload_of(recipe), backend, volumes, facts.device)
@@ -104,7 +105,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         device=facts.device,
         grid=grid,
         tiers=links,
-        cluster=facts.cluster,
+        cluster=topology.cluster,
         batch=batch,
         compute=compute,
         kernels=kernels_of(facts, model, compute, recipe.train.deterministic),
