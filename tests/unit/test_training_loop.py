@@ -371,5 +371,5 @@ def test_a_row_has_the_time_that_a_step_waits_for_offloaded_states(
 ) -> None:
     finish = Engine.finish_steps
     monkeypatch.setattr(Engine, "finish_steps", lambda engine: time.sleep(0.2) or finish(engine))
-    train("train.steps=2", "train.eval_every=0", "optimizer.warmup=0")
+    train("train.steps=2", "train.eval_every=0", "optimizer.warmup=0", "offload.optimizer=host")
     assert min(row["step_time_s"] for row in rows(folder / "runs" / "tiny") if "event" not in row) >= 0.2

@@ -36,9 +36,32 @@ def machine_memory(*, swap: bool = False) -> int:
     space."""
     import psutil  # importing psutil takes 0.01 s, and most commands do not need it
 
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        limit = "max"
-    memory = min(psutil.virtual_memory().total, int(limit) if limit.isdigit() else sys.maxsize)
+    memory = min(psutil.virtual_memory().total, group_limit())
     return memory + psutil.swap_memory().total if swap else memory
+
+
+def group_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the least limit of memory, in bytes, of this process's control group and of those around it (Linux,
+    "cgroups", versions 1 and 2); `sys.maxsize` without one.
+
+    groups: the file system of control groups. own: names this process's groups. A container may see the names of its
+    host's groups, but only its own files: the missing ones are passed over.
+    """
+    least = sys.maxsize
+    for line in _lines(own):
+        controllers, path = line.split(":", 2)[1:]
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        folder = top / path.lstrip("/")
+        for place in (folder, *folder.parents[: len(folder.parts) - len(top.parts)]):
+            limits = [int(text) for text in _lines(place / name) if text.isdigit()]
+            least = min([least, *limits])
+    return least
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

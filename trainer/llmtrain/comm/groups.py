@@ -81,7 +81,6 @@ def group_options(
     if timeout is not None:
         options._timeout = timeout
     if messages:
-        # torch's type stubs lack `config`.
         options.config.min_ctas, options.config.max_ctas = 1, MESSAGE_CTAS
     if (net := nccl_net(cluster, card)) is not None:
         # torch's type stubs lack this field.

@@ -215,8 +215,8 @@ def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:
 def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
     """Return what this rank moved between its device, the host and files since the last step: model states, and
     `activations`; None where nothing is offloaded. step: counted from 0."""
-    if is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2):
-        # A row has all of its step, and nothing of the step before.
+    if run.offloaded.moving and (is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2)):
+        # A row has all of what its step moved, and nothing of the step before.
         run.engine.finish_steps()
     movers = {"states": run.offloaded if run.offloaded.moving else None, "activations": run.activations}
     before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}

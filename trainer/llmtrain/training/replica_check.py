@@ -31,13 +31,16 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
         return
     ranks.activity.record("comparing replicas")
     engine.weights.updates.finish()
-    own = [number for kind in KINDS for number in _checksums(_held(engine, kind))]
-    table = ranks.gather_all(own)
+    held = ranks.gather_all([_checksum_of_places(_held(engine, kind)) for kind in KINDS])
+    own = held[ranks.rank]
+    # Values that no other rank holds, as with zero.stage 3, are not read.
+    copied = [sum(other[place] == own[place] for other in held) > 1 for place in range(len(KINDS))]
+    values = [_checksum_of_values(_held(engine, kind)) if some else 0 for kind, some in zip(KINDS, copied, strict=True)]
+    table = ranks.gather_all(values)
     for place, kind in enumerate(KINDS):
         replicas: dict[int, dict[int, int]] = defaultdict(dict)
-        for rank, numbers in enumerate(table):
-            what, content = numbers[2 * place : 2 * place + 2]
-            replicas[what][rank] = content
+        for rank, (what, content) in enumerate(zip(held, table, strict=True)):
+            replicas[what[place]][rank] = content[place]
         for contents in replicas.values():
             if len(set(contents.values())) > 1:
                 raise RunFailedError(_sentence(kind, contents, ranks, step, before))
@@ -74,21 +77,28 @@ def _places(unit: ShardedUnit, start: int, end: int) -> list[tuple[str, int, int
     return [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
 
 
-def _checksums(held: Iterable[Held]) -> tuple[int, int]:
-    """Return checksums of the ranges' names and of their values, as int64."""
-    what, content = xxhash.xxh3_64(), xxhash.xxh3_64()
-    for places, chunks in held:
-        what.update(repr(places).encode())
+def _checksum_of_places(held: Iterable[Held]) -> int:
+    """Return a checksum of the ranges' names, as int64. It reads no values."""
+    found = xxhash.xxh3_64()
+    for places, _ in held:
+        found.update(repr(places).encode())
+    return found.intdigest() - 2**63
+
+
+def _checksum_of_values(held: Iterable[Held]) -> int:
+    """Return a checksum of the ranges' values, as int64."""
+    found = xxhash.xxh3_64()
+    for _, chunks in held:
         for chunk in chunks:
-            content.update(bytes_of(chunk.cpu()))
-    return what.intdigest() - 2**63, content.intdigest() - 2**63
+            found.update(bytes_of(chunk.cpu()))
+    return found.intdigest() - 2**63
 
 
 def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, before: int) -> str:
     (most, count), *others = Counter(contents.values()).most_common()
     odd = [rank for rank, content in contents.items() if content != most]
     if others and others[0][1] == count:
-        named = f"{_names(list(contents), ranks)} hold different {kind}, and which is right cannot be told from so few"
+        named = f"{_names(list(contents), ranks)} hold different {kind}, and two ranks cannot show which one is right"
     else:
         named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
     return (
