@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
@@ -74,12 +75,25 @@ def test_figures_replace_those_of_a_description_and_the_rest_stays() -> None:
     # The slower direction of pinned copies; what AdamW reads and writes is more than copies do.
     assert (after.accelerator.name, after.accelerator.host_link) == ("H100", "22.0 GB/s")
     assert (after.node.host.memory, after.node.host.cores, after.node.host.bandwidth) == ("1TB", 64, "90.0 GB/s")
-    # Of each volume the slower direction of its fastest transfers by all processors; a socket that the host does not
-    # have is left out.
+    # Of each volume half of what its fastest transfers by all processors read and write at once, which is less than
+    # either direction alone; a socket that the host does not have is left out.
     assert [(one.path, one.bandwidth, one.socket) for one in after.node.nvme] == [
-        ("a", "3.00 GB/s", 1), ("other", "2GB/s", 1), ("b", "3.00 GB/s", None),
+        ("a", "2.00 GB/s", 1), ("other", "2GB/s", 1), ("b", "2.00 GB/s", None),
     ]  # fmt: skip
     assert after.clusters == before.clusters
+
+
+@pytest.mark.parametrize(("together", "each"), [(8e9, "2.00 GB/s"), (6e9, "1.50 GB/s"), (9e9, "2.00 GB/s")])
+def test_volumes_that_slow_each_other_down_have_what_they_have_together(together: float, each: str) -> None:
+    both = found(a=None, b=None)
+    both.volumes.append(VolumeRate(TOGETHER, "mixed", MIB, 8, together))
+    after = described(
+        load_cluster(
+            {"name": "mine", "node": {"ranks": 4}, "clusters": [{"name": "ib", "nic": {"kind": "infiniband"}}]}
+        ),
+        both,
+    )
+    assert [one.bandwidth for one in after.node.nvme] == [each, each]
 
 
 @pytest.mark.usefixtures("_small")
@@ -135,6 +149,34 @@ def test_all_bytes_of_a_rate_are_transferred(tmp_path: Path) -> None:
     by_way = {way: count for (_, way), count in mixed.items()}
     assert abs(by_way["read"] - by_way["write"]) <= volume_rates._REGION
     assert 0 < rate <= sum(by_way.values()) / 0.3
+
+
+@pytest.mark.parametrize(("block", "depth", "regions"), [(2**20, 8, 4), (2**22, 8, 4), (2**22, 64, 17)])
+def test_a_queue_is_as_deep_as_its_label_says(
+    block: int, depth: int, regions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions of 16 MiB are under way at the same time."""
+    volume, under_way, most = volume_rates.Volume(str(tmp_path)), 0, 0
+    memory = volume_rates.aligned_bytes(4 * volume_rates._REGION)
+    volume.fill(memory[: volume_rates._REGION])
+    start, finish = volume.file.start_read, volume.file.finish
+
+    def counted_start(*given: Any) -> Any:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        return start(*given)
+
+    def counted_finish(*given: Any) -> None:
+        nonlocal under_way
+        under_way -= 1
+        finish(*given)
+
+    monkeypatch.setattr(volume.file, "start_read", counted_start)
+    monkeypatch.setattr(volume.file, "finish", counted_finish)
+    volume_rates.rate([volume], "read", (block, depth), 0.3, memory)
+    volume.close()
+    assert most == regions
 
 
 @pytest.mark.usefixtures("_small")

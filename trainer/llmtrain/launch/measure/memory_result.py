@@ -64,6 +64,13 @@ class MemoryFound:
         return max(own, key=lambda one: one.rate, default=None)
 
     @property
+    def beside_others(self) -> float:
+        """The share of its own rate that a volume has while all others are busy too, at most 1."""
+        together = self.best(TOGETHER, "mixed")
+        alone = [best.rate for path in self.sockets if (best := self.best(path, "mixed")) is not None]
+        return 1.0 if together is None else min(1.0, together.rate / sum(alone))
+
+    @property
     def host(self) -> float:
         """Bytes per second that the processors have read and written: at least the bandwidth of the memory."""
         return max([2 * one.rate for one in self.copies if one.name == HOST] + [one.rate for one in self.stepped])
@@ -92,13 +99,14 @@ def described(cluster: Cluster, found: MemoryFound) -> Cluster:
 
 
 def _nvme(drive: Nvme, found: MemoryFound, host: Host) -> Nvme:
-    """Return a drive with the bandwidth of its slower direction: offloaded states are read and written."""
-    ways: tuple[Way, ...] = ("read", "write")
-    rates = [best.rate for way in ways if (best := found.best(drive.path, way)) is not None]
+    """Return a drive with the bandwidth that it has in both directions at once, as offloaded states are read and
+    written at the same time, beside the other drives."""
+    shares: tuple[tuple[Way, float], ...] = (("read", 1.0), ("write", 1.0), ("mixed", 0.5))
+    rates = [best.rate * share for way, share in shares if (best := found.best(drive.path, way)) is not None]
     socket = found.sockets[drive.path]
     if socket is None or (host.sockets is not None and socket >= host.sockets):
         socket = drive.socket
-    return replace(drive, bandwidth=units.rate(min(rates)), socket=socket)
+    return replace(drive, bandwidth=units.rate(min(rates) * found.beside_others), socket=socket)
 
 
 def plain(found: MemoryFound, after: Cluster) -> dict[str, Any]:

@@ -20,7 +20,7 @@ FILE = 2**28
 """Bytes of the file on each volume. They are written before they are read: a disk is not read where nothing was."""
 
 _REGION = 2**24
-# Regions that are started before the first of them is waited for, so that the queue is never empty.
+# Regions of the memory. At least as many are started before the first of them is waited for.
 _AHEAD = 4
 _LEAST_SECONDS = 0.1
 
@@ -82,9 +82,11 @@ def measure_volumes(
 
 def rate(volumes: Sequence[Volume], way: Way, cell: tuple[int, int], seconds: float, memory: Tensor) -> float:
     """Return the bytes per second of transfers on all volumes at the same time. cell: bytes of a block, and depth of
-    each volume's queue. memory: uint8, for the regions that are started at the same time."""
+    each volume's queue. memory: uint8, which regions share: their contents do not matter."""
     block, depth = cell
     parts = memory.split(_REGION)
+    # One region more than the queues hold, so that they are never empty.
+    ahead = max(len(parts), block * depth * len(volumes) // _REGION + 1)
     started: deque[tuple[Volume, list[tuple[int, int]]]] = deque()
     with closing(DirectQueue(depth=depth * len(volumes), piece=block)) as queue:
         begun, number = time.perf_counter(), 0
@@ -100,7 +102,7 @@ def rate(volumes: Sequence[Volume], way: Way, cell: tuple[int, int], seconds: fl
             start = volume.file.start_write if writes else volume.file.start_read
             started.append((volume, start(queue, turn * 5 % volume.regions, parts[number % len(parts)])))
             number += 1
-            if len(started) == len(parts):
+            if len(started) == ahead:
                 finish()
         while started:
             finish()
