@@ -116,7 +116,6 @@ class Setup:
 
     config: GPTConfig
     dtype: torch.dtype
-    recompute: int = 0
     degree: int = 1
     sequence: bool = False
     deferred: bool = False
@@ -125,7 +124,7 @@ class Setup:
 
 def built(setup: Setup, layouts: Sequence[Any]) -> GPT:
     """Return a rank's model with small random weights. layouts: the parts that it has."""
-    model = GPT(setup.config, torch.device("cpu"), setup.recompute)
+    model = GPT(setup.config, torch.device("cpu"), [group for layout in layouts for group in layout.groups])
     keep(model, layouts)
     parallelize(model, last_of(setup.degree, setup.sequence), setup.queue if setup.deferred else None)
     random = torch.Generator().manual_seed(0)
@@ -165,7 +164,7 @@ def counted(setup: Setup, layout: Any, rows: Tensor) -> Counted:
         deferred = kept.nbytes()
     assert bool(products) == (setup.deferred and layout.first < layout.end)
     assert received or not setup.deferred
-    assert bool(groups.added) == (setup.recompute > 0 and layout.first < layout.end)
+    assert bool(groups.added) == bool(layout.groups)
     return Counted(forward, max(groups.added, default=0), deferred if setup.deferred else 0)
 
 

@@ -13,13 +13,14 @@ from llmtrain.sharding.unit import ShardedUnit
 FORWARD, BACKWARD = Action(0, 0, Kind.F), Action(0, 0, Kind.B)
 
 
-def whole_model(config: GPTConfig) -> StageLayout:
-    """Return the only stage of a model."""
-    return StageLayout(0, 0, config.layers, opens=True, closes=True, tied=config.tie_embeddings)
+def whole_model(config: GPTConfig, recompute: int = 0) -> StageLayout:
+    """Return the only stage of a model. recompute: blocks that are recomputed together, 0 for none."""
+    tied = config.tie_embeddings
+    return StageLayout(stage=0, first=0, end=config.layers, opens=True, closes=True, tied=tied, recompute=recompute)
 
 
 def programs_of(
-    units: Sequence[ShardedUnit], stages: Sequence[StageLayout], actions: Sequence[Action] = (), recompute: int = 0
+    units: Sequence[ShardedUnit], stages: Sequence[StageLayout], actions: Sequence[Action] = ()
 ) -> Programs:
     """Return the programs of a rank with `units`. actions: by default a forward and a backward pass."""
     return Programs(
@@ -27,7 +28,6 @@ def programs_of(
             stages=tuple(stages),
             actions=tuple(actions) or one_forward_one_backward(1, 1).actions[0],
             splits_backward=any(action.kind is Kind.W for action in actions),
-            recompute=recompute,
             padded={unit.spec.name: unit.ranges.padded for unit in units},
             degrees={unit.spec.name: unit.degrees for unit in units},
         )

@@ -27,6 +27,7 @@ from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, unsharded_unit
+from programs import whole_model
 from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
 from tensor_memory import kept_bytes
 from torch import Tensor
@@ -82,7 +83,7 @@ def build(
     queue: WeightGradientQueue | None = None,
 ) -> Built:
     """Build a rank's share of the model, or the plain model."""
-    model = GPT(config, CPU, recompute)
+    model = GPT(config, CPU, whole_model(config, recompute).groups)
     parallelize(model, mesh, queue)
     units = []
     for full in model_units(config):

@@ -78,7 +78,16 @@ SPLITS = [
     grid(2, 2, 1, "pipeline.split=[2,1,1,4]", schedule="interleaved", sequence=True),
     Case(2, ("pipeline.split=[3,1]",), ("model.layers=4",), accumulation=4, pipeline=2),
 ]
+# Each stage recomputes its blocks in groups of its own size.
+BY_STAGE = [
+    grid(2, 2, 1, "pipeline.split=[5,3]", "activation_checkpointing={every: [2,3]}", sequence=True),
+    grid(
+        1, 2, 2, "pipeline.split=[2,1,1,4]", "activation_checkpointing={every: [2,1,1,3]}", "zero.stage=3",
+        "zero.resident=0", schedule="interleaved", family="gpt2",
+    ),
+]  # fmt: skip
 COVERING = [
+    *BY_STAGE,
     grid(1, 2, 1, schedule="gpipe", family="neox"),
     grid(1, 4, 2, schedule="interleaved", family="gpt2"),
     grid(1, 2, 2, schedule="message-driven"),

@@ -16,8 +16,8 @@ from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged
 from strategies import COVERING as SHARDED
 from strategies import NARROW_SUMS
+from test_grid import BY_STAGE, QUANTIZED, every, every_zero
 from test_grid import COVERING as GRIDS
-from test_grid import QUANTIZED, every, every_zero
 
 Trained = Callable[[Case], Result]
 FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=0", "checkpoint.every=3")
@@ -71,6 +71,7 @@ FEW_CASES = [
         *cases(GRIDS)[3:8],
         *cases(QUANTIZED)[:3],
         *NARROW_SUMS,
+        *BY_STAGE,
     ]
 ]
 MANY = [*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]

@@ -83,7 +83,7 @@ def test_saved_tensors_are_as_planned(settings: dict[str, Any], family: str) -> 
     plan = plan_of(family, **settings)
     for (layout,) in plan.pipeline.stages:
         deferred = deferred_bytes(plan, layout)
-        setup = Setup(plan.model, DTYPES[plan.compute], plan.recompute, 1, False, deferred > 0)
+        setup = Setup(plan.model, DTYPES[plan.compute], 1, False, deferred > 0)
         found = counted(setup, layout, torch.arange(12).view(2, 6))
         planned = Counted(stage_activations(plan, layout), recomputed_peak(plan, layout), deferred)
         assert found == planned, layout
@@ -92,7 +92,7 @@ def test_saved_tensors_are_as_planned(settings: dict[str, Any], family: str) -> 
 def trained(plan: Plan) -> list[Tensor]:
     """Return the loss and all gradients."""
     layout = replace(plan.pipeline.stages[0][0], closes=True, end=plan.model.layers)
-    model = built(Setup(plan.model, DTYPES[plan.compute], plan.recompute), [layout])
+    model = built(Setup(plan.model, DTYPES[plan.compute]), [layout])
     rows = torch.arange(12).view(2, 6)
     loss = model(rows[:, :-1], rows[:, 1:])
     return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]

@@ -63,7 +63,8 @@ def perturbed(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
 
 def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     config = read_hf_config(folder)
-    model = GPT(config, torch.device("cpu"), recompute)
+    whole = whole_model(config, recompute)
+    model = GPT(config, torch.device("cpu"), whole.groups)
     units = [unsharded_unit(u, model.unit(u.name), torch.device("cpu"), torch.float32, 0) for u in model_units(config)]
     ranges = {
         t.name: u.weight[o : o + t.numel] for u in units for t, o in zip(u.spec.tensors, u.spec.offsets, strict=False)
@@ -71,7 +72,7 @@ def ours_from(folder: Path, recompute: int = 0) -> tuple[GPT, Engine]:
     for name, tensor in hf_tensors(folder, config):
         ranges.pop(name).copy_(tensor.flatten())
     assert not ranges
-    programs = programs_of(units, [whole_model(config)], recompute=recompute)
+    programs = programs_of(units, [whole])
     return model, Engine(model, units, ShardingSpec(), programs, lambda calls: None)
 
 

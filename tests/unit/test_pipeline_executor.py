@@ -41,7 +41,7 @@ class Arrivals:
 
 
 def actions(stage: int, seed: int, decide: Callable[[Callable[[], bool]], bool]) -> list[Action]:
-    stage_layout = StageLayout(stage, stage, stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
+    stage_layout = StageLayout(stage=stage, first=stage, end=stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
     links = StageLinks(
         Schedule(3, 1, COUNT, ()), stage, Arrivals(seed), lambda *_: torch.Size(()), lambda *_: None, Activity()
     )  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Recorder:
 def did(name: ScheduleName, rank: int, hands_back: bool = True) -> str:
     """Return the actions of one of three ranks with five microbatches, by initials."""
     recorder, schedule = Recorder(), replace(make_schedule(name, 3, 1, 5), hands_back=hands_back)
-    stage_layout = StageLayout(rank, rank, rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
+    stage_layout = StageLayout(stage=rank, first=rank, end=rank + 1, opens=rank == 0, closes=rank == 2, tied=False)
     weight, weight_gradients = nn.Parameter(torch.ones(1)), WeightGradientQueue()
 
     def forward(given: Tensor, targets: Tensor | None) -> Tensor:

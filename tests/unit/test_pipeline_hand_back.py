@@ -59,7 +59,7 @@ def trained(
     config = replace(PRESETS[f"{family}-1m"], layers=2 * ranks * chunks)
     schedule = replace(make_schedule(name, ranks, chunks, MICROBATCHES), hands_back=hands_back)
     stage_layouts, weight_gradients = (
-        stage_layouts_of(config, schedule, [2] * (ranks * chunks), ranks - 1),
+        stage_layouts_of(config, schedule, [2] * (ranks * chunks), [0] * (ranks * chunks), ranks - 1),
         WeightGradientQueue(),
     )
     model = GPT(config, CPU)

@@ -31,7 +31,7 @@ SEQUENCES, TOKENS, LAYERS = 3, 10, 3
 
 
 def recipe_of(family: str, **model: Any) -> dict[str, Any]:
-    """Return a recipe of a small model with odd sizes. Of each stage's three blocks, two make a group."""
+    """Return a recipe of a small model with odd sizes. Each stage has three blocks."""
     sizes = {"family": family, "layers": 2 * LAYERS, "hidden": 36, "heads": 6, "vocab": 61, "ffn": 46}
     return {
         "name": "small",
@@ -46,7 +46,7 @@ def plan_of(recipe: dict[str, Any], ranks: int, **sections: Any) -> Plan:
     return make_plan(parse_recipe({**recipe, **sections}), Facts(world=ranks, device="cpu", native=native_available()))
 
 
-RECOMPUTE = {"none": "none", "full": "full", "every 2": {"every": 2}}
+RECOMPUTE = {"none": "none", "full": "full", "every 2": {"every": 2}, "by stage": {"every": [2, 3]}}
 TENSOR = {"alone": (1, False), "tensor": (2, False), "sequence": (2, True)}
 VARIANTS = list(product((False, True), (0.0, 0.1), TENSOR, ("1f1b", "zero-bubble")))
 
@@ -68,7 +68,7 @@ def plans(family: str, compute: str, recompute: str) -> Iterator[Plan]:
 def setup_of(plan: Plan, deferred: bool) -> Setup:
     """Return how the plan's model computes."""
     degree = plan.grid.world // plan.pipeline.schedule.ranks
-    return Setup(plan.model, DTYPES[plan.compute], plan.recompute, degree, plan.sequence_parallel, deferred)
+    return Setup(plan.model, DTYPES[plan.compute], degree, plan.sequence_parallel, deferred)
 
 
 def check(plan: Plan, layout: StageLayout) -> None:
@@ -76,7 +76,7 @@ def check(plan: Plan, layout: StageLayout) -> None:
     rows = torch.arange(plan.batch.microbatch * (plan.batch.sequence_length + 1)) % plan.model.vocab
     planned = deferred_bytes(plan, layout)
     found = counted(setup_of(plan, planned > 0), layout, rows.view(plan.batch.microbatch, -1))
-    case = (plan.model, plan.grid, plan.sequence_parallel, plan.recompute, plan.pipeline.name, layout)
+    case = (plan.model, plan.grid, plan.sequence_parallel, plan.pipeline.name, layout)
     assert stage_activations(plan, layout) == found.forward, case
     assert recomputed_peak(plan, layout) == found.recomputed, case
     assert planned == found.deferred, case
@@ -100,9 +100,9 @@ def test_units(family: str, tensor: str) -> None:
     for tied, dropout in product((False, True), (0.0, 0.1)):
         plan = plan_of(recipe_of(family, tie_embeddings=tied, dropout=dropout), degree, parallel=parallel)
         (whole,) = plan.pipeline.stages[0]
-        embedding = StageLayout(0, 0, 0, opens=True, closes=False, tied=tied)
-        block = StageLayout(1, 1, 2, opens=False, closes=False, tied=tied)
-        head = StageLayout(2, 6, 6, opens=False, closes=True, tied=tied)
+        embedding = StageLayout(stage=0, first=0, end=0, opens=True, closes=False, tied=tied)
+        block = StageLayout(stage=1, first=1, end=2, opens=False, closes=False, tied=tied)
+        head = StageLayout(stage=2, first=6, end=6, opens=False, closes=True, tied=tied)
         for layout, unit in ((embedding, "embedding"), (block, "blocks.1"), (head, "head")):
             check(plan, layout)
             assert unit_activations(plan, layout, unit) == unit_activations(plan, whole, unit)

@@ -39,7 +39,9 @@ def planned(tmp_path: Path) -> Planned:
 
 
 def excess(plan: Plan, microbatch: int, recompute: int) -> int:
-    changed = replace(plan, batch=replace(plan.batch, microbatch=microbatch), recompute=recompute)
+    (layout,) = plan.stages_of(0)
+    pipeline = replace(plan.pipeline, stages=((replace(layout, recompute=recompute),),))
+    changed = replace(plan, batch=replace(plan.batch, microbatch=microbatch), pipeline=pipeline)
     return memory_budget(changed, "cuda").excess
 
 
@@ -60,17 +62,17 @@ def test_the_largest_that_fits(memory: str, keys: tuple[str, ...], planned: Plan
     larger = [other for other in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96) if other > size]
     # All that is left can be less for stage 3, whose gathered weights fill it.
     least = planned(memory, *keys, f"train.microbatch={size}", "zero.resident=0")
-    assert not larger or excess(least, larger[0], made.recompute)
+    assert not larger or excess(least, larger[0], *made.pipeline.recompute)
     # Without recomputation, which is none of the recipe's choice in the last case, not even one sequence fits.
-    assert not made.recompute or "activation_checkpointing=full" in keys or excess(least, 1, 0)
+    assert not made.recomputes or "activation_checkpointing=full" in keys or excess(least, 1, 0)
 
 
 def test_recomputation_comes_last(planned: Planned) -> None:
     """Each step needs less: nothing recomputed, groups, then every block on its own."""
-    ways = {f"{tenth / 10}GB": planned(f"{tenth / 10}GB", SIXTEEN).recompute for tenth in range(40, 320, 4)}
+    ways = {f"{tenth / 10}GB": planned(f"{tenth / 10}GB", SIXTEEN).pipeline.recompute for tenth in range(40, 320, 4)}
     found = list(dict.fromkeys(reversed(ways.values())))
-    assert found == [0, 4, 1]
-    for memory, group in ways.items():
+    assert found == [(0,), (4,), (1,)]
+    for memory, (group,) in ways.items():
         made = planned(memory, SIXTEEN)
         # Where nothing fits, the least is taken.
         fits = not memory_budget(made, "cuda").excess
@@ -89,12 +91,12 @@ def test_a_record_makes_the_same_plan(planned: Planned, tmp_path: Path) -> None:
 
 def test_what_it_is_without_a_stated_memory(planned: Planned) -> None:
     made = planned(None)
-    assert (made.batch.microbatch, made.recompute) == (8, 4)
+    assert (made.batch.microbatch, made.pipeline.recompute) == (8, (4,))
 
 
 def test_a_cpu_has_at_most_eight(planned: Planned) -> None:
     large, small = planned("400GB", device="cpu"), planned("6GB", device="cpu")
-    assert (large.batch.microbatch, large.recompute) == (8, 0)
+    assert (large.batch.microbatch, large.recomputes) == (8, False)
     assert small.batch.microbatch < 8
 
 
@@ -103,4 +105,4 @@ def test_stages_have_four(planned: Planned) -> None:
 
 
 def test_offloaded_activations_are_recomputed(planned: Planned) -> None:
-    assert planned("80GB", "offload.activations=host").recompute == 4
+    assert planned("80GB", "offload.activations=host").pipeline.recompute == (4,)

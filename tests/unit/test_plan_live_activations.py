@@ -105,7 +105,9 @@ def plan_of(family: str, schedule: str, stages: int, **more: Any) -> Plan:
     split = [2 + (stage == 1) for stage in range(stages * chunks)]
     model: dict[str, Any] = {"family": family, "layers": sum(split), "hidden": 36, "heads": 6, "vocab": 61, "ffn": 46}
     model |= {"rotary_fraction": 0.34} if family == "neox" else {}
-    degree = more.get("tensor", 1)
+    degree, recompute = more.get("tensor", 1), more.get("recompute", "none")
+    if recompute == BY_STAGE:
+        recompute = {"every": [1 + stage % 2 for stage in range(len(split))]}
     recipe = {
         "name": "small",
         "model": {**model, "dropout": more.get("dropout", 0.0), "tie_embeddings": more.get("tied", False)},
@@ -114,7 +116,7 @@ def plan_of(family: str, schedule: str, stages: int, **more: Any) -> Plan:
         "precision": {"compute": more.get("compute", "fp32")},
         "parallel": {"pipeline": stages, "tensor": degree, "sequence": more.get("sequence", False)},
         "pipeline": {"schedule": schedule, "chunks": chunks, "split": split},
-        "activation_checkpointing": more.get("recompute", "none"),
+        "activation_checkpointing": recompute,
         "offload": {"activations": more.get("offload", "none")},
     }
     facts = Facts(world=stages * degree, device="cpu", native=native_available())
@@ -126,7 +128,7 @@ def counted_peak(plan: Plan, rank: int) -> int:
     schedule, layouts, degree = plan.pipeline.schedule, plan.stages_of(rank), plan.grid.degree(Axis.TENSOR)
     place, dtype = plan.grid.coordinate(rank, Axis.PIPELINE), DTYPES[plan.compute]
     defers = schedule.splits_backward or (schedule.hands_back and not layouts[0].opens)
-    setup = Setup(plan.model, dtype, plan.recompute, degree, plan.sequence_parallel, defers)
+    setup = Setup(plan.model, dtype, degree, plan.sequence_parallel, defers)
     model = built(setup, layouts)
     shape = (3, 10 // (degree if plan.sequence_parallel else 1), 36)
     links = StageLinks(
@@ -154,14 +156,17 @@ def counted_peak(plan: Plan, rank: int) -> int:
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+BY_STAGE = "by stage"
+"""Stages take turns with groups of one and of two blocks."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied, dropout": {"tied": True, "dropout": 0.1, "compute": "bf16"},
     "recomputed": {"recompute": {"every": 2}},
+    "recomputed by stage": {"recompute": BY_STAGE},
     "sequence": {"tensor": 2, "sequence": True, "compute": "bf16"},
     "offloaded": {"recompute": "full", "offload": "host"},
     "offloaded, sequence, dropout": {
-        "recompute": {"every": 2},
+        "recompute": BY_STAGE,
         "offload": "host",
         "tensor": 2,
         "sequence": True,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from llmtrain.cluster.layout import Axis
 from llmtrain.errors import BadInputError
+from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
@@ -60,6 +61,8 @@ LAYOUTS = [
     ("parallel.pipeline=4",),
     ("parallel.pipeline=2", "parallel.tensor=2", "pipeline.schedule=interleaved", "activation_checkpointing=auto"),
     ("parallel.pipeline=2", "pipeline.schedule=message-driven"),
+    ("parallel.pipeline=2", "pipeline.split=[9,3]", "activation_checkpointing=auto"),
+    ("parallel.pipeline=2", "activation_checkpointing={every: [2, 3]}"),
 ]
 
 
@@ -93,7 +96,36 @@ def test_stages_hold_every_layer_once(overrides: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("pipeline", "group"), [(1, 3), (2, 2), (4, 1)])
 def test_recomputed_groups_follow_the_layers_of_a_stage(pipeline: int, group: int) -> None:
-    assert plan("activation_checkpointing=auto", f"parallel.pipeline={pipeline}").recompute == group
+    assert (
+        plan("activation_checkpointing=auto", f"parallel.pipeline={pipeline}").pipeline.recompute == (group,) * pipeline
+    )
+
+
+def test_recomputed_groups_of_unlike_stages() -> None:
+    uneven = ("parallel.pipeline=2", "pipeline.split=[9,3]")
+    made = plan("activation_checkpointing=auto", *uneven)
+    assert made.pipeline.recompute == (3, 1)
+    assert made.record["activation_checkpointing"] == {"every": [3, 1]}
+    whole, last = made.stages_of(0)[0].groups, made.stages_of(7)[0].groups
+    assert (whole, last) == (tuple(map(range, (0, 3, 6), (3, 6, 9))), tuple(map(range, (9, 10, 11), (10, 11, 12))))
+    # One number applies to all stages; the last group of a stage may be smaller.
+    one = plan("activation_checkpointing={every: 2}", *uneven)
+    assert one.pipeline.recompute == (2, 2)
+    assert one.stages_of(7)[0].groups == (range(9, 11), range(11, 12))
+    assert one.record["activation_checkpointing"] == {"every": 2}
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_recomputed_groups_of_other_stages_are_refused(pipeline: int) -> None:
+    said = rf"activation_checkpointing\.every is \[2, 3\], which is 2 stages; expected {pipeline}, one for each chunk"
+    with pytest.raises(BadInputError, match=said):
+        plan("activation_checkpointing={every: [2, 3]}", f"parallel.pipeline={pipeline}")
+
+
+def test_recomputed_groups_have_at_most_all_layers() -> None:
+    made = plan("activation_checkpointing={every: [2, 13]}", "parallel.pipeline=2")
+    with pytest.raises(BadInputError, match=r"activation_checkpointing\.every is 13; expected at most .* \(12\)"):
+        check(made, FACTS)
 
 
 def test_batches_and_microbatches() -> None:
@@ -127,13 +159,13 @@ def test_what_auto_becomes() -> None:
     assert backends == [{"cpu"}, {"triton"}, {"apex"}, {"torch"}]
     assert on_cpu.grid.degree(Axis.DATA) == 2
     assert on_cpu.batch.microbatch == 4
-    assert on_cpu.recompute == 3  # of 12 layers: 3 and 4 are as near, 3 comes first
+    assert on_cpu.pipeline.recompute == (3,)  # of 12 layers: 3 and 4 are as near, 3 comes first
 
 
 @pytest.mark.parametrize(("layers", "every"), [(1, 1), (7, 1), (16, 4), (24, 4), (36, 6), (44, 4), (48, 6)])
 def test_activation_checkpointing_takes_the_factor_nearest_the_root(layers: int, every: int) -> None:
     made = make_plan(recipe("activation_checkpointing=auto", f"model.layers={layers}"), CPU)
-    assert made.recompute == every
+    assert made.pipeline.recompute == (every,)
     assert made.record["activation_checkpointing"] == {"every": every}
 
 

@@ -31,12 +31,11 @@ def spec_of(
     layers: int, microbatches: int, degrees: Degrees = STAGE3, tied: bool = False, recompute: int = 0
 ) -> ProgramSpec:
     """Return a whole model on one rank of a pipeline."""
-    stage = StageLayout(0, 0, layers, opens=True, closes=True, tied=tied)
+    stage = StageLayout(stage=0, first=0, end=layers, opens=True, closes=True, tied=tied, recompute=recompute)
     padded = {"embedding": EMBEDDING, **{f"blocks.{index}": BLOCK for index in range(layers)}, "head": HEAD}
     return ProgramSpec(
         stages=(stage,),
         actions=one_forward_one_backward(1, microbatches).actions[0],
-        recompute=recompute,
         padded=padded,
         degrees=dict.fromkeys(padded, degrees),
     )
@@ -153,7 +152,14 @@ def test_every_unit_is_reduced_once_for_each_microbatch(name: ScheduleName, tied
     schedule = make_schedule(name, 2, chunks, 4)
     for rank in range(2):
         stages = tuple(
-            StageLayout(stage, 2 * stage, 2 * stage + 2, stage == 0, stage == schedule.stages - 1, tied)
+            StageLayout(
+                stage=stage,
+                first=2 * stage,
+                end=2 * stage + 2,
+                opens=stage == 0,
+                closes=stage == schedule.stages - 1,
+                tied=tied,
+            )
             for stage in (schedule.stage(rank, chunk) for chunk in range(chunks))
         )
         padded = {unit: BLOCK for stage in stages for unit in stage.units}
@@ -174,7 +180,7 @@ def test_every_unit_is_reduced_once_for_each_microbatch(name: ScheduleName, tied
 
 def test_message_driven_gathers_every_unit_once_in_the_first_forward_pass() -> None:
     """The order of all later actions may differ from replica to replica."""
-    stage = StageLayout(1, 3, 6, opens=False, closes=False, tied=False)
+    stage = StageLayout(stage=1, first=3, end=6, opens=False, closes=False, tied=False)
     actions = tuple(Action(index, 0, kind) for kind in (Kind.F, Kind.B) for index in range(3))
     padded = dict.fromkeys(stage.units, BLOCK)
     spec = ProgramSpec(

@@ -30,7 +30,15 @@ def random_spec(random: Random, name: ScheduleName) -> ProgramSpec:
     rank, layers, tied = random.randrange(ranks), choose((1, 2, 5)), choose((True, False))
     held = [schedule.stage(rank, chunk) for chunk in range(chunks)]
     stages = tuple(
-        StageLayout(stage, layers * stage, layers * (stage + 1), stage == 0, stage == schedule.stages - 1, tied)
+        StageLayout(
+            stage=stage,
+            first=layers * stage,
+            end=layers * (stage + 1),
+            opens=stage == 0,
+            closes=stage == schedule.stages - 1,
+            tied=tied,
+            recompute=0 if schedule.splits_backward else choose((0, 1, 2)),
+        )
         for stage in held
     )
     sizes = choose(((1024,), (1024, 1024, 640, 3000)))
@@ -39,7 +47,6 @@ def random_spec(random: Random, name: ScheduleName) -> ProgramSpec:
         stages=stages,
         actions=schedule.actions[rank],
         splits_backward=schedule.splits_backward,
-        recompute=0 if schedule.splits_backward else choose((0, 1, 2)),
         padded=padded,
         degrees=dict.fromkeys(padded, Degrees(8, 4, 8, 8, choose((0, 0, 2, 4, 8)))),
         rounded=choose((True, False)),

@@ -72,6 +72,10 @@ def test_a_circle_of_recipes_is_refused() -> None:
 def test_a_word_and_a_section_replace_each_other() -> None:
     first = load_recipe("folder/base.yaml", ["activation_checkpointing.every=2"])
     assert first.activation_checkpointing == EveryK(every=2)
+    by_stage = load_recipe("folder/base.yaml", ["activation_checkpointing={every: [2, 3]}"])
+    assert by_stage.activation_checkpointing == EveryK(every=(2, 3))
+    with pytest.raises(BadInputError, match=r"activation_checkpointing\.every is \[\]; expected the blocks of a group"):
+        load_recipe("folder/base.yaml", ["activation_checkpointing={every: []}"])
     Path("every.yaml").write_text(BASE + "activation_checkpointing: {every: 3}\n")
     assert load_recipe("every.yaml", ["activation_checkpointing=full"]).activation_checkpointing == "full"
 

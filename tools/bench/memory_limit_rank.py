@@ -54,7 +54,7 @@ def fsdp2(layers: int) -> int:
 
     mesh, policy = init_device_mesh("cpu", (1,)), CPUOffloadPolicy(pin_memory=False)
     with torch.device("meta"):
-        model = GPT(config_of(layers), CPU, recompute=1)
+        model = GPT(config_of(layers), CPU, [range(block, block + 1) for block in range(layers)])
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -85,7 +85,7 @@ def deepspeed_zero3(layers: int) -> int:
     }
     # `deepspeed.zero.Init` cannot partition parameters that a module creates on the meta device, so all of them are
     # allocated here.
-    model = GPT(config_of(layers), CPU, recompute=1)
+    model = GPT(config_of(layers), CPU, [range(block, block + 1) for block in range(layers)])
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape)))

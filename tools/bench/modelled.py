@@ -177,7 +177,8 @@ def modelled(preset: str, sequence: int, triton: bool, rates: Rates) -> Modelled
     """Return a whole step, from one of one microbatch and one of two. triton: whether our Triton kernels are used."""
     whole = plan_of(preset, sequence)
     microbatch, vocab = whole.batch.microbatch, whole.model.vocab
-    recompute = f"activation_checkpointing={f'{{every: {whole.recompute}}}' if whole.recompute else 'none'}"
+    (every,) = whole.pipeline.recompute
+    recompute = f"activation_checkpointing={f'{{every: {every}}}' if every else 'none'}"
     with mock.patch.object(triton_launch, "triton_installed", return_value=triton):
         one, two = (
             costs(
@@ -229,7 +230,7 @@ def main() -> None:
     for preset, sequence in CASES:
         for label, triton in (("torch", False), ("ours", True)):
             one = modelled(preset, sequence, triton, rates)
-            assert not one.plan.recompute
+            assert not one.plan.recomputes
             case = f"{preset}, {sequence:,} tokens, microbatch {one.plan.batch.microbatch}"
             rows.append(row(case, label, one, rates))
             print(" | ".join(rows[-1]), file=sys.stderr)

@@ -1,6 +1,6 @@
 """The model: plain blocks, no mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,13 +14,14 @@ from llmtrain.model.layers import Block, Embedding, Head, rotary_tables
 class GPT(nn.Module):
     """Decoder-only transformer of the families gpt2, llama and neox.
 
-    recompute: blocks per activation-checkpointing group, or 0 to keep every activation. saving: encloses what keeps a
-    group's input for the backward pass; takes the group's number within the stage.
+    groups: blocks that activation checkpointing recomputes together, in the order of the model; empty to keep every
+    activation. saving: encloses what keeps a group's input for the backward pass; takes the group's number within the
+    stage.
     """
 
-    def __init__(self, config: GPTConfig, device: torch.device, recompute: int = 0) -> None:
+    def __init__(self, config: GPTConfig, device: torch.device, groups: Sequence[range] = ()) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config, self.groups = config, tuple(groups)
         self.embedding = Embedding(config)
         # By name, because a pipeline rank keeps only some of them.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.layers)})
@@ -34,16 +35,16 @@ class GPT(nn.Module):
 
     def run(self, x: Tensor, first: int, end: int) -> Tensor:
         """Pass `[batch, sequence, hidden]` through the blocks from `first` up to `end`."""
-        if not (self.recompute and self.training and torch.is_grad_enabled()):
+        if not (self.groups and self.training and torch.is_grad_enabled()):
             return self._run(x, first, end)
         # Without dropout a block draws no random numbers, so there is no generator's state to keep.
         draws = self.config.dropout > 0
-        for group, start in enumerate(range(first, end, self.recompute)):
-            stop = min(start + self.recompute, end)
+        own = [group for group in self.groups if first <= group.start < end]
+        for number, group in enumerate(own):
             # `saving` applies to the input that `checkpoint` saves. It does not apply to what the blocks save, for
             # which `checkpoint` sets its own saved-tensor hooks.
-            with self.saving(group):
-                x = checkpoint(self._run, x, start, stop, use_reentrant=False, preserve_rng_state=draws)
+            with self.saving(number):
+                x = checkpoint(self._run, x, group.start, group.stop, use_reentrant=False, preserve_rng_state=draws)
         return x
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:

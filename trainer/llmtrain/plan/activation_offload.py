@@ -41,13 +41,13 @@ class ActivationOffload:
     stay: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, recompute: int, schedule: Schedule, volumes: Sequence[Nvme]) -> "ActivationOffload":
-        """Return what a recipe asks for, with the least number of group inputs that stay. recompute: blocks of a group.
-        volumes: of the cluster's nodes. Raises BadInputError."""
+    def of(cls, recipe: Recipe, recomputes: bool, schedule: Schedule, volumes: Sequence[Nvme]) -> "ActivationOffload":
+        """Return what a recipe asks for, with the least number of group inputs that stay. recomputes: whether
+        blocks are recomputed. volumes: of the cluster's nodes. Raises BadInputError."""
         tier = recipe.offload.activations
         if tier == "none":
             return cls()
-        if problem := _problem(tier, recompute, schedule):
+        if problem := _problem(tier, recomputes, schedule):
             raise BadInputError(problem)
         stay = (READ_AHEAD,) * schedule.ranks
         if tier == "host":
@@ -61,9 +61,9 @@ class ActivationOffload:
         return cls(tier=tier, paths=paths, weights=volume_weights(paths, volumes), stay=stay)
 
 
-def _problem(tier: str, recompute: int, schedule: Schedule) -> str | None:
+def _problem(tier: str, recomputes: bool, schedule: Schedule) -> str | None:
     said = f"offload.activations is {tier}, but"
-    if not recompute:
+    if not recomputes:
         return (
             f"{said} activation_checkpointing is none, and only what it keeps is offloaded; set it to auto, or leave "
             "offload.activations out"

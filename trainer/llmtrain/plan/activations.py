@@ -38,9 +38,9 @@ def unit_activations(plan: Plan, layout: StageLayout, unit: str, place: int | No
         return total(embedding_tensors(plan, sizes)) if layout.opens else 0
     if unit == "head":
         return total(head_tensors(plan, sizes))
-    if not plan.recompute:
+    if not layout.groups:
         return total(block_tensors(plan, sizes))
-    leads = (int(unit.removeprefix("blocks.")) - layout.first) % plan.recompute == 0
+    leads = int(unit.removeprefix("blocks.")) in {group.start for group in layout.groups}
     return boundary_bytes(plan) + (plan.kernels.generator if plan.model.dropout else 0) if leads else 0
 
 
@@ -52,11 +52,10 @@ def stage_activations(plan: Plan, layout: StageLayout, place: int | None = None)
 
 def recomputed_peak(plan: Plan, layout: StageLayout) -> int:
     """Return the bytes that the recomputation of the stage's largest group adds in a backward pass; 0 without."""
-    blocks = min(plan.recompute, layout.end - layout.first)
-    if not blocks:
+    if not layout.groups:
         return 0
     # The first input is there already.
-    return blocks * total(block_tensors(plan, Sizes.of(plan))) - boundary_bytes(plan)
+    return len(layout.groups[0]) * total(block_tensors(plan, Sizes.of(plan))) - boundary_bytes(plan)
 
 
 def deferred_bytes(plan: Plan, layout: StageLayout, place: int | None = None) -> int:

@@ -122,10 +122,8 @@ def check(plan: Plan, facts: Facts) -> None:
     wide = plan.compute == "fp32"
     if facts.device == "cuda" and (what := lack(training.attention, wide, model.dropout, training.deterministic)):
         raise BadInputError(f"train.attention is {training.attention}, which has no {what}; set it to auto")
-    if plan.recompute > model.layers:
-        raise BadInputError(
-            f"activation_checkpointing.every is {plan.recompute}; expected at most model.layers ({model.layers})"
-        )
+    if (most := max(plan.pipeline.recompute)) > model.layers:
+        raise BadInputError(f"activation_checkpointing.every is {most}; expected at most model.layers ({model.layers})")
     if problem := resident_problem(plan) or gradient_dtype_problem(plan):
         raise BadInputError(problem)
 

@@ -93,8 +93,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         axis_tiers(links, grid, Axis.DATA),
         None if fitting is None else lambda zero: fitting(sharding(zero)),
     )
-    recompute = _recompute(recipe.activation_checkpointing, max(pipeline.layers))
-    training = _training(recipe.train, facts)
+    recomputes, training = any(pipeline.recompute), _training(recipe.train, facts)
     if problem := tensor_problems(model, recipe.parallel, recipe.data.sequence_length):
         raise BadInputError(problem)
     plan = Plan(
@@ -110,10 +109,9 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         compute=compute,
         kernels=kernels_of(facts, model, compute, recipe.train.deterministic),
         sequence_parallel=recipe.parallel.sequence,
-        recompute=recompute,
-        activation_offload=ActivationOffload.of(recipe, recompute, pipeline.schedule, volumes),
+        activation_offload=ActivationOffload.of(recipe, recomputes, pipeline.schedule, volumes),
         sharding=sharding(zero),
-        pipeline=_with_hand_back(pipeline, recipe, training.compile or bool(recompute), zero.degrees),
+        pipeline=_with_hand_back(pipeline, recipe, training.compile or recomputes, zero.degrees),
         optimizer=AdamW(**{entry.name: getattr(recipe.optimizer, entry.name) for entry in fields(AdamW)}),
         loss_scaling=LossScaling(
             loss_scale=recipe.precision.loss_scale, loss_scale_window=recipe.precision.loss_scale_window
@@ -174,11 +172,12 @@ def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, fact
     else:
         schedule = make_schedule(name, ranks, chunks, batch.microbatches)
     layers = _layers(recipe, model, schedule, grid, facts)
+    recompute = _recompute(recipe.activation_checkpointing, layers)
     return Pipeline(
         name=name,
         schedule=schedule,
         layers=layers,
-        stages=tuple(stage_layouts_of(model, schedule, layers, rank) for rank in range(ranks)),
+        stages=tuple(stage_layouts_of(model, schedule, layers, recompute, rank) for rank in range(ranks)),
         limit=ranks if given.limit == "auto" or ranks == 1 else given.limit,
         transport=given.transport,
     )
@@ -250,19 +249,30 @@ def _placement(
     )
 
 
-def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: int) -> int:
-    """Return the blocks of one group of activation checkpointing, 0 for none. layers: layers of the largest stage, of
+def _recompute(setting: Literal["none", "full", "auto"] | EveryK, layers: Sequence[int]) -> Sequence[int]:
+    """Return the blocks of one group of activation checkpointing of each stage, 0 for none. layers: of each stage, of
     whose group inputs and blocks of one group auto keeps few."""
     match setting:
         case EveryK(every=every):
-            return every
+            given = every if isinstance(every, tuple) else (every,) * len(layers)
+            if len(given) != len(layers):
+                raise BadInputError(
+                    f"activation_checkpointing.every is {list(given)}, which is {len(given)} stages; expected "
+                    f"{len(layers)}, one for each chunk of each rank of parallel.pipeline, or one number for all; or "
+                    "set activation_checkpointing=auto"
+                )
+            return given
         case "auto":
-            factors = [every for every in range(1, layers + 1) if layers % every == 0]
-            return min(factors, key=lambda every: (abs(every - sqrt(layers)), every))
+            return [_factor_nearest_root(count) for count in layers]
         case "full":
-            return 1
+            return (1,) * len(layers)
         case "none":
-            return 0
+            return (0,) * len(layers)
+
+
+def _factor_nearest_root(count: int) -> int:
+    factors = [factor for factor in range(1, count + 1) if count % factor == 0]
+    return min(factors, key=lambda factor: (abs(factor - sqrt(count)), factor))
 
 
 def _backend(recipe: Recipe, facts: Facts) -> Backend:

@@ -89,6 +89,12 @@ class Pipeline:
     limit: int
     transport: Literal["torch", "mpi"]
 
+    @property
+    def recompute(self) -> tuple[int, ...]:
+        """Blocks of one group of activation checkpointing of each stage, 0 for none."""
+        layouts = (layout for held in self.stages for layout in held)
+        return tuple(layout.recompute for layout in sorted(layouts, key=lambda layout: layout.stage))
+
 
 Attention = Literal["flash", "efficient", "math"]
 """Kernels of attention. flash: keeps a normalizer of each query; flash-attn's, torch's or our own. efficient: torch's
@@ -141,9 +147,9 @@ class Plan:
     device: what the ranks compute on. grid: the grid of ranks. tiers: tiers of links between all ranks, fastest first.
     cluster: the recipe's description, None without one. compute: dtype of matrix products. kernels: what kernels keep
     for the backward pass. sequence_parallel: whether tensor-parallel ranks split the sequence between layers.
-    recompute: blocks of one group of activation checkpointing, 0 for none. activation_offload: where the inputs of
-    these groups rest. import_from: folder of the Hugging Face model with the initial weights, None for random weights.
-    record: the recipe, as plain data, that makes this plan again; files of the run store it.
+    activation_offload: where the inputs of recomputed groups of blocks rest. import_from: folder of the Hugging Face
+    model with the initial weights, None for random weights. record: the recipe, as plain data, that makes this plan
+    again; files of the run store it.
     """
 
     name: str
@@ -158,7 +164,6 @@ class Plan:
     compute: Compute
     kernels: Kernels
     sequence_parallel: bool
-    recompute: int
     activation_offload: ActivationOffload
     sharding: Sharding
     pipeline: Pipeline
@@ -170,6 +175,11 @@ class Plan:
     checkpoint: Checkpointing
     logging: LoggingConfig
     record: Mapping[str, Any]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing recomputes blocks: those of all stages, or none."""
+        return any(self.pipeline.recompute)
 
     @property
     def compute_bytes(self) -> int:

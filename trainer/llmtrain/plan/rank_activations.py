@@ -7,7 +7,6 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.activation_offload import ActivationCounts, ActivationMoves, activation_counts, activation_moves
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Action
-from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.saved_tensors import Sizes
@@ -20,11 +19,6 @@ def boundary_bytes(plan: Plan) -> int:
     """Return the bytes of what one block or stage passes to the next: `[sequences, tokens, hidden]` in the compute
     dtype. With sequence parallelism each rank has a share of the tokens."""
     return Sizes.of(plan).own * plan.model.hidden * plan.compute_bytes
-
-
-def group_count(plan: Plan, layout: StageLayout) -> int:
-    """Return the number of recomputed groups of a stage; 0 without recomputation."""
-    return -(-(layout.end - layout.first) // plan.recompute) if plan.recompute else 0
 
 
 def rank_moves(plan: Plan, rank: int) -> ActivationMoves:
@@ -40,7 +34,7 @@ def rank_counts(plan: Plan, rank: int) -> ActivationCounts:
 def _schedule(plan: Plan, rank: int) -> tuple[tuple[Action, ...], tuple[int, ...], int]:
     """Return a rank's actions, the groups of its chunks, and the number of group inputs that stay."""
     place = plan.grid.coordinate(rank, Axis.PIPELINE)
-    groups = tuple(group_count(plan, layout) for layout in plan.stages_of(rank))
+    groups = tuple(len(layout.groups) for layout in plan.stages_of(rank))
     return plan.pipeline.schedule.actions[place], groups, plan.activation_offload.stay[place]
 
 

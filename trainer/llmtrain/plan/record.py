@@ -53,7 +53,8 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) 
     if paths := offload.paths or plan.activation_offload.paths:
         record["offload"].update(paths=list(paths))
     if recipe.activation_checkpointing == "auto":
-        record["activation_checkpointing"] = {"every": plan.recompute}
+        every = list(plan.pipeline.recompute)
+        record["activation_checkpointing"] = {"every": every[0] if len({*every}) == 1 else every}
     return record
 
 

@@ -103,7 +103,7 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             yield Change((f"train.microbatch={size}",), replace(recipe, train=train))
     yield from _grids(recipe, plan)
     tiers = ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",)
-    for key in (*(("activations",) if plan.recompute else ()), "optimizer"):
+    for key in (*(("activations",) if plan.recomputes else ()), "optimizer"):
         if getattr(recipe.offload, key) == "none":
             for tier in tiers:
                 offload = replace(recipe.offload, **{key: tier})  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def _norm_gradients(plan: Plan, norm: str) -> list[Saved]:
 
 def _row_bias_gradients(plan: Plan) -> list[Saved]:
     # One rank without recomputation has plain layers, which defer the gradients of all biases.
-    if plan.grid.degree(Axis.TENSOR) == 1 and not plan.recompute:
+    if plan.grid.degree(Axis.TENSOR) == 1 and not plan.recomputes:
         return []
     names = ("attention.out", "mlp.down")
     return [Saved(f"gradient of {name}'s bias", (plan.model.hidden,), plan.compute_bytes) for name in names]

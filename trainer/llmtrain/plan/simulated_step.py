@@ -79,7 +79,7 @@ def rank_computation(plan: Plan, rank: int) -> Computation | None:
     names = [unit.name for unit in rank_units(plan, rank)]
     of_unit = {"embedding": costs.embedding, "head": costs.head}
     forward = [of_unit.get(name, costs.layer) * seconds for name in names]
-    again = [plan.recompute > 0 and name not in of_unit for name in names]
+    again = [plan.recomputes and name not in of_unit for name in names]
     return Computation(
         forward, [(2 + more) * one for one, more in zip(forward, again, strict=True)], batch.microbatches
     )

@@ -56,12 +56,16 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EveryK:
-    """Activation checkpointing in groups of blocks: only the inputs of groups are kept. every: blocks of a
-    group."""
+    """Activation checkpointing in groups of blocks: only the inputs of groups are kept. every: blocks of a group; a
+    list gives those of each stage of the pipeline."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    every: Layers
+    every: Layers | tuple[Layers, ...]
+
+    def __post_init__(self) -> None:
+        if not self.every:
+            raise ValueError("every is []; expected the blocks of a group of each stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +73,11 @@ class Recipe:
     """One training run. See each section's class for its keys.
 
     seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (each block is
-    recomputed on its own); {every: k} (k blocks at a time); auto (none if that fits accelerator.memory of the cluster
-    file; else k is the factor of a stage's number of layers nearest its square root; AxoNN, section V; or full where a
-    larger microbatch then fits). cluster: description of the machines: a file, the name of a shipped description,
-    or the description itself; auto: each machine is a node of the ranks that were started on it.
+    recomputed on its own); {every: k} (k blocks at a time; [j, k] gives the number of each stage of a pipeline); auto
+    (none if that fits accelerator.memory of the cluster file; else k is, for each stage, the factor of its number of
+    layers nearest its square root; AxoNN, section V; or full where a larger microbatch then fits). cluster: description
+    of the machines: a file, the name of a shipped description, or the description itself; auto: each machine is a node
+    of the ranks that were started on it.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -83,7 +83,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     weight_gradients = WeightGradientQueue()
     # The order matters: create the model on the meta device, remove the layers of other stages, shard layers along the
     # tensor axis, allocate the units' memory, and compile last, because torch.compile traces the final modules.
-    model = GPT(plan.model, ranks.device, recompute=plan.recompute)
+    model = GPT(plan.model, ranks.device, [group for layout in stage_layouts for group in layout.groups])
     keep(model, stage_layouts)
     programs = Programs(ProgramSpec.of(plan, ranks.rank))
     pools = Pools.of(plan, ranks.rank, programs, plan.device)

@@ -22,7 +22,7 @@ def parallelize(model: GPT, mesh: TensorMesh, queue: WeightGradientQueue | None 
     """
     if mesh.degree == 1 and queue is None:
         return
-    if mesh.degree == 1 and queue is not None and not model.recompute:
+    if mesh.degree == 1 and queue is not None and not model.groups:
         split_backward(model.blocks, queue)
         return
     # With recomputation, one rank uses these layers as well: they do not recompute the last product of a block.

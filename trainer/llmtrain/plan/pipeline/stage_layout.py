@@ -10,10 +10,11 @@ from llmtrain.model.tensors import UnitSpec, model_units
 from llmtrain.plan.pipeline.actions import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageLayout:
     """The part of the model in one `stage`: blocks `[first, end)`. opens: it also has the embedding, before them.
-    closes: it also has the head, after them. tied: the head uses the embedding's matrix."""
+    closes: it also has the head, after them. tied: the head uses the embedding's matrix. recompute: blocks of one group
+    of activation checkpointing, 0 for none."""
 
     stage: int
     first: int
@@ -21,6 +22,7 @@ class StageLayout:
     opens: bool
     closes: bool
     tied: bool
+    recompute: int = 0
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -30,19 +32,29 @@ class StageLayout:
             names.insert(0, "embedding")
         return (*names, "head") if self.closes else tuple(names)
 
+    @cached_property
+    def groups(self) -> tuple[range, ...]:
+        """Blocks that activation checkpointing recomputes together, in the order of the model; none without it."""
+        starts = range(self.first, self.end, self.recompute) if self.recompute else ()
+        return tuple(range(start, min(start + self.recompute, self.end)) for start in starts)
 
-def stage_layouts_of(config: GPTConfig, schedule: Schedule, split: Sequence[int], rank: int) -> tuple[StageLayout, ...]:
-    """Return the stages of a rank of the pipeline, in the order of its chunks. split: layers of each stage."""
+
+def stage_layouts_of(
+    config: GPTConfig, schedule: Schedule, split: Sequence[int], recompute: Sequence[int], rank: int
+) -> tuple[StageLayout, ...]:
+    """Return the stages of a rank of the pipeline, in the order of its chunks. split: layers of each stage. recompute:
+    blocks of one group of activation checkpointing of each stage, 0 for none."""
     borders = list(accumulate(split, initial=0))
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     return tuple(
         StageLayout(
-            stage,
-            borders[stage],
-            borders[stage + 1],
+            stage=stage,
+            first=borders[stage],
+            end=borders[stage + 1],
             opens=stage == 0,
             closes=stage == schedule.stages - 1,
             tied=config.tie_embeddings,
+            recompute=recompute[stage],
         )
         for stage in stages
     )

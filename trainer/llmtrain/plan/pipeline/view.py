@@ -141,7 +141,7 @@ def show_recipe(
     message = _message_bytes(plan)
     hops = message_times(cluster, grid, schedule, message)
     layer = 1.0 if flops is None else _layer_seconds(plan, costs, flops)
-    durations = durations_by_work(pipeline.layers, costs, speeds, schedule, layer, plan.recompute > 0)
+    durations = durations_by_work(pipeline.layers, costs, speeds, schedule, layer, plan.recomputes)
     if flops is not None:
         durations = replace(durations, transfer=hops.transfer, latency=hops.latency, links=hops.links)
     view = show(

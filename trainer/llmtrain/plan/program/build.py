@@ -74,9 +74,7 @@ def full_program(
 ) -> Program:
     """Return the program of actions, each of which is planned. backward: the backward passes of each. most: elements of
     memory for gathered weights; None for as the spec says."""
-    spots = [
-        list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
-    ]
+    spots = [list(spots_of(action, spec.stages[action.chunk], spec.splits_backward)) for action in actions]
     reduces, passes = _reduces(spots, backward, spec), list[Pass]()
     (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)), most)
     following = iter(gathers)
@@ -122,9 +120,7 @@ def residency_capacity(spec: ProgramSpec, events: Sequence[UnitUse]) -> int:
 
 def residency_events(spec: ProgramSpec, actions: Sequence[Action]) -> Iterator[UnitUse]:
     """Yield the uses of gathered units in actions."""
-    spots = [
-        list(spots_of(action, spec.stages[action.chunk], spec.splits_backward, spec.recompute)) for action in actions
-    ]
+    spots = [list(spots_of(action, spec.stages[action.chunk], spec.splits_backward)) for action in actions]
     yield from _events(actions, spots, spec)
 
 

@@ -21,13 +21,12 @@ def forward_spots(layout: StageLayout) -> Iterator[Spot]:
         yield from ((At.DONE, name) for name in needed)
 
 
-def backward_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
-    """Yield the points of a backward pass that computes all gradients. recompute: blocks of one group of activation
-    checkpointing, 0 for none. Neither the embedding's backward pass nor that of the output projection needs weights:
-    the projection's forward pass has computed its gradients."""
+def backward_spots(layout: StageLayout) -> Iterator[Spot]:
+    """Yield the points of a backward pass that computes all gradients. Neither the embedding's backward pass nor that
+    of the output projection needs weights: the projection's forward pass has computed its gradients."""
     if layout.closes:
         yield from _head_spots(layout)
-    for group in reversed(_groups(layout, recompute)):
+    for group in reversed(_groups(layout)):
         yield from ((At.USE, name) for name in group)
         for name in reversed(group):
             yield from ((At.GRADIENTS, name), (At.DONE, name))
@@ -35,12 +34,12 @@ def backward_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
         yield At.GRADIENTS, "embedding"
 
 
-def backward_input_spots(layout: StageLayout, recompute: int) -> Iterator[Spot]:
+def backward_input_spots(layout: StageLayout) -> Iterator[Spot]:
     """Yield the points of a backward pass of the inputs alone. A unit's weights are no longer needed once the gradient
     of its input is complete."""
     if layout.closes:
         yield from ((At.USE, "head"), (At.DONE, "head"))
-    for group in reversed(_groups(layout, recompute)):
+    for group in reversed(_groups(layout)):
         yield from ((At.USE, name) for name in group)
         yield from ((At.DONE, name) for name in reversed(group))
 
@@ -58,14 +57,14 @@ def backward_weight_spots(layout: StageLayout) -> Iterator[Spot]:
         yield At.GRADIENTS, name
 
 
-def spots_of(action: Action, layout: StageLayout, splits_backward: bool, recompute: int) -> Iterator[Spot]:
+def spots_of(action: Action, layout: StageLayout, splits_backward: bool) -> Iterator[Spot]:
     """Return the points of an action of a stage. splits_backward: whether the backward pass of weights is an action of
     its own."""
     if action.kind is Kind.F:
         return forward_spots(layout)
     if action.kind is Kind.W:
         return backward_weight_spots(layout)
-    return backward_input_spots(layout, recompute) if splits_backward else backward_spots(layout, recompute)
+    return backward_input_spots(layout) if splits_backward else backward_spots(layout)
 
 
 def backward_passes(
@@ -99,6 +98,7 @@ def _blocks(layout: StageLayout) -> list[str]:
     return [f"blocks.{index}" for index in range(layout.first, layout.end)]
 
 
-def _groups(layout: StageLayout, size: int) -> list[list[str]]:
-    blocks, size = _blocks(layout), size or 1
-    return [blocks[first : first + size] for first in range(0, len(blocks), size)]
+def _groups(layout: StageLayout) -> list[list[str]]:
+    """Return the blocks whose weights are used together in the backward pass."""
+    groups = [[f"blocks.{index}" for index in group] for group in layout.groups]
+    return groups or [[name] for name in _blocks(layout)]

@@ -20,21 +20,19 @@ class ProgramSpec:
 
     stages: the rank's stages, by chunk. actions: those of one step, in order. splits_backward: whether the backward
     pass of weights is an action of its own. ordered: whether actions run in this order; otherwise messages mix forward
-    and backward passes, and weights stay gathered. recompute: blocks of one group of activation checkpointing, 0 for
-    none. padded, degrees: the padded size of each unit, and the degrees of its shards. rounded: whether weights from
-    the secondary copy differ from those of the shards. resident: elements of memory for gathered weights; 0 for the
-    least in which two units are gathered ahead. offloaded_weights: units whose weights are offloaded. stored: by such a
-    unit, the number of elements of its shard that the device has after a step, and that are then stored.
-    offloaded_gradients: units whose sums of gradients are offloaded. granule: buffers of gathered weights begin at its
-    multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum before the reduction. finish:
-    sums after the last pass.
+    and backward passes, and weights stay gathered. padded, degrees: the padded size of each unit, and the degrees of
+    its shards. rounded: whether weights from the secondary copy differ from those of the shards. resident: elements of
+    memory for gathered weights; 0 for the least in which two units are gathered ahead. offloaded_weights: units whose
+    weights are offloaded. stored: by such a unit, the number of elements of its shard that the device has after a step,
+    and that are then stored. offloaded_gradients: units whose sums of gradients are offloaded. granule: buffers of
+    gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
+    before the reduction. finish: sums after the last pass.
     """
 
     stages: tuple[StageLayout, ...]
     actions: tuple[Action, ...]
     splits_backward: bool = False
     ordered: bool = True
-    recompute: int = 0
     padded: Mapping[str, int]
     degrees: Mapping[str, Degrees]
     rounded: bool = False
@@ -57,7 +55,6 @@ class ProgramSpec:
             actions=_actions(schedule, grid.coordinate(rank, Axis.PIPELINE)),
             splits_backward=schedule.splits_backward,
             ordered=not schedule.message_driven,
-            recompute=plan.recompute,
             padded={spec.name: placements[spec.name].padded(spec.numel) for spec in specs},
             degrees={name: placement.degrees for name, placement in placements.items()},
             rounded=plan.sharding.quantization.secondary > 0,

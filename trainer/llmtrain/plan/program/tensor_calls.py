@@ -43,7 +43,7 @@ class TensorCalls:
             if layout.closes:
                 yield from self._loss(True)
         elif kind is Kind.B:
-            yield from self._recomputed(blocks)
+            yield from self._recomputed(blocks, len(layout.groups))
             yield from self._gathers(2 * blocks)
             yield from self._reductions(2 * blocks)
             # Autograd computes the embedding's gradient in the backward pass of the inputs.
@@ -78,13 +78,11 @@ class TensorCalls:
     def _reduction(self) -> Operation:
         return "reduce_scatter" if self.plan.sequence_parallel else "all_reduce"
 
-    def _recomputed(self, blocks: int) -> Iterator[Sized]:
+    def _recomputed(self, blocks: int, groups: int) -> Iterator[Sized]:
         """Yield the collectives of recomputed forward passes. The last product of a group is not recomputed, unless
         dropout needs it."""
-        group = self.plan.recompute
-        if not group:
+        if not groups:
             return
-        groups = -(-blocks // group)
         yield from self._gathers(2 * blocks)
         yield from self._reductions(2 * blocks - (0 if self.plan.model.dropout else groups))
 

@@ -79,7 +79,7 @@ def _point_problems(spec: ProgramSpec, one: Pass, backward: Mapping[str, Backwar
 def _expected_points(spec: ProgramSpec, one: Pass, backward: Mapping[str, BackwardPass]) -> list[Spot]:
     """Return the points at which a rank may issue something: uses of weights that are gathered, and gradients that are
     reduced."""
-    spots = spots_of(one.action, spec.stages[one.action.chunk], spec.splits_backward, spec.recompute)
+    spots = spots_of(one.action, spec.stages[one.action.chunk], spec.splits_backward)
     return [
         (at, unit)
         for at, unit in spots
