@@ -20,11 +20,10 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
 from llmtrain.plan.program.workspaces import InFlightBuffers, LaneBuffers, in_flight_buffers, lane_buffers
-from llmtrain.plan.tied_embedding import tied_pair
+from llmtrain.plan.replica_groups import ReplicaGroup, replica_groups
 
-GroupName = Literal["tensor", "partial", "stage", "tied"]
-"""The groups of ranks that compute with parts of the same layers, and of those that hold the same parameters; see
-`llmtrain.sharding.replica_groups`."""
+GroupName = ReplicaGroup | Literal["tensor"]
+"""The groups of ranks that hold the same parameters, and of those that compute with parts of the same layers."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,21 @@ _Group = tuple[GroupName, Sequence[int], CollectiveBuffers]
 
 def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device) -> Iterator[_Group]:
     """Yield the name, the ranks and the buffers of each group of the rank besides its hops."""
-    members, replicated = plan.grid.group_of(rank, Axis.TENSOR), [one for one in units if one.replicated_bytes]
-    if len(members) > 1:
-        yield _group("tensor", members, _tensor(plan, rank, device))
-        if plan.sequence_parallel:
-            yield _group("partial", members, [_sum(_partial(one)) for one in replicated])
-        if plan.sharding.quantization.gradients:
-            stage = plan.grid.group_of(rank, Axis.DATA, Axis.TENSOR)
-            averaged = 4 * sum(one.spec.numel - one.spec.replicated for one in units)
-            yield _group("stage", stage, [_sum(averaged)])
-    if pair := tied_pair(plan, rank):
+    tensor, groups = plan.grid.group_of(rank, Axis.TENSOR), replica_groups(plan, rank)
+    if len(tensor) > 1:
+        yield _group("tensor", tensor, _tensor(plan, rank, device))
+    if "partial" in groups:
+        yield _group("partial", groups["partial"], [_sum(_partial(one)) for one in units if one.replicated_bytes])
+    if "stage" in groups:
+        yield _group("stage", groups["stage"], [_sum(averaged_bytes(units))])
+    if "tied" in groups:
         embedding = next(one for one in units if one.spec.name == "embedding")
-        yield _group("tied", pair, [_sum(tied_bytes(embedding))])
+        yield _group("tied", groups["tied"], [_sum(tied_bytes(embedding))])
+
+
+def averaged_bytes(units: Sequence[UnitTraffic]) -> int:
+    """Return the bytes of the gradients of TP-replicated parameters that a stage averages, in fp32."""
+    return 4 * sum(one.spec.numel - one.spec.replicated for one in units)
 
 
 def tied_bytes(embedding: UnitTraffic) -> int:

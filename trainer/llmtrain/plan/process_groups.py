@@ -6,7 +6,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.tied_embedding import tied_places
+from llmtrain.plan.replica_groups import replica_groups
 
 
 def group_sizes(plan: Plan, pipeline: int) -> list[int]:
@@ -14,7 +14,10 @@ def group_sizes(plan: Plan, pipeline: int) -> list[int]:
     axis."""
     world = [plan.grid.world] if plan.grid.world > 1 else []
     sharding = (size for one in dict.fromkeys(plan.sharding.placements.values()) for size in _of_placement(one))
-    return [*world, *sharding, *_of_tensor(plan), *_of_pipeline(plan, pipeline)]
+    tensor = [degree] if (degree := plan.grid.degree(Axis.TENSOR)) > 1 else []
+    messages = [2 for _ in _channels(plan.pipeline.schedule, pipeline) if plan.pipeline.transport == "torch"]
+    rank = plan.grid.group_of(0, Axis.PIPELINE)[pipeline]
+    return [*world, *sharding, *tensor, *messages, *map(len, replica_groups(plan, rank).values())]
 
 
 def _of_placement(placement: Placement) -> Iterator[int]:
@@ -23,27 +26,6 @@ def _of_placement(placement: Placement) -> Iterator[int]:
         yield from (level.radix, level.radix)
     if not placement.hierarchical and placement.degrees.weights > 1:
         yield placement.degrees.weights
-
-
-def _of_tensor(plan: Plan) -> Iterator[int]:
-    tensor = plan.grid.degree(Axis.TENSOR)
-    if tensor == 1:
-        return
-    yield tensor
-    if plan.sequence_parallel:
-        # The sums of TP-replicated gradients, in parallel with those of the layers.
-        yield tensor
-    if plan.sharding.quantization.gradients:
-        # The mean of TP-replicated gradients over a pipeline stage.
-        yield plan.grid.degree(Axis.DATA, Axis.TENSOR)
-
-
-def _of_pipeline(plan: Plan, pipeline: int) -> Iterator[int]:
-    schedule = plan.pipeline.schedule
-    if plan.pipeline.transport == "torch":
-        yield from (2 for _ in _channels(schedule, pipeline))
-    if pipeline in tied_places(plan):
-        yield 2
 
 
 def _channels(schedule: Schedule, pipeline: int) -> Iterator[tuple[int, int]]:

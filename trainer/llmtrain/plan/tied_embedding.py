@@ -9,27 +9,27 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.plan import Plan
 
 
-def tied_places(plan: Plan) -> tuple[int, ...]:
-    """Return the two places along the pipeline axis at which ranks hold a copy of a tied embedding; none if there is
-    only one copy, or if the embedding is not tied."""
-    schedule = plan.pipeline.schedule
-    first, last = (schedule.place(stage)[0] for stage in (0, schedule.stages - 1))
-    return (first, last) if plan.model.tie_embeddings and first != last else ()
-
-
 def tied_pairs(plan: Plan) -> list[tuple[int, ...]]:
     """Return all pairs of ranks that hold the two copies of a tied embedding, each in the order of the stages."""
-    places = tied_places(plan)
+    places = _places(plan)
     return [tuple(line[place] for place in places) for line in plan.grid.groups(Axis.PIPELINE)] if places else []
 
 
 def tied_pair(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the pair of ranks that hold the two copies of a tied embedding, if `rank` is one of them."""
     line = plan.grid.group_of(rank, Axis.PIPELINE)
-    pair = tuple(line[place] for place in tied_places(plan))
+    pair = tuple(line[place] for place in _places(plan))
     return pair if rank in pair else ()
 
 
 def holds_second_copy(plan: Plan, rank: int) -> bool:
     """Return whether a rank holds the copy of the last stage, which checkpoints and norms leave out."""
     return tied_pair(plan, rank)[1:] == (rank,)
+
+
+def _places(plan: Plan) -> tuple[int, ...]:
+    """Return the two places along the pipeline axis at which ranks hold a copy of a tied embedding; none if there is
+    only one copy, or if the embedding is not tied."""
+    schedule = plan.pipeline.schedule
+    first, last = (schedule.place(stage)[0] for stage in (0, schedule.stages - 1))
+    return (first, last) if plan.model.tie_embeddings and first != last else ()

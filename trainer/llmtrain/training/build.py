@@ -28,7 +28,8 @@ from llmtrain.plan.pools import GroupName, Pools
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.stored import stored_offsets
-from llmtrain.plan.tied_embedding import holds_second_copy, tied_pairs
+from llmtrain.plan.replica_groups import all_replica_groups
+from llmtrain.plan.tied_embedding import holds_second_copy
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
@@ -167,19 +168,16 @@ def _packing(bits: int, block: int) -> Packing | None:
 
 def _replica_groups(plan: Plan, ranks: Ranks, buffers: Mapping[GroupName, CollectiveBuffers]) -> ReplicaGroups:
     """Connect the ranks beyond the data-parallel ones that hold the same parameters. Collective."""
-    layout, copies = ranks.layout, ranks.layout.degree(Axis.TENSOR)
-    partial = None
-    if plan.sequence_parallel and copies > 1:
-        # Groups of their own, because these sums run in parallel with those of the layers.
-        partial = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)), buffers["partial"])
-    stage = None
-    if plan.sharding.quantization.gradients and copies > 1:
-        stage = ranks.collectives(make_groups(ranks, layout.groups(Axis.DATA, Axis.TENSOR)), buffers["stage"])
+    # All ranks make all groups. They have groups of their own, because sums of parts run in parallel with those of the layers.
+    joined = {
+        name: ranks.collectives(group, buffers[name])
+        for name, groups in all_replica_groups(plan).items()
+        if (group := join_group(ranks, groups)) is not None
+    }
     tied, second = {}, frozenset[str]()
-    # All ranks make the groups of all pairs.
-    if (pairs := tied_pairs(plan)) and (group := join_group(ranks, pairs)) is not None:
-        tied = {"embedding": ranks.collectives(group, buffers["tied"])}
+    if "tied" in joined:
+        tied = {"embedding": joined["tied"]}
         if holds_second_copy(plan, ranks.rank):
             # The copy has position embeddings, which it does not use, so that both copies are sharded in the same way.
             second = frozenset({"embedding"})
-    return ReplicaGroups(copies, partial, stage, tied, second)
+    return ReplicaGroups(plan.grid.degree(Axis.TENSOR), joined.get("partial"), joined.get("stage"), tied, second)

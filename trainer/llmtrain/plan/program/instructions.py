@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Literal
 
 from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.replica_groups import ReplicaGroup
 
 
 class At(Enum):
@@ -60,12 +60,11 @@ Issue = Gather | Drop | Reduce
 class ReplicaSum:
     """A sum, after the last pass, over ranks that hold the same parameters.
 
-    group: partial (the tensor-parallel ranks, of a unit that is not reduced), stage (all ranks of the pipeline stage,
-    for the TP-replicated gradients of all units) or tied (the two stages that hold a tied embedding). unit: empty for
-    all units. elements: that are summed.
+    group: partial (of a unit that is not reduced), stage (for the TP-replicated gradients of all units) or tied; see
+    `llmtrain.plan.replica_groups`. unit: empty for all units. elements: that are summed.
     """
 
-    group: Literal["partial", "stage", "tied"]
+    group: ReplicaGroup
     unit: str
     elements: int
 

@@ -67,7 +67,7 @@ class ProgramSpec:
             },
             offloaded_gradients=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=_granule(placements.values(), plan.compute_bytes),
-            partial=partial_elements(plan, specs),
+            partial=partial_elements(plan, rank, specs),
             finish=tuple(final_sums(plan, rank, specs)),
         )
 

@@ -11,12 +11,12 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.pools import tied_bytes
+from llmtrain.plan.pools import averaged_bytes, tied_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
-from llmtrain.plan.tied_embedding import tied_pair
+from llmtrain.plan.replica_groups import replica_groups
 from llmtrain.plan.traffic import Traffic
 
 SCALARS = 3
@@ -94,17 +94,15 @@ class StepCalls:
 
     def replicas(self) -> Iterator[Call]:
         """Yield the sums over ranks that hold the same parameters as others of their stage or of another one."""
-        plan, units = self.plan, self._units
-        tensor = plan.grid.group_of(self.rank, Axis.TENSOR)
-        if plan.sequence_parallel and len(tensor) > 1:
+        plan, units, groups = self.plan, self._units, replica_groups(self.plan, self.rank)
+        if partial := groups.get("partial"):
             for size, times in self._partial_sums(units):
-                traffic = self._traffic("replicated", "all_reduce", tensor, size)
-                yield Call(tuple(tensor), traffic, times)
-        if plan.sharding.quantization.gradients and len(tensor) > 1:
-            stage = tuple(plan.grid.group_of(self.rank, Axis.DATA, Axis.TENSOR))
-            size = 4 * sum(unit.spec.numel - unit.spec.replicated for unit in units)
-            yield Call(stage, self._sum("replicated", plan.tiers[-1].name, size, len(stage)))
-        yield from self._tied(units)
+                yield Call(partial, self._traffic("replicated", "all_reduce", partial, size), times)
+        if stage := groups.get("stage"):
+            yield Call(stage, self._sum("replicated", plan.tiers[-1].name, averaged_bytes(units), len(stage)))
+        if pair := groups.get("tied"):
+            embedding = next(unit for unit in units if unit.spec.name == "embedding")
+            yield Call(pair, self._sum("replicated", tier_between(plan.tiers, *pair), tied_bytes(embedding), 2))
 
     def scalars(self, logged: bool = False) -> Iterator[Call]:
         """Yield the sum of the step's numbers over all ranks, in fp64. logged: whether it has each rank's seconds."""
@@ -149,13 +147,6 @@ class StepCalls:
         for spec, element_bytes, times in sums:
             if spec.replicated < spec.numel:
                 yield (spec.numel - spec.replicated) * element_bytes, times
-
-    def _tied(self, units: Sequence[UnitTraffic]) -> Iterator[Call]:
-        """Yield the sum of a tied embedding's gradients over the first and the last stage."""
-        pair = tied_pair(self.plan, self.rank)
-        if pair:
-            embedding = next(unit for unit in units if unit.spec.name == "embedding")
-            yield Call(pair, self._sum("replicated", tier_between(self.plan.tiers, *pair), tied_bytes(embedding), 2))
 
     @cached_property
     def _passes(self) -> Counter[tuple[Kind, int]]:

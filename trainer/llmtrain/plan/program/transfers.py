@@ -16,9 +16,10 @@ from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Gather, Issue, Reduce
+from llmtrain.plan.replica_groups import ReplicaGroup
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
-LaneKind = Literal["gather", "reduce", "flat", "partial", "stage", "tied"]
+LaneKind = Literal["gather", "reduce", "flat"] | ReplicaGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs, evaluation_actions
 from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce, ReplicaSum
 from llmtrain.plan.program.problems.places import Place, program_issues
-from llmtrain.plan.program.replica_sums import replica_group
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.transfers import Lane, Transfer, UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.replica_groups import REPLICA_GROUPS, ReplicaGroup, replica_groups
 from llmtrain.plan.traffic import Traffic
-
-SumGroup = Literal["partial", "stage", "tied"]
 
 Started = tuple[Transfer, Place]
 """A collective, and where a rank starts it."""
@@ -29,7 +26,7 @@ class RankPart:
 
     spec: ProgramSpec
     units: Mapping[str, UnitTraffic]
-    groups: Mapping[SumGroup, int] = field(default_factory=dict)
+    groups: Mapping[ReplicaGroup, int] = field(default_factory=dict)
     evaluates: bool = False
     _transfers: dict[tuple[object, ...], tuple[Transfer, ...]] = field(default_factory=dict)
 
@@ -60,7 +57,7 @@ class RankPart:
         """Bytes of an element of the sums of a unit's gradients. The mean over a stage's ranks is in fp32."""
         return self.units[unit].sum_bytes if unit in self.units else 4
 
-    def _sum(self, group: SumGroup, unit: str, size: int) -> Transfer:
+    def _sum(self, group: ReplicaGroup, unit: str, size: int) -> Transfer:
         ranks = self.groups.get(group, 1)
         traffic = Traffic("replicated", "all_reduce", "", size, 2 * size * (ranks - 1) // max(ranks, 1), packed=False)
         return Transfer(unit, Lane(group, (), ranks), traffic)
@@ -111,8 +108,7 @@ class RankPrograms:
         if self.groups is not None:
             actions = evaluation_actions(len(spec.stages), self.groups)
             spec = replace(spec, actions=tuple(actions), finish=())
-        names: tuple[SumGroup, ...] = ("partial", "stage", "tied")
-        sizes = {name: len(replica_group(self.plan, rank, name)) for name in names}
+        sizes = {name: len(members) for name, members in replica_groups(self.plan, rank).items()}
         return RankPart(spec, units, sizes, self.groups is not None)
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -127,9 +123,9 @@ class RankPrograms:
     def members(self, rank: int, lane: Lane, unit: str) -> tuple[int, ...]:
         """Return the ranks of a lane's group that `rank` is in. unit: one that is sent on the lane."""
         if (rank, lane) not in self._members:
-            if lane.kind in ("partial", "stage", "tied"):
+            if lane.kind in REPLICA_GROUPS:
                 # Another check reports a rank that is in no such group.
-                members = replica_group(self.plan, rank, lane.kind) or (rank,)
+                members = replica_groups(self.plan, rank).get(lane.kind, (rank,))
             else:
                 members = lane_members(self.plan.grid, rank, self.plan.sharding.placements[unit], lane)
             self._members.update({(member, lane): members for member in members})

@@ -9,6 +9,7 @@ from llmtrain.plan.program.problems.lanes import LaneJob
 from llmtrain.plan.program.problems.places import Place, overlap
 from llmtrain.plan.program.problems.world import Wait, World
 from llmtrain.plan.program.transfers import Lane, Transfer
+from llmtrain.plan.replica_groups import REPLICA_GROUPS
 
 
 class InFlightCollectives:
@@ -118,7 +119,7 @@ class InFlightCollectives:
     def _members(self, transfer: Transfer) -> tuple[int, ...]:
         grid, symmetric = self._world.ranks.plan.grid, self._world.symmetric_axes
         members = self._world.ranks.members(self._rank, transfer.lane, transfer.unit)
-        if transfer.lane.kind in ("partial", "stage", "tied"):
+        if transfer.lane.kind in REPLICA_GROUPS:
             # One rank stands for all that are equal to it.
             return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in symmetric))
         return (self._rank,) if Axis.DATA in symmetric else members
