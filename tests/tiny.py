@@ -26,6 +26,13 @@ def write_corpus(prefix: Path, documents: int, vocab: int = 64) -> None:
     writer.commit()
 
 
+def write_run(folder: Path, recipe: str) -> Path:
+    """Write a recipe, in which {folder} stands for `folder`, and the set that it trains on. Return `folder`."""
+    write_corpus(folder / "set", 200)
+    (folder / "tiny.yaml").write_text(recipe.format(folder=folder))
+    return folder
+
+
 @contextmanager
 def small_disk(folder: Path, room: str) -> Iterator[Path]:
     """Mount a file system of the given size on a folder; skip the test if that is not permitted."""

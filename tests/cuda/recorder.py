@@ -9,6 +9,8 @@ from machine import Machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.tensors import tensors_of
+
 aten = torch.ops.aten
 
 # They allocate, or make another tensor of the same memory.
@@ -46,9 +48,9 @@ class Recorder(TorchDispatchMode):
             return found
         reads, writes = list[Tensor](), list[Tensor]()
         for (written, _), value in zip(given, _values(given, args, kwargs), strict=True):
-            (writes if written else reads).extend(_tensors(value))
+            (writes if written else reads).extend(tensors_of(value))
         known = {id(tensor) for tensor in (*reads, *writes)}
-        writes += [tensor for tensor in _tensors(found) if id(tensor) not in known]
+        writes += [tensor for tensor in tensors_of(found) if id(tensor) not in known]
         machine.compute(name, reads, writes)
         if name in ("copy_", "_to_copy"):
             self._copied(found if name == "_to_copy" else args[0], args[-1 if name == "_to_copy" else 1], args, kwargs)
@@ -84,9 +86,3 @@ def _described(op: Any) -> tuple[str, bool, tuple[tuple[bool, tuple[int, str]], 
 def _values(given: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     for _, (place, name) in given:
         yield args[place] if place < len(args) else kwargs.get(name)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [one for one in value if isinstance(one, Tensor)] if isinstance(value, list | tuple) else []

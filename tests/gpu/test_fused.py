@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.activation.op import Activation, activate, reference_activate
+from llmtrain_kernels.activation.kinds import Activation
+from llmtrain_kernels.activation.op import activate, reference_activate
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.norm.op import residual_norm
 from llmtrain_kernels.rotary.op import rotate, rotated

@@ -1,7 +1,7 @@
 """One worker for all tests of this folder. The first request trains all cases of as many ranks together."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 # Append the path, so that no folder hides a package of the same name.
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from harness import Case, Result, Trainer
+from harness import Case, Result, Trained, Trainer
 
 # Seconds for a test, which may train the cases of all others.
 TIMEOUT = 3600
@@ -29,7 +29,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def trained(request: pytest.FixtureRequest, trainer: Trainer) -> Callable[[Case], Result]:
+def trained(request: pytest.FixtureRequest, trainer: Trainer) -> Trained:
     """Return the result of a case, after training it and all other selected cases of as many ranks."""
 
     def result(case: Case) -> Result:

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
@@ -24,6 +27,16 @@ def fork_ranks(world: int, rank_main: Callable[[int], None]) -> int:
                 sys.stderr.flush()
                 os._exit(1)
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+def answers_by_world(program: str, folders: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """Return what each of a number of ranks answers; `program` runs once for each number."""
+
+    @cache
+    def run(world: int) -> list[Any]:
+        return answers(program, world, folders.mktemp(f"{Path(program).stem}-{world}"))
+
+    return run
 
 
 def answers(program: str, world: int, folder: Path, timeout: float = 300) -> list[Any]:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha1
 from pathlib import Path
@@ -165,6 +165,10 @@ class Result:
         """Every tensor of a checkpoint."""
         with CheckpointReader(self.folder / "checkpoints" / f"step-{step:08d}") as reader:
             return {name: reader.full_tensor(name, state) for name in reader.manifest.tensors}
+
+
+Trained = Callable[[Case], Result]
+"""Trains a case, if it is not yet trained, and returns its result."""
 
 
 def assert_same_states(ours: "Result", theirs: "Result") -> None:

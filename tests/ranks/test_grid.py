@@ -1,15 +1,14 @@
 """Any grid of tensor, pipeline and data parallelism trains the same model as a single process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from harness import Case, Result, Trainer, resumed, worst_difference
+from harness import Case, Trained, Trainer, resumed, worst_difference
 from strategies import INT4, INT8, SECOND
 from test_parity import check, settled
 
-Trained = Callable[[Case], Result]
 MODELS = {
     # With the default epsilon, AdamW's first step makes the rounding of a weight's gradient that is nearly zero (9e-8
     # beside a median of 7e-5) as large as a step: then four tensor-parallel ranks end up to 1.5e-5 apart on some CPUs.

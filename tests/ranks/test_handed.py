@@ -1,12 +1,11 @@
 """What a step hands to collectives and messages, against its plan: every call, by operation, group and bytes."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from handed import Handed, text
-from harness import Case, Result
+from harness import Case, Result, Trained
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -19,7 +18,6 @@ from strategies import NARROW_SUMS
 from test_grid import BY_STAGE, QUANTIZED, every, every_zero
 from test_grid import COVERING as GRIDS
 
-Trained = Callable[[Case], Result]
 FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=0", "checkpoint.every=3")
 REDUCTIONS = ("all_to_all", "reduce_scatter")
 

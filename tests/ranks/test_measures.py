@@ -1,11 +1,10 @@
 """Reported memory and traffic against formulas, in the cases of the parity tests."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from harness import BATCH, Case, Result
+from harness import BATCH, Case, Result, Trained
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
@@ -22,7 +21,6 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from strategies import COVERING
 
-Trained = Callable[[Case], Result]
 BLOCK, UNITS = 256, 5
 FACTS = Facts(world=1, device="cpu")
 CASES = [case for case, _ in COVERING if "quantize.block=64" not in case.keys]

@@ -1,21 +1,18 @@
 """Offloaded optimizer states: every layout trains with the bits that it has without offload."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from _pytest.mark import ParameterSet
-from harness import Case, Result, assert_same_states
+from harness import Case, Trained, assert_same_states
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.volume_traffic import volume_traffic
 from llmtrain.recipe.load import load_recipe
-
-Trained = Callable[[Case], Result]
 
 # Norms that clipping cuts in some steps and not in others, and buckets of which each unit has several.
 CLIP = 0.63

@@ -1,13 +1,10 @@
 """Offloaded activations: every layout trains with the bits that it has without offload."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
-from harness import Case, Result, assert_same_states
-
-Trained = Callable[[Case], Result]
+from harness import Case, Trained, assert_same_states
 
 TIERS = {
     "host": ("offload.activations=host",),

@@ -1,15 +1,12 @@
 """Any sharding of model states trains the same model as a single process."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from harness import STEPS, Case, Result, worst_difference
+from harness import STEPS, Case, Result, Trained, worst_difference
 from strategies import COVERING, NARROW, NARROW_SUMS, cases
-
-Trained = Callable[[Case], Result]
 
 
 def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:

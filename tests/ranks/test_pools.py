@@ -1,13 +1,12 @@
 """The buffers that a plan has against what runs take of them: every pool, on every rank, to the byte."""
 
-from collections.abc import Callable
-
 import pytest
-from harness import Case, Result
+from harness import Case, Trained
 from llmtrain.plan.checkpoint_copies import copy_bytes
-from llmtrain.plan.collective_buffers import PAGE, SLOT_BYTES, CollectiveBuffers
+from llmtrain.plan.collective_buffers import SLOT_BYTES, CollectiveBuffers
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.placement import PAGE
 from llmtrain.plan.pools import Pools, pool_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
@@ -19,7 +18,6 @@ from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, grid
 from test_handed import cases
 
-Trained = Callable[[Case], Result]
 HALF = "precision.compute=bf16"
 NARROW = [
     Case(4, (keys, HALF), node=node, accumulation=2)

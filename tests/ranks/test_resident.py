@@ -1,13 +1,10 @@
 """Memory for gathered weights changes what ranks send, and nothing that they compute."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from harness import Case, Result
+from harness import Case, Trained
 from strategies import SECOND
 
-Trained = Callable[[Case], Result]
 # From little more than one block, of 49,664 bytes, to room for all units.
 BUDGETS = (50_000, 0, 110_000, 150_000, 10**9)
 SHARDED = {

@@ -1,13 +1,11 @@
 """A checkpoint of any strategy resumes at any other, and at its own bit-exactly."""
 
-from collections.abc import Callable
 from itertools import pairwise, permutations
 
 import pytest
 import torch
-from harness import STEPS, Case, Result, Trainer, resumed, worst_difference
+from harness import STEPS, Case, Trainer, resumed, worst_difference
 
-Trained = Callable[[Case], Result]
 HALF = STEPS // 2
 PARTITION = "zero.partition={{weights: {}, gradients: {}, optimizer: {}}}"
 STRATEGIES = [

@@ -1,10 +1,9 @@
 """Shared memory between the ranks of one machine gives gloo's results, at 2 and at 3 ranks."""
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
-from forks import answers
+from forks import answers_by_world
 
 Found = Callable[[int], list[dict[str, object]]]
 
@@ -12,12 +11,7 @@ Found = Callable[[int], list[dict[str, object]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Return what each of `world` ranks found."""
-
-    @cache
-    def run(world: int) -> list[dict[str, object]]:
-        return answers("shared_ranks.py", world, tmp_path_factory.mktemp(f"shared-{world}"))
-
-    return run
+    return answers_by_world("shared_ranks.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("world", [2, 3])

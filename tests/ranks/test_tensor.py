@@ -1,10 +1,9 @@
 """Tensor-parallel ranks compute what one process computes: each case against the plain model, at 2 and at 4 ranks."""
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
-from forks import answers
+from forks import answers_by_world
 from tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
 from tensor_memory import block_bytes
 
@@ -15,11 +14,7 @@ Found = Callable[[int], list[dict[str, Figures]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    @cache
-    def run(world: int) -> list[dict[str, Figures]]:
-        return answers("tensor_ranks.py", world, tmp_path_factory.mktemp(f"tensor-{world}"))
-
-    return run
+    return answers_by_world("tensor_ranks.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("kind", KINDS)

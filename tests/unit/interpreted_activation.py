@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 import torch
 from llmtrain_kernels.activation import op, triton_backend
-from llmtrain_kernels.activation.op import Activation, activate, reference_activate
+from llmtrain_kernels.activation.kinds import Activation
+from llmtrain_kernels.activation.op import activate, reference_activate
 from torch import Tensor
 
 from tests.triton_lab import counted, rounded

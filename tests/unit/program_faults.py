@@ -1,9 +1,15 @@
 """Faults of programs: each breaks one thing in the valid programs of all ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from llmtrain.plan.program.instructions import Gather, Issue, Pass, Point, Program, Reduce
+from llmtrain.plan.program.problems.grid import step_programs
+from llmtrain.plan.program.validate import program_problems
+
+from tests.unit.program_plans import small_plan
 
 Programs = Mapping[int, Program]
 Change = Callable[[Program], Program]
@@ -163,3 +169,17 @@ def removals(program: Program) -> Iterator[Program]:
                 less = replace(point, issues=(*point.issues[:place], *point.issues[place + 1 :]))
                 changed = replace(one, points=(*one.points[:spot], less, *one.points[spot + 1 :]))
                 yield replace(program, passes=(*program.passes[:number], changed, *program.passes[number + 1 :]))
+
+
+def check_step_fault(fault: tuple[str, Fault, list[str]], folder: Path) -> None:
+    """Check that a fault in the programs of a step is found. fault: the plan's name, what breaks its programs, and a
+    pattern of each sentence that is expected."""
+    name, breaks, expected = fault
+    plan = small_plan(folder, name)
+    check_sentences(program_problems(plan, breaks(step_programs(plan))), expected)
+
+
+def check_sentences(found: Sequence[str], expected: Sequence[str]) -> None:
+    """Check that each pattern of `expected` is in one of the sentences."""
+    for words in expected:
+        assert any(re.search(words, sentence) for sentence in found), "\n".join((words, *found))

@@ -13,12 +13,10 @@ from llmtrain.cluster.tiers import Tier, axis_tiers, tier_ranks, tiers
 from llmtrain.cluster.topology import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
 from llmtrain.errors import BadInputError
 
+from tests.unit.divisors import divisors
+
 ORDERS = (HOLMES, "data-pipeline-tensor")
 WORLDS = (1, 2, 4, 6, 8, 12, 16, 24)
-
-
-def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def meshes(world: int) -> Iterator[Layout]:

@@ -1,6 +1,8 @@
 """The queries to a device, without a GPU."""
 
+import pytest
 import torch
+from llmtrain.comm import device as device_module
 from llmtrain.comm.device import (
     HostCopies,
     allocated_memory,
@@ -31,6 +33,12 @@ def test_values_that_are_where_they_should_be_stay_there() -> None:
     values = torch.arange(3)
     assert to_device(values, CPU) is values
     assert to_host(values) is values
+
+
+def test_what_is_on_a_gpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(3)
+    monkeypatch.setattr(device_module, "in_host_memory", lambda tensor: False)
+    assert to_device(values, torch.device("cuda")) is values
 
 
 def test_host_copies_keep_their_memory() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from llmtrain_kernels import triton_launch
 from llmtrain_kernels.activation import op as activation
+from llmtrain_kernels.activation.kinds import Activation
 from llmtrain_kernels.activation.op import activate, reference_activate
 from llmtrain_kernels.cross_entropy import chunks
 from llmtrain_kernels.cross_entropy import op as cross_entropy
@@ -55,14 +56,14 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @both_dtypes
 @odd_sizes
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu"])
-def test_activations(kind: activation.Activation, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_activations(kind: Activation, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, dtype=dtype) * 4
     grad = torch.randn_like(reference_activate(x, kind))
     compare(lambda x: activate(x, kind), lambda x: reference_activate(x, kind), [x], grad)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu"])
-def test_activations_far_out(kind: activation.Activation) -> None:
+def test_activations_far_out(kind: Activation) -> None:
     """The function saturates at both ends, and a NaN stays NaN."""
     x = torch.tensor([[-1e4, -90.0, 90.0, 1e4, float("nan"), 0.0]]).repeat(1, 2 if kind == "swiglu" else 1)
     ours, plain = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llmtrain.errors import BadInputError
 from llmtrain.plan.activation_offload import (
-    READ_AHEAD,
+    INPUTS_AHEAD,
     ActivationMoves,
     GroupInput,
     activation_counts,
@@ -86,12 +86,12 @@ def test_no_other_choice_moves_less(stay: int) -> None:
 
 def test_a_border_that_is_used_at_once_stays() -> None:
     for actions, groups in small_schedules():
-        order, moves = events(actions, groups), activation_moves(actions, groups, READ_AHEAD)
+        order, moves = events(actions, groups), activation_moves(actions, groups, INPUTS_AHEAD)
         uses = [group_input for kind, group_input in order if kind is Kind.B]
         for save in moves.saves:
             saved, used = order.index((Kind.F, save.group_input)), order.index((Kind.B, save.group_input))
             between = sum(kind is Kind.B for kind, _ in order[saved:used])
-            assert between >= READ_AHEAD or save.region is None
+            assert between >= INPUTS_AHEAD or save.region is None
         assert [use.group_input for use in moves.uses] == uses
 
 
@@ -114,7 +114,7 @@ def replayed(moves: ActivationMoves, order: Sequence[tuple[Kind, GroupInput]]) -
             assert regions.pop(use.region) == group_input
         coming += [regions[region] for region in use.reads]
         # One slot more holds the group input that is used.
-        assert len(coming) <= READ_AHEAD
+        assert len(coming) <= INPUTS_AHEAD
     assert not regions
     assert not coming
     assert next(saves, next(uses, None)) is None
@@ -194,22 +194,22 @@ def test_as_many_stay_as_the_memory_holds(tmp_path: Path) -> None:
         return view.plan, view.budget
 
     plan, least = made(None)
-    assert plan.activation_offload.stay == (READ_AHEAD, READ_AHEAD)
+    assert plan.activation_offload.stay == (INPUTS_AHEAD, INPUTS_AHEAD)
     group_input, needs = boundary_bytes(plan), [row.total for row in least.rows]
     need, fullest = max(needs), needs.index(max(needs))
 
     def staying(memory: int) -> int:
         plan, budget = made(memory)
         assert all(row.total <= memory for row in budget.rows)
-        assert plan.activation_offload.stay[1 - fullest] > READ_AHEAD
+        assert plan.activation_offload.stay[1 - fullest] > INPUTS_AHEAD
         return plan.activation_offload.stay[fullest]
 
     # The fragmentation of activations is planned too.
     more = int(1.15 * 2 * group_input) + 1
-    assert staying(need + more) == READ_AHEAD + 2
-    assert staying(need + more - 2) == READ_AHEAD + 1
-    assert staying(need) == READ_AHEAD
-    assert made(min(needs) - 1)[0].activation_offload.stay == (READ_AHEAD, READ_AHEAD)
+    assert staying(need + more) == INPUTS_AHEAD + 2
+    assert staying(need + more - 2) == INPUTS_AHEAD + 1
+    assert staying(need) == INPUTS_AHEAD
+    assert made(min(needs) - 1)[0].activation_offload.stay == (INPUTS_AHEAD, INPUTS_AHEAD)
     plan, budget = made(10**12)
     assert all(rank_moves(plan, rank).left == 0 for rank in (0, 1))
     assert all(row.host["host_activations"] == row.device["activation_slots"] == 0 for row in budget.rows)

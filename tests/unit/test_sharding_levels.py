@@ -15,6 +15,8 @@ from llmtrain.plan.states import StateBytes, unit_states
 from llmtrain.plan.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardRanges
 
+from tests.unit.divisors import divisors
+
 PLAIN = Quantization(weights=0, secondary=0, gradients=0, block=256)
 TIERS = {
     1: (Tier("all", 1),),
@@ -24,10 +26,6 @@ TIERS = {
     12: (Tier("node", 4), Tier("all", 12)),
     24: (Tier("die", 2), Tier("node", 6), Tier("cluster", 12), Tier("all", 24)),
 }
-
-
-def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def every() -> Iterator[Degrees]:

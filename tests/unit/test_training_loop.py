@@ -21,7 +21,7 @@ from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
 from llmtrain_kernels.operators import constant
-from tiny import rows, write_corpus
+from tiny import rows, write_run
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -37,9 +37,7 @@ Train = Callable[..., list[float]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path / "set", 200)
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
-    return tmp_path
+    return write_run(tmp_path, RECIPE)
 
 
 @pytest.fixture

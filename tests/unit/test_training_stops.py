@@ -13,7 +13,7 @@ from llmtrain.errors import PreemptedError
 from llmtrain.launch.stop import StopRequest
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.training import evaluate, loop
-from tiny import rows, write_corpus
+from tiny import rows, write_run
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}
@@ -29,9 +29,7 @@ Train = Callable[..., None]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path / "set", 200)
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(folder=tmp_path))
-    return tmp_path
+    return write_run(tmp_path, RECIPE)
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from tools.bench.roofline import Cost, Operator, Rates, costs, step_seconds  # noqa: E402
 from tools.bench.table import table, write_section  # noqa: E402
+from tools.tensors import tensors_of  # noqa: E402
 
 CASES = [(preset, sequence) for preset in ("gpt2-124m", "llama3.2-1b") for sequence in (1024, 2048)]
 # Tokens of a step, about those of GPT-3's smallest models (Brown et al., 2020, table 2.1).
@@ -58,24 +59,17 @@ class Trace(TorchDispatchMode):
         if not views and not name.startswith(SILENT):
             taken, updated = list[Tensor](), list[Tensor]()
             for place, argument in enumerate(op._schema.arguments):
-                here = tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+                here = tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
                 taken += here
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     updated += here
-            new = [one for one in tensors(found) if all(one is not other for other in taken)]
+            new = [one for one in tensors_of(found) if all(one is not other for other in taken)]
             if any(one.is_cuda for one in (*taken, *new)):
                 # What an operator fills it does not read.
                 fills = name in ("zero_", "fill_", "copy_") or "out" in op._overloadname or name == "adamw"
                 read = [one for one in taken if not (fills and any(one is other for other in updated))]
                 self.operators.append(operator(name, taken, read, [*updated, *new]))
         return found
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [one for one in value if isinstance(one, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def operator(name: str, taken: list[Tensor], read: list[Tensor], written: list[Tensor]) -> Operator:

@@ -2,18 +2,17 @@
 
 import functools
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain_kernels.activation.kinds import Activation
 from llmtrain_kernels.native import native_functions, takes_native
 from llmtrain_kernels.recomputed import recomputed
 from llmtrain_kernels.triton_launch import takes_triton
-
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 def activate(x: Tensor, kind: Activation, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,9 @@ flash-attn-2, flash-attn-3: those of the packages flash_attn and flash_attn_inte
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 PACKAGES: dict[Kernel, str] = {"flash-attn-2": "flash_attn", "flash-attn-3": "flash_attn_interface"}
 
+FLASH_CHANNELS = 256
+"""Channels of the widest head that torch's FlashAttention takes on GPUs."""
+
 
 def is_installed(kernel: Kernel) -> bool:
     """Return whether the package of a kernel is installed; torch has the others."""

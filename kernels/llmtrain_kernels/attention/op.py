@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain_kernels.attention.choice import PACKAGES, Kernel
+from llmtrain_kernels.attention.choice import FLASH_CHANNELS, PACKAGES, Kernel
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
 from llmtrain_kernels.operators import constant, fake, operator
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
-# Of torch's FlashAttention on GPUs: the widest head, and the least compute capability of NVIDIA's.
-FLASH_CHANNELS, FLASH_CAPABILITY = 256, (8, 0)
+# The least compute capability of NVIDIA's GPUs for torch's FlashAttention.
+FLASH_CAPABILITY = (8, 0)
 
 
 def joint_attention(

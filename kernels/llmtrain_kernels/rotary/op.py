@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain_kernels.heads.op import QKV
 from llmtrain_kernels.triton_launch import takes_triton
-
-QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def rotated(qkv: Tensor, heads: int, cos: Tensor, sin: Tensor) -> QKV:

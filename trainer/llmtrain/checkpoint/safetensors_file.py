@@ -16,12 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from llmtrain.plan.placement import PAGE
+
 if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _WRITE_BLOCK = 16 * 1024**2
-_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class DurableFile:
 
     def _queue(self) -> None:
         """Let the kernel begin to write back the data so far, in complete pages, which no later write touches."""
-        complete = self._written // _PAGE * _PAGE
+        complete = self._written // PAGE * PAGE
         if complete - self._queued >= _WRITE_BLOCK and hasattr(os, "posix_fadvise"):
             # Besides dropping clean pages from the cache, this makes Linux queue the dirty ones for writing.
             os.posix_fadvise(self._fd, self._queued, complete - self._queued, os.POSIX_FADV_DONTNEED)

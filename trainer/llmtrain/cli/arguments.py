@@ -9,3 +9,4 @@ RankCount = Annotated[
     int | None,
     typer.Option(min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

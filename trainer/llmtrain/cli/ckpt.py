@@ -10,12 +10,12 @@ from llmtrain_data import units
 from llmtrain_data.output import say, say_json, say_table
 from llmtrain_data.waiting import loading
 
+from llmtrain.cli.arguments import Json
 from llmtrain.errors import RunFailedError
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and convert checkpoints.")
 
 Source = Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")

@@ -7,6 +7,7 @@ import typer
 from llmtrain_data.output import say, say_table
 from llmtrain_data.waiting import loading
 
+from llmtrain.cli.arguments import Json
 from llmtrain.errors import EXIT_FAILED, BadInputError
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ ListLeftOut = Annotated[
     bool, typer.Option("--list-left-out", help="List all files that are left out or have bytes that are not UTF-8.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()

@@ -1,14 +1,15 @@
 """`llmtrain doctor`."""
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from llmtrain_data.output import say, say_json, say_table
 from llmtrain_data.waiting import loading
 
+from llmtrain.cli.arguments import Json
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+
+def doctor(as_json: Json = False) -> None:
     """Check this machine: show what it has, what is missing and how to install it; exit code 1 if training cannot
     work."""
     from llmtrain.launch.doctor import can_train, examine

@@ -7,6 +7,8 @@ import typer
 from llmtrain_data.output import say, say_json
 from llmtrain_data.waiting import loading
 
+from llmtrain.cli.arguments import Json
+
 
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
@@ -17,7 +19,7 @@ def eval(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Sequences to evaluate (0: the whole split).")] = 0,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or of another prepared set."""
     from llmtrain.inference.open import open_trained

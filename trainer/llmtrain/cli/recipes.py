@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import say, say_json, say_table
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from llmtrain.cli.arguments import Json
 
 app = typer.Typer(no_args_is_help=True, help="List and show recipes, their schema and the model presets.")
 

@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import say_json, say_table
 
+from llmtrain.cli.arguments import Json
+
 
 def status(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[RUN_DIR]...", help="Folders of runs, or their parent folders.", show_default="runs"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the progress of runs and the state of their jobs."""
     from llmtrain_data import units

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from llmtrain_data.output import say, say_json
 
-from llmtrain.cli.arguments import RecipeName
+from llmtrain.cli.arguments import Json, RecipeName
 
 
 def submit(
@@ -29,7 +29,7 @@ def submit(
         bool, typer.Option("--force", help="Submit even if the plan does not fit the memory of the cluster file.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print the batch script, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Submit a run to Slurm: render its batch script, submit it, and print the job number and the log file."""
     from llmtrain.launch.slurm.script import render

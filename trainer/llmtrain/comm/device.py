@@ -127,9 +127,10 @@ def in_host_memory(tensor: Tensor) -> bool:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return host values, of any shape and dtype, on `device`. The host does not wait: a GPU copies them from pinned
-    memory, in the order of its current stream."""
-    return values if is_cpu(device) else values.pin_memory().to(device, non_blocking=True)
+    """Return values, of any shape and dtype, on `device`: themselves if they are there. The host does not wait: a GPU
+    copies host values from pinned memory, in the order of its current stream."""
+    there = is_cpu(device) or not in_host_memory(values)
+    return values if there else values.pin_memory().to(device, non_blocking=True)
 
 
 def on_this_device(work: Callable[..., object]) -> Callable[..., object]:

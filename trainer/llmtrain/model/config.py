@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
+from llmtrain_kernels.activation.kinds import Activation
 from pydantic import Field, TypeAdapter, ValidationError
 
 Family = Literal["gpt2", "llama", "neox"]
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 NormEps = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]

@@ -10,10 +10,11 @@ from typing import Any
 
 from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
 from llmtrain_data.untrusted import UnreadableError, read_json
+from llmtrain_kernels.activation.kinds import Activation
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import Activation, Dropout, Fraction, GPTConfig, NormEps
+from llmtrain.model.config import Dropout, Fraction, GPTConfig, NormEps
 from llmtrain.yaml.expected import expected
 from llmtrain.yaml.shown import shown
 

@@ -8,7 +8,9 @@ GPT-3 were published with 0.1.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmtrain.model.config import Activation, GPTConfig
+from llmtrain_kernels.activation.kinds import Activation
+
+from llmtrain.model.config import GPTConfig
 
 GPT2_VOCAB = 50257
 MEGATRON_VOCAB = 51200  # GPT-2's, padded to a multiple of 1024; the vocabulary of AxoNN and of Holmes

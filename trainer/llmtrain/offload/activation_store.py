@@ -36,7 +36,7 @@ class ActivationStore(Protocol):
 
     def take(self, region: int) -> Tensor:
         """Return the group input that was fetched first, in host memory, of the shape and dtype of `destination`. It is
-        valid until READ_AHEAD more are fetched and one is taken."""
+        valid until INPUTS_AHEAD more are fetched and one is taken."""
 
     def usage(self) -> TierUsage:
         """Return the usage since the start."""

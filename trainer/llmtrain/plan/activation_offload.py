@@ -21,9 +21,9 @@ from llmtrain.recipe.schema import Recipe
 
 # How many group inputs are read ahead of their use. As many stay on the device where no memory is stated: the last
 # ones are used right after they are saved, and offloading them would gain nothing.
-READ_AHEAD = 2
+INPUTS_AHEAD = 2
 # How many group inputs are being written to files at the same time.
-WRITE_BEHIND = 2
+INPUTS_BEHIND = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ActivationOffload:
             return cls()
         if problem := _problem(tier, recomputes, schedule):
             raise BadInputError(problem)
-        stay = (READ_AHEAD,) * schedule.ranks
+        stay = (INPUTS_AHEAD,) * schedule.ranks
         if tier == "host":
             return cls(tier=tier, stay=stay)
         paths = recipe.offload.paths or tuple(volume.path for volume in volumes)
@@ -111,12 +111,12 @@ class ActivationSlots(ABC):
     @property
     def read_slots(self) -> int:
         """Group inputs that are in use or being read at the same time."""
-        return min(READ_AHEAD + 1, self.left)
+        return min(INPUTS_AHEAD + 1, self.left)
 
     @property
     def write_slots(self) -> int:
         """Group inputs that are being written at the same time."""
-        return min(WRITE_BEHIND, self.left)
+        return min(INPUTS_BEHIND, self.left)
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def activation_counts(actions: Sequence[Action], groups: Sequence[int], stay: in
 
 def activation_moves(actions: Sequence[Action], groups: Sequence[int], stay: int) -> ActivationMoves:
     """Return what happens to the group inputs of a rank's actions. groups: number of groups of each chunk's stage.
-    stay: most group inputs that stay at the same time, at least READ_AHEAD.
+    stay: most group inputs that stay at the same time, at least INPUTS_AHEAD.
 
-    A region is taken when its group input is saved and free once it is used. The next READ_AHEAD group inputs that left
-    come back while one is used, as far as they have been saved.
+    A region is taken when its group input is saved and free once it is used. The next INPUTS_AHEAD group inputs that
+    left come back while one is used, as far as they have been saved.
     """
     events = _Events.of(actions, groups)
     leaves, regions = events.leaving(stay), dict[int, int]()
@@ -245,7 +245,7 @@ class _Events:
                 saved[one] = True
                 continue
             used += leaves[~one]
-            end = min(used + READ_AHEAD, len(awaited))
+            end = min(used + INPUTS_AHEAD, len(awaited))
             while started < end and saved[awaited[started]]:
                 found.setdefault(~one, []).append(awaited[started])
                 started += 1

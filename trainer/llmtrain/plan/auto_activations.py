@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_memory
-from llmtrain.plan.activation_offload import READ_AHEAD
+from llmtrain.plan.activation_offload import INPUTS_AHEAD
 from llmtrain.plan.facts import Device
 from llmtrain.plan.memory_budget import passing_memory, role_memory
 from llmtrain.plan.plan import Plan
@@ -28,7 +28,7 @@ def with_most_staying(plan: Plan, device: Device) -> Plan:
 
 
 def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf, limit: int) -> int:
-    """Return the most activations that may stay on ranks of roles of one place; READ_AHEAD if even these exceed the
+    """Return the most activations that may stay on ranks of roles of one place; INPUTS_AHEAD if even these exceed the
     limit."""
     places = len(plan.pipeline.stages)
     # What does not depend on what leaves takes longest to plan.
@@ -41,15 +41,15 @@ def _most(plan: Plan, held: Sequence[Role], device: Device, programs: ProgramsOf
         return any(_bytes(other, role, device) > headroom for role, headroom in zip(held, headrooms, strict=True))
 
     # Group inputs that are offloaded at the same time, besides those that stay.
-    every = READ_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
+    every = INPUTS_AHEAD + max(rank_counts(plan, role.rank).regions for role in held)
     # Where all stay, there are no buffers either.
     if not exceeds(every):
         return every
     # About as many as the headroom holds; the first number that exceeds it is one more than what fits.
     headroom = min(headroom - _bytes(plan, role, device) for role, headroom in zip(held, headrooms, strict=True))
-    guess = min(max(READ_AHEAD, READ_AHEAD + headroom // boundary_bytes(plan)), every - 1)
-    low, high = (READ_AHEAD, guess) if exceeds(guess) else (guess + 1, every)
-    return max(READ_AHEAD, bisect_left(range(high), True, lo=low, key=exceeds) - 1)
+    guess = min(max(INPUTS_AHEAD, INPUTS_AHEAD + headroom // boundary_bytes(plan)), every - 1)
+    low, high = (INPUTS_AHEAD, guess) if exceeds(guess) else (guess + 1, every)
+    return max(INPUTS_AHEAD, bisect_left(range(high), True, lo=low, key=exceeds) - 1)
 
 
 def _bytes(plan: Plan, role: Role, device: Device) -> int:

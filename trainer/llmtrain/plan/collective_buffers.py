@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.plan.facts import Device
+from llmtrain.plan.placement import PAGE
 
 Backend = Literal["nccl", "shared", "gloo"]
 """NCCL between GPUs; memory that the CPUs of a node share; gloo between other CPUs."""
@@ -18,9 +19,6 @@ sends less, but in many messages that wait for each other: small tensors take tw
 
 SLOT_BYTES = 8 << 20
 """Most bytes of a shared-memory slot: what a rank passes to the others in one round."""
-
-PAGE = 4096
-"""Slots begin at pages of memory."""
 
 
 def backend_of(device: Device, ranks: Sequence[int], node: int) -> Backend:

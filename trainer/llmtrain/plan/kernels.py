@@ -1,11 +1,11 @@
 """From the facts of a run to what its kernels keep for the backward pass. No torch in here."""
 
+from llmtrain_kernels.attention.choice import FLASH_CHANNELS
+
 from llmtrain.model.config import GPTConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import COMPUTE_BYTES, Attention, Compute, Kernels
 
-# Channels of the largest head that flash attention takes on CUDA.
-FLASH_CHANNELS = 256
 # Bytes of the state of torch's random generator for CPUs.
 CPU_GENERATOR = 5056
 

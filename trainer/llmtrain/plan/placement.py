@@ -10,7 +10,7 @@ from llmtrain.cluster.levels import Degrees, Level
 # A shard begins at a multiple of this many elements: aligned for every kernel, and even, as INT4 packs two in a byte.
 ALIGNMENT = 32
 
-# Bytes at whose multiples files are read and written past the page cache.
+# Bytes of a page of memory. Files are read and written past the page cache at its multiples.
 PAGE = 4096
 
 Memory = Literal["device", "host", "nvme"]

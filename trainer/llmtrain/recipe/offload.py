@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from llmtrain_data.bounds import Share
 from pydantic import Field
 
-Share = Annotated[float, Field(ge=0, le=1)]
 BucketSize = Annotated[int, Field(ge=1024, le=2**30)]
 Overlap = Annotated[int, Field(ge=1, le=64)]
 

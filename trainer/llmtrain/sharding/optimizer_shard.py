@@ -8,7 +8,7 @@ from llmtrain_kernels.adamw.op import Decay, adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.comm.device import in_host_memory, to_device
+from llmtrain.comm.device import to_device
 from llmtrain.comm.stream import Ticket
 from llmtrain.model.tensors import UnitSpec
 
@@ -87,7 +87,7 @@ class StepRule:
         See `OptimizerShard.step` for the rest."""
         master, m, v = (states[name] for name in STATES)
         after = None if into is None else (into["master"], into["m"], into["v"])
-        came = to_device(gradient, master.device) if in_host_memory(gradient) else gradient
+        came = to_device(gradient, master.device)
         decay = self._decay_within(*within)
         rounded = self.masters.rounded(weight)
         adamw(self._backend, master, m, v, came, numbers, rounded, after, threads, decay=decay)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmtrain.comm.device import in_host_memory, to_device
+from llmtrain.comm.device import to_device
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
@@ -58,8 +58,7 @@ class ReplicatedParameters:
         start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
         self._values.zero_()
         masters = unit.optimizer.read("master", start, end)
-        came = to_device(masters, self._values.device) if in_host_memory(masters) else masters
-        self._values[start - first : end - first].copy_(came)
+        self._values[start - first : end - first].copy_(to_device(masters, self._values.device))
 
     def _sum(self, hop: Hop) -> None:
         hop.collectives.all_reduce(self._values).wait()

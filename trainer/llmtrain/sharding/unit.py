@@ -9,7 +9,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
-from llmtrain.comm.device import in_host_memory, to_device
+from llmtrain.comm.device import to_device
 from llmtrain.comm.stream import JoinedTicket, Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
@@ -26,7 +26,7 @@ from llmtrain.sharding.optimizer_shard import (
 )
 from llmtrain.sharding.parameters import UnitParameters
 
-# Elements of masters in files that are read at the same time.
+# Elements of states that are read from files, or copied from a device, at a time.
 CHUNK = 2**22
 
 
@@ -103,8 +103,7 @@ class ShardedUnit:
     @property
     def masters(self) -> Tensor:
         """The fp32 masters of the `n` elements of `ranges.optimizer`, `[n]`, read-only, on the device that computes."""
-        held = self.optimizer.read("master", *self.ranges.optimizer)
-        return to_device(held, self.weight.device) if in_host_memory(held) else held
+        return to_device(self.optimizer.read("master", *self.ranges.optimizer), self.weight.device)
 
     def own(self, place: int) -> int:
         """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""

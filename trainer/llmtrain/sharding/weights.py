@@ -9,6 +9,7 @@ from llmtrain.comm.device import new_buffer_pool
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Drop, Gather
+from llmtrain.plan.program.transfers import updates_apart
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
@@ -60,7 +61,12 @@ class GatheredWeights:
         self._secondary = {
             name: SecondaryCopy(unit, policy.secondary) for name, unit in units.items() if unit.degrees.secondary
         }
-        self._replicated = {name: ReplicatedParameters(unit) for name, unit in units.items() if _is_apart(unit, policy)}
+        packed = (policy.packing or policy.secondary) is not None
+        self._replicated = {
+            name: ReplicatedParameters(unit)
+            for name, unit in units.items()
+            if updates_apart(unit.spec, unit.degrees, packed, policy.tensor_parallel)
+        }
         self.updates = WeightUpdates(policy.packing, self._replicated, policy.offloaded, self.in_flight, count)
         on_device = [unit for name, unit in self.gathered.items() if name not in offloaded]
         self._shared = share_shards(on_device) if policy.packing is None else {}
@@ -181,9 +187,3 @@ class GatheredWeights:
         for name in [name for name, other in self._storing.items() if overlap(place, other)]:
             self.updates.wait(name)
             del self._storing[name]
-
-
-def _is_apart(unit: ShardedUnit, policy: WeightPolicy) -> bool:
-    """Whether the unit's replicated parameters are sent unpacked, apart from the rest."""
-    packed = (policy.packing or policy.secondary) is not None and unit.degrees.optimizer > 1
-    return policy.tensor_parallel and packed and unit.spec.replicated < unit.spec.numel

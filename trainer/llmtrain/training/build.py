@@ -168,7 +168,8 @@ def _packing(bits: int, block: int) -> Packing | None:
 
 def _replica_groups(plan: Plan, ranks: Ranks, buffers: Mapping[GroupName, CollectiveBuffers]) -> ReplicaGroups:
     """Connect the ranks beyond the data-parallel ones that hold the same parameters. Collective."""
-    # All ranks make all groups. They have groups of their own, because sums of parts run in parallel with those of the layers.
+    # All ranks make all groups. Tensor-parallel ranks have one more, as sums of parts run in parallel with those of the
+    # layers.
     joined = {
         name: ranks.collectives(group, buffers[name])
         for name, groups in all_replica_groups(plan).items()

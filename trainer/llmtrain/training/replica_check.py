@@ -11,10 +11,8 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RESUMES, RunFailedError
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.optimizer_shard import STATES
-from llmtrain.sharding.unit import ShardedUnit
+from llmtrain.sharding.unit import CHUNK, ShardedUnit
 
-# Elements that are copied from a device at a time.
-CHUNK = 2**22
 KINDS = ("weights", "optimizer states", "weights that tensor-parallel ranks share", "tied embeddings")
 
 # A range of a rank's states: which canonical elements, and their values, chunk by chunk.

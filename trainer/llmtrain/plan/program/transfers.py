@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.levels import Level
+from llmtrain.cluster.levels import Degrees, Level
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.packed_format import PackedFormat
 from llmtrain.plan.pipeline.stage_layout import units_of
@@ -108,9 +108,8 @@ class UnitTraffic:
     def replicated_lanes(self) -> list[tuple[Lane, Level]]:
         """The lanes of the sums that update TP-replicated parameters, which are not packed; none if nothing is."""
         packed = (self.weights or self.secondary) is not None
-        if not (self.tensor_parallel and packed and self.replicated_bytes):
-            return []
-        return self.lanes(1, self.placement.degrees.optimizer)
+        apart = updates_apart(self.spec, self.placement.degrees, packed, self.tensor_parallel)
+        return self.lanes(1, self.placement.degrees.optimizer) if apart else []
 
     @property
     def _padded(self) -> int:
@@ -175,3 +174,9 @@ def _level(placement: Placement, lane: Lane) -> Level:
     if lane.kind == "flat":
         return Level(1, lane.span, "")
     return next(level for level in placement.levels if level.span == lane.span)
+
+
+def updates_apart(unit: UnitSpec, degrees: Degrees, packed: bool, tensor_parallel: bool) -> bool:
+    """Return whether a unit's TP-replicated parameters are sent unpacked, apart from the rest. packed: whether weights
+    or their secondary copy are packed. tensor_parallel: whether tensor-parallel ranks share the unit."""
+    return tensor_parallel and packed and degrees.optimizer > 1 and unit.replicated < unit.numel
