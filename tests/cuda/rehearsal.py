@@ -98,7 +98,7 @@ def _copied(run: Run) -> tuple[int, int]:
 
 def _planned(plan: Plan, rank: int) -> tuple[int, int]:
     """Return what a step copies by the plan."""
-    copied = link_traffic(plan, rank, programs_of(plan)(rank), "cuda").values()
+    copied = link_traffic(plan, rank, programs_of(plan)(rank)).values()
     return sum(down for down, _ in copied), sum(up for _, up in copied)
 
 

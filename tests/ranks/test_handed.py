@@ -37,7 +37,7 @@ def planned(case: Case, result: Result, rank: int, step: int) -> Handed:
     facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
     plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
     found: Counter[str] = Counter()
-    calls = StepCalls(plan, rank, programs_of(plan)(rank), "cpu")
+    calls = StepCalls(plan, rank, programs_of(plan)(rank))
     every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
     for call in (one for group in every for one in group):
         op, size = call.traffic.op, call.traffic.size

@@ -52,10 +52,10 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
     assert max(count for rank in result.notes("copies") for count in rank) == copies
     for rank, found in enumerate(result.notes("high_water")):
         programs = Programs(ProgramSpec.of(plan, rank))
-        pools = Pools.of(plan, rank, programs, "cpu")
+        pools = Pools.of(plan, rank, programs)
         buffers = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
         buffers = {name: elements * plan.compute_bytes for name, elements in buffers.items()}
-        planned = {**buffers, **pool_bytes(plan, rank, programs, "cpu")}
+        planned = {**buffers, **pool_bytes(plan, rank, programs)}
         # Slots of messages and posted receives count from the first message on.
         if plan.pipeline.schedule.message_driven:
             # How many receives are posted depends on the order in which messages arrive.

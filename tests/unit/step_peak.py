@@ -72,7 +72,7 @@ def counted(plan: Plan) -> int:
 def main(preset: str, *keys: str) -> dict[str, int]:
     """Return both peaks in bytes."""
     plan = modelled.plan_of(preset, TOKENS, *keys)
-    (row,) = memory_budget(plan, "cuda").rows
+    (row,) = memory_budget(plan).rows
     planned = sum(nbytes for name, nbytes in row.device.items() if name not in OTHERS)
     return {"planned": planned, "counted": counted(plan)}
 

@@ -42,7 +42,7 @@ def test_states_on_the_host_fit_its_memory(tmp_path: Path) -> None:
         folder.mkdir()
         recipe = load_recipe(str(write_recipe(part, folder)), list(part.keys))
         plan = make_plan(recipe, named_facts(recipe, Facts(world=1, device="cuda", ranks_per_node=1)))
-        (row,) = memory_budget(plan, "cuda").rows
+        (row,) = memory_budget(plan).rows
         assert 12 * row.role.parameters < sum(row.host.values()) < 96 * 2**30
 
 

@@ -202,7 +202,7 @@ def test_a_run_has_the_same_bits(keys: tuple[str, ...], train: Train, tmp_path: 
         plan = train(tier[0], *keys, f"offload.activations={tier[0]}", *tier[1:])
         run = tmp_path / "runs" / tier[0]
         assert curve(run) == expected
-        memory = activation_memory(plan, 0, "cpu")
+        memory = activation_memory(plan, 0)
         moved = {"host" if tier[0] == "host" else str(tmp_path): memory.moved}
         assert memory.moved > 0
         steps = [row for row in rows(run) if "event" not in row]
@@ -223,7 +223,7 @@ def test_activations_leave_beside_model_states(train: Train, tmp_path: Path) -> 
     assert curve(tmp_path / "runs" / "all") == curve(tmp_path / "runs" / "none")
     states, both = ([row for row in rows(tmp_path / "runs" / name) if "event" not in row] for name in ("states", "all"))
     for before, row in zip(states, both, strict=True):
-        assert row["offload"]["activations"]["read_bytes"] == {str(tmp_path): activation_memory(plan, 0, "cpu").moved}
+        assert row["offload"]["activations"]["read_bytes"] == {str(tmp_path): activation_memory(plan, 0).moved}
         assert row["offload"]["written_bytes"] == before["offload"]["written_bytes"]
 
 
@@ -236,7 +236,7 @@ def test_planned_memory_is_what_is_allocated(tier: str, train: Train, tmp_path: 
     plan = check_and_plan(recipe, Facts(world=1, device="cpu"))
     activations = open_activations(plan.activation_offload, rank_moves(plan, 0), (2, 16, 32), torch.float32, CPU)
     assert activations is not None
-    memory = activation_memory(plan, 0, "cpu")
+    memory = activation_memory(plan, 0)
     # The pages that hold a buffer begin one page later at most.
     pages = 4096 if tier == "nvme" else 0
     assert activations.nbytes == memory.host + memory.buffers - pages

@@ -3,6 +3,7 @@
 import shutil
 from collections import namedtuple
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -88,7 +89,7 @@ def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         path.mkdir()
     volumes = f"[{{path: {fast}, bandwidth: 3GB/s}}, {{path: {slow}, bandwidth: 1GB/s}}]"
     plan = planned_on(tmp_path, *nvme(fast, slow), f"cluster={{node: {{ranks: 2, nvme: {volumes}}}}}")
-    files, usage = 2 * offload_memory(plan, 0, "cpu").files, namedtuple("usage", "total used free")
+    files, usage = 2 * offload_memory(plan, 0).files, namedtuple("usage", "total used free")
     # Both are on one file system here.
     monkeypatch.setattr("llmtrain.plan.offload_check._shared", lambda key, paths: [])
     for room, full in (
@@ -127,7 +128,7 @@ def test_planned_memory_is_what_weights_and_gradients_take(compute: str, keys: t
     for tier in ("host", "nvme"):
         given = (f"offload.parameters={tier}", *((paths,) if tier == "nvme" else ()))
         plan = planned(tmp_path, *given, *keys)
-        expected = offload_memory(plan, 0, "cpu")
+        expected = offload_memory(plan, 0)
         ranks = cast(Ranks, SimpleNamespace(rank=0, device=torch.device("cpu"), activity=Activity()))
         outside = open_offload(plan, ranks, Programs(ProgramSpec.of(plan, 0)))
         assert outside.weights is not None
@@ -161,7 +162,7 @@ def test_planned_memory_is_what_a_tier_takes(
     keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
     keys = (*keys, f"offload.spare={spare}", f"offload.step={where}", f"precision.gradients={gradients}")
     for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
-        expected = offload_memory(plan, 0, "cpu")
+        expected = offload_memory(plan, 0)
         offload, buckets = plan.sharding.offload, rank_buckets(plan, 0)
         states = open_states(offload, buckets, torch.device("cpu"), DTYPES[plan.compute], DTYPES[plan.gradients])
         assert states is not None
@@ -191,15 +192,19 @@ def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
 def test_states_outside_are_planned(tmp_path: Path) -> None:
     """On a GPU, what is offloaded is in the host's or in files, and the host's buffers are counted."""
     keys = ("precision.compute=bf16", "zero.stage=0")
-    (beside,) = memory_budget(planned(tmp_path, *keys), "cuda").rows
-    (host,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cuda").rows
-    plan = planned(tmp_path, *keys, *nvme("/scratch"))
-    (files,) = memory_budget(plan, "cuda").rows
+
+    def on_gpus(*overrides: str) -> Plan:
+        return replace(planned(tmp_path, *keys, *overrides), device="cuda")
+
+    (beside,) = memory_budget(on_gpus()).rows
+    (host,) = memory_budget(on_gpus("offload.optimizer=host")).rows
+    plan = on_gpus(*nvme("/scratch"))
+    (files,) = memory_budget(plan).rows
     assert host.device["optimizer"] == files.device["optimizer"] == 0
     # Each of two ranks copies half of the states for checkpoints.
     assert held(beside.host) == {"checkpoint_copies": 12 * beside.role.parameters // 2}
     # In the foreground, it reads them block by block.
-    (foreground,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false"), "cuda").rows
+    (foreground,) = memory_budget(on_gpus("checkpoint.async=false")).rows
     largest = max(tensor.numel for unit in beside.role.units for tensor in unit.tensors)
     assert held(foreground.host) == {"checkpoint_buffers": 4 * largest}
     # A checkpoint reads offloaded states while it is written, and copies none.
@@ -210,17 +215,17 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     assert held(host.host) == {
         "host_states": beside.device["optimizer"], "offload_buffers": 4 * slot, "checkpoint_buffers": block
     }  # fmt: skip
-    assert offload_memory(plan, 0, "cuda").buffers - offload_memory(plan, 0, "cpu").buffers == slot
+    assert offload_memory(plan, 0).buffers - offload_memory(replace(plan, device="cpu"), 0).buffers == slot
     assert held(files.host) == {
-        "offload_buffers": offload_memory(plan, 0, "cuda").buffers, "checkpoint_buffers": 2 * block + 3 * 4096
+        "offload_buffers": offload_memory(plan, 0).buffers, "checkpoint_buffers": 2 * block + 3 * 4096
     }  # fmt: skip
-    assert (host.files, files.files) == (0, offload_memory(plan, 0, "cuda").files)
+    assert (host.files, files.files) == (0, offload_memory(plan, 0).files)
     assert files.files >= beside.device["optimizer"]
     # A CPU's own memory is the host's.
-    (row,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host"), "cpu").rows
+    (row,) = memory_budget(planned(tmp_path, *keys, "offload.optimizer=host")).rows
     assert (row.host, row.device["host_states"]) == ({}, beside.device["optimizer"])
     assert row.device["checkpoint_copies"] == 0
-    (row,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false"), "cpu").rows
+    (row,) = memory_budget(planned(tmp_path, *keys, "checkpoint.async=false")).rows
     assert row.device["checkpoint_copies"] == 0
 
 
@@ -328,7 +333,7 @@ def test_offload_is_advised(tmp_path: Path) -> None:
 def test_nothing_is_offloaded_without_the_key(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     assert rank_buckets(plan, 0) == []
-    assert offload_memory(plan, 0, "cuda") == OffloadMemory()
+    assert offload_memory(replace(plan, device="cuda"), 0) == OffloadMemory()
 
 
 def test_a_plans_record_makes_the_same_plan(tmp_path: Path) -> None:

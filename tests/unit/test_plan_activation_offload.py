@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def planned(tmp_path: Path, *overrides: str, world: int = 1) -> Plan:
 
 
 def budget_of(plan: Plan) -> Budget:
-    return memory_budget(plan, "cuda")
+    """Return the budget of the same plan on GPUs."""
+    return memory_budget(replace(plan, device="cuda"))
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -162,7 +164,7 @@ def test_the_line_falls_by_what_leaves(pipeline: int, tmp_path: Path) -> None:
         plan = planned(tmp_path, *keys, f"offload.activations={tier[0]}", *tier[1:], world=pipeline)
         group_input = boundary_bytes(plan)
         for row, before in zip(budget_of(plan).rows, beside.rows, strict=True):
-            moves, memory = rank_moves(plan, row.role.rank), activation_memory(plan, row.role.rank, "cuda")
+            moves, memory = rank_moves(plan, row.role.rank), activation_memory(plan, row.role.rank)
             assert moves.regions > 0
             assert before.device["activations"] - row.device["activations"] == moves.regions * group_input
             assert row.device["activation_slots"] == 2 * group_input
@@ -178,7 +180,7 @@ def test_the_line_falls_by_what_leaves(pipeline: int, tmp_path: Path) -> None:
 def test_borders_in_files_are_whole_pages(tmp_path: Path) -> None:
     plan = planned(tmp_path, "offload.activations=nvme", f"offload.paths=[{tmp_path}]", "data.sequence_length=9")
     assert boundary_bytes(plan) == 2 * 9 * 64 * 4
-    moves, memory = rank_moves(plan, 0), activation_memory(plan, 0, "cpu")
+    moves, memory = rank_moves(plan, 0), activation_memory(plan, 0)
     assert (memory.files, memory.moved) == (moves.regions * 8192, moves.left * 8192)
 
 

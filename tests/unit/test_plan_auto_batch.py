@@ -42,7 +42,7 @@ def excess(plan: Plan, microbatch: int, recompute: int) -> int:
     (layout,) = plan.stages_of(0)
     pipeline = replace(plan.pipeline, stages=((replace(layout, recompute=recompute),),))
     changed = replace(plan, batch=replace(plan.batch, microbatch=microbatch), pipeline=pipeline)
-    return memory_budget(changed, "cuda").excess
+    return memory_budget(changed).excess
 
 
 @pytest.mark.parametrize("share", [1, 2, 7, 12, 96, 97, 100])
@@ -58,7 +58,7 @@ def test_microbatches(share: int, stages: int, most: int) -> None:
 def test_the_largest_that_fits(memory: str, keys: tuple[str, ...], planned: Planned) -> None:
     made = planned(memory, *keys)
     size = made.batch.microbatch
-    assert memory_budget(made, "cuda").excess == 0
+    assert memory_budget(made).excess == 0
     larger = [other for other in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96) if other > size]
     # All that is left can be less for stage 3, whose gathered weights fill it.
     least = planned(memory, *keys, f"train.microbatch={size}", "zero.resident=0")
@@ -75,7 +75,7 @@ def test_recomputation_comes_last(planned: Planned) -> None:
     for memory, (group,) in ways.items():
         made = planned(memory, SIXTEEN)
         # Where nothing fits, the least is taken.
-        fits = not memory_budget(made, "cuda").excess
+        fits = not memory_budget(made).excess
         assert fits or group == 1
         assert group == 0 or excess(made, 16, 0)
         assert group != 1 or excess(made, 16, 4)

@@ -45,7 +45,7 @@ def equal(folder: Path, *overrides: str) -> Recipe:
 
 def least_and_whole(plan: Plan, given: Facts) -> tuple[int, int]:
     """Return the bytes of the fullest rank with the least memory for gathered weights, and those that all add."""
-    row = memory_budget(plan, given.device).fullest
+    row = memory_budget(plan).fullest
     spec = ProgramSpec.of(plan, row.role.rank)
     whole = sum(size for name, size in spec.padded.items() if spec.is_gathered(name)) * plan.compute_bytes
     return row.total, whole - row.device["gathered_weights"]
@@ -53,7 +53,7 @@ def least_and_whole(plan: Plan, given: Facts) -> tuple[int, int]:
 
 def sent(plan: Plan) -> tuple[int, ...]:
     """Return the bytes of gathers by tier, slowest first."""
-    return gather_bytes(plan, "cpu")
+    return gather_bytes(plan)
 
 
 def degree(plan: Plan) -> int:
@@ -76,12 +76,12 @@ def test_the_last_byte_is_used(tmp_path: Path) -> None:
     recipe, given = equal(tmp_path, "zero.secondary=0"), facts(None, 2, 4)
     least, more = least_and_whole(make_plan(recipe, given), given)
     kept = make_plan(recipe, given)
-    first = max(row.device["gathered_weights"] for row in memory_budget(kept, "cpu").rows)
+    first = max(row.device["gathered_weights"] for row in memory_budget(kept).rows)
     for room, resident in ((-1, 0), (0, first), (5, first + 5), (more, first + more), (10**9, first + more)):
         given = facts(least + room, 2, 4)
         plan = make_plan(recipe, given)
         assert plan.sharding.resident == resident
-        assert memory_budget(plan, "cpu").excess == (1 if room < 0 else 0)
+        assert memory_budget(plan).excess == (1 if room < 0 else 0)
         check(plan, given)
 
 
@@ -144,7 +144,7 @@ def test_slow_links_carry_at_most_what_the_best_secondary_copy_of_the_same_memor
         except BadInputError as error:
             pytest.fail(f"{keys} {given}: {error}")
         assert resident_problem(plan) is None
-        assert not memory_budget(plan, "cpu").excess
+        assert not memory_budget(plan).excess
         slowest = sent(plan)[0]
         assert slowest <= sent(base)[0], (keys, given)
         for number in range(1, world + 1):
@@ -152,7 +152,7 @@ def test_slow_links_carry_at_most_what_the_best_secondary_copy_of_the_same_memor
                 other = made([*keys, f"zero.secondary={number}", "zero.resident=0"], given)
             except BadInputError:
                 continue
-            if not memory_budget(other, "cpu").excess:
+            if not memory_budget(other).excess:
                 copies += 1
                 assert slowest <= sent(other)[0], (keys, given, number)
         compared += 1

@@ -59,7 +59,7 @@ def cluster(memory: int | None, ranks: int = 8, name: str | None = None) -> str:
 def made(*overrides: str, ranks: int = 8) -> tuple[Plan, Budget]:
     recipe, facts = described_run("tiny.yaml", overrides, ranks)
     plan = make_plan(recipe, facts)
-    return plan, memory_budget(plan, facts.device)
+    return plan, memory_budget(plan)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -193,7 +193,7 @@ def test_parts_of_a_budget() -> None:
     assert [row.role for row in budget.rows] == roles(plan)
     for row in budget.rows:
         states = role_states(plan, row.role)
-        temporaries = max(gradient_bytes(plan, row.role, "cuda"), loss_bytes(plan, row.role, "cuda"))
+        temporaries = max(gradient_bytes(plan, row.role), loss_bytes(plan, row.role))
         passing = live_activations(plan, row.role.rank), temporaries
         groups, programs = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank))
         program = programs.step
@@ -206,7 +206,7 @@ def test_parts_of_a_budget() -> None:
             "replicated": states.replicated,
             "gathered_weights": program.weights * plan.compute_bytes,
             "gradient_buffers": program.gradients * plan.compute_bytes,
-            "in_flight": sum(pool_bytes(plan, row.role.rank, programs, "cuda").values()),
+            "in_flight": sum(pool_bytes(plan, row.role.rank, programs).values()),
             "offload_slots": 0,
             "activation_slots": 0,
             "activations": passing[0],
@@ -223,13 +223,13 @@ def test_the_largest_gradient() -> None:
     """The two matrices of the MLP's first product are one parameter."""
     plan, budget = made("parallel.tensor=2", ranks=2)
     ffn = plan.model.ffn
-    assert [gradient_bytes(plan, row.role, "cpu") for row in budget.rows] == [4 * ffn * 512] * 2
+    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * ffn * 512] * 2
     plan, budget = made("model.vocab=8001", "parallel.tensor=2", ranks=2)
-    assert [gradient_bytes(plan, row.role, "cpu") for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
+    assert [gradient_bytes(plan, row.role) for row in budget.rows] == [4 * 4000 * 512, 4 * 4001 * 512]
     # Of many narrow layers, all norms in fp32 are larger than one matrix.
     narrow = ("model.hidden=8", "model.heads=2", "model.ffn=8", "model.vocab=8", "model.layers=64")
     plan, budget = made(*narrow, "quantize.gradients=int4", "parallel.tensor=2", ranks=4)
-    assert gradient_bytes(plan, budget.rows[0].role, "cpu") == 4 * (2 * 64 + 1) * 8
+    assert gradient_bytes(plan, budget.rows[0].role) == 4 * (2 * 64 + 1) * 8
 
 
 def test_a_gpu_keeps_small_gradients() -> None:
@@ -239,7 +239,8 @@ def test_a_gpu_keeps_small_gradients() -> None:
     small = 2 * width + 4 * width**2 + ffn * width
     assert kept(ffn * width)
     assert not kept(2 * ffn * width)
-    assert gradient_bytes(plan, budget.rows[0].role, "cuda") == plan.compute_bytes * (small + 2 * ffn * width)
+    on_gpu = replace(plan, device="cuda")
+    assert gradient_bytes(on_gpu, budget.rows[0].role) == plan.compute_bytes * (small + 2 * ffn * width)
 
 
 def test_a_chunk_of_logits() -> None:
@@ -249,17 +250,17 @@ def test_a_chunk_of_logits() -> None:
     plan, budget = made("model.vocab=8000", half, cluster(10**12))
     tokens, role = plan.batch.microbatch * 32, budget.rows[0].role
     given = tokens * 512 * 2
-    assert loss_bytes(plan, role, "cuda") == given + 8000 * (tokens * 2 + 512 * 2)
+    assert loss_bytes(plan, role) == given + 8000 * (tokens * 2 + 512 * 2)
     without = replace(plan, kernels=kernels_of(Facts(world=1, device="cuda", triton=False), plan.model, "bf16"))
-    assert loss_bytes(without, role, "cuda") == given + 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
+    assert loss_bytes(without, role) == given + 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
     plan, budget = made("model.vocab=8001", half, cluster(10**12))
-    assert loss_bytes(plan, budget.rows[0].role, "cuda") == given + 8064 * (512 + tokens) * 2 + 8001 * 512 * 2
+    assert loss_bytes(plan, budget.rows[0].role) == given + 8064 * (512 + tokens) * 2 + 8001 * 512 * 2
     # A chunk of a large vocabulary has fewer tokens than the microbatch.
     plan, budget = made("model.vocab=1000000", "train.global_batch=512", "train.microbatch=64", half, cluster(10**12))
     given = 64 * 32 * plan.model.hidden * 2
-    assert loss_bytes(plan, budget.rows[0].role, "cuda") == given + 1_000_000 * (256 * 2 + plan.model.hidden * 2)
+    assert loss_bytes(plan, budget.rows[0].role) == given + 1_000_000 * (256 * 2 + plan.model.hidden * 2)
     plan, budget = made("model.vocab=8000", "parallel.pipeline=2", half, cluster(10**12))
-    assert [loss_bytes(plan, row.role, "cuda") > 0 for row in budget.rows] == [False, True]
+    assert [loss_bytes(plan, row.role) > 0 for row in budget.rows] == [False, True]
 
 
 @pytest.mark.parametrize(

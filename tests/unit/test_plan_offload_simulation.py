@@ -112,7 +112,7 @@ def test_moves_are_those_of_the_plan(tmp_path: Path) -> None:
 
     def moves_on(*keys: str) -> list[Moves]:
         plan = make_plan(load_recipe(str(tmp_path / "r.yaml"), keys), Facts(world=1, device="cuda"))
-        found = bucket_moves(plan, 0, "cuda")
+        found = bucket_moves(plan, 0)
         assert sum(one.elements for one in found) == sum(one.numel for one in rank_buckets(plan, 0))
         return found
 

@@ -149,7 +149,7 @@ def test_sums_over_replicas_are_the_counted_ones(name: str, tmp_path: Path) -> N
         part = ranks.part(rank)
         issued = [one for _, issue in program_issues(program) for one in part.partial(issue)]
         found = Counter(one.traffic.size for one in [*issued, *map(part.final, program.finish)])
-        calls = StepCalls(plan, rank, Programs(ProgramSpec.of(plan, rank)), "cpu").replicas()
+        calls = StepCalls(plan, rank, Programs(ProgramSpec.of(plan, rank))).replicas()
         expected = Counter[int]()
         for call in calls:
             expected[call.traffic.size] += call.times

@@ -85,7 +85,7 @@ def test_axonn_s_4_bytes_for_a_parameter() -> None:
     devices = []
     for gradients in ("compute", "fp32"):
         recipe = load_recipe("tiny.yaml", (*keys, f"precision.gradients={gradients}", "offload.overlap=2"))
-        row = memory_budget(make_plan(recipe, Facts(world=1, device="cuda")), "cuda").fullest
+        row = memory_budget(make_plan(recipe, Facts(world=1, device="cuda"))).fullest
         devices.append(row.device)
     psi, slots, bucket = row.role.parameters, 3, 1024
     narrow, wide = (

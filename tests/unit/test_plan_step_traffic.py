@@ -34,10 +34,7 @@ def sent(ranks: int, *keys: str, name: str = "small.yaml") -> list[dict[str, dic
     """Return the bytes by tier and purpose of each role."""
     recipe, facts = described_run(name, keys, ranks)
     plan = make_plan(recipe, facts)
-    return [
-        {tier: dict(each) for tier, each in row.sent.items()}
-        for row in step_traffic(plan, facts.device, programs_of(plan))
-    ]
+    return [{tier: dict(each) for tier, each in row.sent.items()} for row in step_traffic(plan, programs_of(plan))]
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "microbatches"), [(2, 2, 4), (2, 4, 2), (4, 2, 1)])

@@ -65,10 +65,10 @@ def test_a_recipe_fits_the_hardware_in_its_comment(name: str) -> None:
         keys += [f"cluster={{accelerator: {{memory: {memory}GB}}, node: {{ranks: 1}}}}", "model.vocab=2048"]
         recipe = load_recipe(name, keys)
         plan = make_plan(recipe, Facts(world=1, device="cpu", cluster=given_cluster(recipe.cluster)))
-        budget = memory_budget(plan, "cpu")
+        budget = memory_budget(plan)
     else:
         view = view_recipe(name, keys, int(ranks))
-        assert (view.device, view.problem, view.advice) == ("cuda", None, [])
+        assert (view.plan.device, view.problem, view.advice) == ("cuda", None, [])
         budget = view.budget
     assert budget.limit == int(memory) * 10**9
     assert 0 < budget.fullest.total <= budget.limit

@@ -138,9 +138,9 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     (role,) = roles(plan)
     block = 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors)
     assert block < 16 * 2**20
-    assert max(taken) <= buffer_bytes(plan, role, "cpu") - block <= max(taken) + 2 * states_module.ALIGNMENT
+    assert max(taken) <= buffer_bytes(plan, role) - block <= max(taken) + 2 * states_module.ALIGNMENT
     without = make_plan(*described_run("tiny.yaml", ("offload.optimizer=none", "offload.share=0"), 1))
-    assert buffer_bytes(without, role, "cpu") == 0
+    assert buffer_bytes(without, role) == 0
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def test_states_may_change_once_they_are_read(tmp_path: Path, monkeypatch: pytes
 
 def test_the_end_has_both() -> None:
     plan = make_plan(*described_run("tiny.yaml", [f"cluster={json.dumps(cluster())}"], 1))
-    planned = planned_figures(plan, "cuda")
+    planned = planned_figures(plan)
     assert planned["save_held_s"] > 0
     measured = measured_figures({}, {}, 0.25)
     assert ("held up by a checkpoint", f"{planned['save_held_s']:.2f} s", "250 ms") in [
@@ -190,4 +190,4 @@ def test_the_end_has_both() -> None:
     unknown = {**planned, "save_held_s": None}
     assert ("held up by a checkpoint", "-", "250 ms") in [*planned_and_measured(unknown, measured)]
     without = make_plan(*described_run("tiny.yaml", ["offload.optimizer=none", "offload.share=0"], 1))
-    assert "save_held_s" not in planned_figures(without, "cpu")
+    assert "save_held_s" not in planned_figures(without)

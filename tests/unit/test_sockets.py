@@ -199,7 +199,7 @@ def test_least_time_of_offloaded_states() -> None:
     plan = planned(node((4, 0), (2, 1), bandwidth="100GB/s", cores=64), device="cuda", host_link="10GB/s")
     elements = sum(one.end - one.start for rank in range(4) for one in rank_buckets(plan, rank))
     programs = programs_of(plan)
-    least = least_time(plan, lane_times(plan, "cuda", programs, moved_of(plan, programs)))
+    least = least_time(plan, lane_times(plan, programs, moved_of(plan, programs)))
     # fp32 masters and moments are read and written, gradients are read, 16-bit weights are written.
     assert least.host == pytest.approx(elements * (2 * 12 + 4 + 2) / 100e9)
     files = sum(one.nbytes for rank in range(4) for one in rank_buckets(plan, rank))

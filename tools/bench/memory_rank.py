@@ -46,7 +46,7 @@ def main(recipe: str, overrides: list[str]) -> None:
     loop.train_step = watched
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
     pipeline = plan.grid.coordinate(rank, Axis.PIPELINE)
-    rows = [row for row in memory_budget(plan, "cpu").rows if row.role.pipeline == pipeline]
+    rows = [row for row in memory_budget(plan).rows if row.role.pipeline == pipeline]
     peak = figures("status")["VmHWM"] - seen["RssFile"] - seen["RssShmem"] + seen["Pss_Shmem"]
     planned = dict(max(rows, key=lambda row: row.total).device)
     print(json.dumps({"planned": planned, "measured": peak, "seen": seen}), flush=True)

@@ -163,7 +163,7 @@ def memory_rows() -> list[Sequence[str]]:
     for keys in (("offload.overlap=1",), ("offload.overlap=3",), ("offload.overlap=3", "offload.spare=1")):
         for step in ("host", "device"):
             plan = make_plan(load_recipe(str(recipe), (*keys, f"offload.step={step}")), Facts(world=1, device="cuda"))
-            planned = memory_budget(plan, "cuda").rows[0].device
+            planned = memory_budget(plan).rows[0].device
             names = ("weights", "gradients", "optimizer", "offload_slots")
             alone, cpu, dtype = Degrees(), torch.device("cpu"), DTYPES[plan.compute]
             assert all(one.degrees == alone for one in plan.sharding.placements.values())

@@ -227,9 +227,7 @@ def planned_bytes(recipe: Recipe, world: int, ranks_per_node: int) -> int:
     facts = Facts(world=world, device="cpu", ranks_per_node=ranks_per_node)
     plan = make_plan(recipe, facts)
     programs = programs_of(plan)
-    calls = (
-        (rank, call) for rank in range(ranks_per_node) for call in StepCalls(plan, rank, programs(rank), "cpu").all()
-    )
+    calls = ((rank, call) for rank in range(ranks_per_node) for call in StepCalls(plan, rank, programs(rank)).all())
     return sum(call.times * _crossing(call, rank, ranks_per_node) for rank, call in calls)
 
 

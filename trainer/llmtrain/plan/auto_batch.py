@@ -11,7 +11,7 @@ from math import isqrt
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_memory
-from llmtrain.plan.facts import Device, Facts
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
@@ -47,7 +47,7 @@ def with_batch_that_fits(recipe: Recipe, facts: Facts, plan_of: Callable[[Recipe
     fitting = list[int]()
     for way in ways:
         tried = replace(least, activation_checkpointing=way)  # type: ignore[arg-type]
-        fitting.append(_fitting(tried, sizes, facts.device, plan_of))
+        fitting.append(_fitting(tried, sizes, plan_of))
         if way == "none" and fitting[0]:
             break
     # Blocks are recomputed at the same cost in groups of any size.
@@ -60,11 +60,11 @@ def _with_size(recipe: Recipe, microbatch: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, microbatch=microbatch))
 
 
-def _fitting(recipe: Recipe, sizes: Sequence[int], device: Device, plan_of: Callable[[Recipe], Plan]) -> int:
+def _fitting(recipe: Recipe, sizes: Sequence[int], plan_of: Callable[[Recipe], Plan]) -> int:
     """Return how many of the ascending microbatches fit the stated memory."""
     # The memory of programs, which takes long to plan, depends little on the microbatch.
-    count = bisect_left(sizes, True, key=lambda size: surely_exceeds(plan_of(_with_size(recipe, size)), device))
-    while count and memory_budget(plan_of(_with_size(recipe, sizes[count - 1])), device).excess:
+    count = bisect_left(sizes, True, key=lambda size: surely_exceeds(plan_of(_with_size(recipe, size))))
+    while count and memory_budget(plan_of(_with_size(recipe, sizes[count - 1]))).excess:
         count -= 1
     return count
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.plan.degrees import ZeroSettings
-from llmtrain.plan.facts import Device
 from llmtrain.plan.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan, Sharding
 from llmtrain.plan.program.by_rank import programs_of
@@ -25,7 +24,6 @@ class Filling:
     of settings. may_copy: whether the recipe leaves open if there is a secondary copy."""
 
     plan: Plan
-    device: Device
     sharding: Callable[[ZeroSettings], Sharding]
     may_copy: bool
 
@@ -38,13 +36,13 @@ class Filling:
         plan = self.plan
         moved = zero.degrees.weights > 1 or plan.sharding.offload.parameters != "device"
         gathers = moved and not plan.pipeline.schedule.message_driven
-        if stated_memory(plan.cluster) is None or not gathers or surely_exceeds(plan, self.device):
+        if stated_memory(plan.cluster) is None or not gathers or surely_exceeds(plan):
             return zero
         units = self._largest_resident(zero)
         if units is None or not self.may_copy or units.resident == self._whole():
             return units or zero
         found = [units, *(one for one in map(self._largest_resident, self._copies(zero)) if one is not None)]
-        return found[0] if len(found) == 1 else min(found, key=lambda one: gather_bytes(self._with(one), self.device))
+        return found[0] if len(found) == 1 else min(found, key=lambda one: gather_bytes(self._with(one)))
 
     def _copies(self, zero: ZeroSettings) -> Iterator[ZeroSettings]:
         """Yield settings with a secondary copy over each group of faster links."""
@@ -56,7 +54,7 @@ class Filling:
     def _largest_resident(self, zero: ZeroSettings) -> ZeroSettings | None:
         """Return settings with as much memory for gathered weights as every rank has, at most for all; with the least
         in which two units are gathered ahead, where that is more on some rank; None if a rank has no room for it."""
-        budget = memory_budget(self._with(zero), self.device)
+        budget = memory_budget(self._with(zero))
         if budget.limit is None or budget.excess:
             return None
         least = [row.device["gathered_weights"] for row in budget.rows]
@@ -74,13 +72,12 @@ class Filling:
         return replace(self.plan, sharding=self.sharding(zero))
 
 
-def gather_bytes(plan: Plan, device: Device) -> tuple[int, ...]:
-    """Return the bytes that all ranks send in a step to gather weights, by tier of links, slowest first. device: what
-    they compute on."""
+def gather_bytes(plan: Plan) -> tuple[int, ...]:
+    """Return the bytes that all ranks send in a step to gather weights, by tier of links, slowest first."""
     programs = programs_of(plan)
     sent = dict.fromkeys([tier.name for tier in reversed(plan.tiers)], 0)
     for role in roles(plan):
-        for call in StepCalls(plan, role.rank, programs(role.rank), device).sharding():
+        for call in StepCalls(plan, role.rank, programs(role.rank)).sharding():
             if call.traffic.purpose in ("weights", "secondary"):
                 tier = tier_between(plan.tiers, min(call.ranks), max(call.ranks))
                 sent[tier] += call.times * call.traffic.sent * role.ranks

@@ -5,7 +5,6 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
-from llmtrain.plan.facts import Device
 from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -16,27 +15,27 @@ STEPS = 64
 EIGHTHS, UNKNOWN = 8, 0.25
 
 
-def least_share(plan: Plan, device: Device) -> float:
+def least_share(plan: Plan) -> float:
     """Return the least share with which a plan fits the stated memory; 1 where none is stated, or where it does not fit
     at all. plan: all optimizer states leave."""
     # What is gathered, and when, does not depend on where optimizer states rest.
     programs = programs_of(plan)
-    budget = memory_budget(plan, device, programs)
+    budget = memory_budget(plan, programs)
     if budget.limit is None or budget.excess:
         return 1.0
 
     def fits(step: int) -> bool:
         offload = replace(plan.sharding.offload, share=step / STEPS)
         other = replace(plan, sharding=replace(plan.sharding, offload=offload))
-        return not memory_budget(other, device, programs).excess
+        return not memory_budget(other, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS
 
 
-def most_spare(plan: Plan, device: Device) -> float:
+def most_spare(plan: Plan) -> float:
     """Return the share of the offloaded states that may be stepped before the norm is known. plan: without it."""
     offload = plan.sharding.offload
-    if device == "cpu" or offload.tier != "host" or not offload.share:
+    if plan.device == "cpu" or offload.tier != "host" or not offload.share:
         # The CPU that would step them computes, or files would take more than their volumes have.
         return 0.0
     if stated_host_memory(plan.cluster) is None:
@@ -45,7 +44,7 @@ def most_spare(plan: Plan, device: Device) -> float:
 
     def exceeds(eighths: int) -> bool:
         other = replace(plan.sharding, offload=replace(offload, spare=eighths / EIGHTHS))
-        budget = memory_budget(replace(plan, sharding=other), device, programs)
+        budget = memory_budget(replace(plan, sharding=other), programs)
         return bool(budget.host_excess or budget.excess)
 
     return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS

@@ -3,7 +3,6 @@ for reading offloaded states, or those of a GPU without `checkpoint.async`. No t
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
-from llmtrain.plan.facts import Device
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
@@ -40,12 +39,12 @@ def copy_bytes(plan: Plan, role: Role) -> int:
     return STATE_BYTES * elements
 
 
-def buffer_bytes(plan: Plan, role: Role, device: Device) -> int:
-    """Return the most bytes of the host's buffers through which a rank's checkpoint reads states while it is written;
-    0 if it reads copies, or the states where they are. device: what the rank computes on. A block is put together from
-    parts of buckets, and those in files are read in whole pages."""
+def buffer_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes of the host's buffers through which a rank's checkpoint reads states while it is written; 0
+    if it reads copies, or the states where they are. A block is put together from parts of buckets, and those in files
+    are read in whole pages."""
     offload = plan.sharding.offload
-    if not offload.share and (device == "cpu" or plan.checkpoint.asynchronous):
+    if not offload.share and (plan.device == "cpu" or plan.checkpoint.asynchronous):
         return 0
     block = min(BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
     part = min(block, 4 * offload.bucket) + 3 * PAGE if offload.share and offload.tier == "nvme" else 0

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.quantity import quantity
-from llmtrain.plan.facts import Device
 from llmtrain.plan.link_traffic import link_traffic
 from llmtrain.plan.near_volumes import socket_of
 from llmtrain.plan.optimizer_traffic import stepped_by_cpu, stepped_by_device
@@ -53,10 +52,10 @@ class LaneTime:
         }
 
 
-def lane_times(plan: Plan, device: Device, programs: ProgramsOf, moved: MovedOf) -> list[LaneTime]:
-    """Return the lanes that move something in a step. device: what computes. programs: of the ranks. moved: what they
-    move from and to volumes."""
-    found = [*_volumes(plan, moved), *_link(plan, device, programs), *_steps(plan, device)]
+def lane_times(plan: Plan, programs: ProgramsOf, moved: MovedOf) -> list[LaneTime]:
+    """Return the lanes that move something in a step. programs: of the ranks. moved: what they move from and to
+    volumes."""
+    found = [*_volumes(plan, moved), *_link(plan, programs), *_steps(plan)]
     return [lane for lane in found if lane.nbytes]
 
 
@@ -106,21 +105,21 @@ def _volumes(plan: Plan, moved: MovedOf) -> Iterator[LaneTime]:
             yield LaneTime(name=path, way=way, nbytes=nbytes, ranks=ranks, rate=rates.get(path), key=key)  # type: ignore[arg-type]
 
 
-def _link(plan: Plan, device: Device, programs: ProgramsOf) -> Iterator[LaneTime]:
-    copied = [link_traffic(plan, role.rank, programs(role.rank), device).values() for role in roles(plan)]
+def _link(plan: Plan, programs: ProgramsOf) -> Iterator[LaneTime]:
+    copied = [link_traffic(plan, role.rank, programs(role.rank)).values() for role in roles(plan)]
     rate = described_rates(plan).link
     for place, way in enumerate(("to the host", "to the device")):
         nbytes = max(sum(both[place] for both in of_rank) for of_rank in copied)
         yield LaneTime(name=LINK, way=way, nbytes=nbytes, ranks=1, rate=rate, key="accelerator.host_link")  # type: ignore[arg-type]
 
 
-def _steps(plan: Plan, device: Device) -> Iterator[LaneTime]:
+def _steps(plan: Plan) -> Iterator[LaneTime]:
     rates = described_rates(plan)
-    nbytes, ranks = _most_of_a_node(plan, lambda rank: stepped_by_cpu(plan, rank, device).nbytes)
+    nbytes, ranks = _most_of_a_node(plan, lambda rank: stepped_by_cpu(plan, rank).nbytes)
     yield LaneTime(
         name=CPU, way="read and written", nbytes=nbytes, ranks=ranks, rate=rates.host, key="node.host.bandwidth"
     )
-    nbytes = max(stepped_by_device(plan, role.rank, device).nbytes for role in roles(plan))
+    nbytes = max(stepped_by_device(plan, role.rank).nbytes for role in roles(plan))
     yield LaneTime(
         name=DEVICE, way="read and written", nbytes=nbytes, ranks=1, rate=rates.device, key="accelerator.bandwidth"
     )

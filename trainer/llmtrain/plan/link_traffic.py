@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from llmtrain.plan.facts import Device
 from llmtrain.plan.offloaded_weights import offloaded_shards
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
@@ -16,12 +15,12 @@ Copied = tuple[int, int]
 """Bytes copied to the host, and to the device."""
 
 
-def link_traffic(plan: Plan, rank: int, programs: Programs, device: Device) -> dict[str, Copied]:
+def link_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Copied]:
     """Return the bytes that a rank of the run copies, by what they are: optimizer, weights, gradients or activations;
     nothing on a CPU. programs: of the rank."""
-    if device == "cpu":
+    if plan.device == "cpu":
         return {}
-    moves, left = bucket_moves(plan, rank, device), rank_counts(plan, rank).left * boundary_bytes(plan)
+    moves, left = bucket_moves(plan, rank), rank_counts(plan, rank).left * boundary_bytes(plan)
     found = {
         "optimizer": (sum(one.down for one in moves), sum(one.up for one in moves)),
         "weights": _sum(_weights(plan, rank, programs)),

@@ -57,10 +57,10 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
 def machine_bytes(plan: Plan, facts: Facts, enough: int) -> int:
     """Return the planned bytes of the ranks on the machine whose ranks take most. enough: if more are taken without the
     programs' memory, which takes long to plan for many microbatches, only those are returned."""
-    sure = _fullest(plan, facts, {role: sure_bytes(plan, role, facts.device) for role in roles(plan)})
+    sure = _fullest(plan, facts, {role: sure_bytes(plan, role) for role in roles(plan)})
     if sure > enough:
         return sure
-    return _fullest(plan, facts, {row.role: row.total for row in memory_budget(plan, facts.device).rows})
+    return _fullest(plan, facts, {row.role: row.total for row in memory_budget(plan).rows})
 
 
 def _fullest(plan: Plan, facts: Facts, bytes_of: dict[Role, int]) -> int:

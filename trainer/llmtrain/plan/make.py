@@ -46,13 +46,13 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     ranks.
     """
     recipe = with_batch_that_fits(recipe, facts, partial(_plan, facts=facts))
-    return with_most_staying(_with_spare(recipe, facts), facts.device)
+    return with_most_staying(_with_spare(recipe, facts))
 
 
 def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe, with the least activations on the device."""
     plan, given = _with_share(recipe, facts), recipe.offload
-    if given.optimizer == "none" or given.spare != "auto" or not (spare := most_spare(plan, facts.device)):
+    if given.optimizer == "none" or given.spare != "auto" or not (spare := most_spare(plan)):
         return plan
     share = plan.sharding.offload.share
     return _plan(replace(recipe, offload=replace(given, share=share, spare=spare)), facts)
@@ -66,7 +66,7 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     # The memory that is left goes to gathered weights after that.
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
     all_leave = _plan(replace(recipe, zero=zero, offload=replace(given, share=1.0)), facts)
-    return _plan(replace(recipe, offload=replace(given, share=least_share(all_leave, facts.device))), facts)
+    return _plan(replace(recipe, offload=replace(given, share=least_share(all_leave))), facts)
 
 
 def _plan(recipe: Recipe, facts: Facts) -> Plan:
@@ -226,7 +226,7 @@ def _filled(
     if recipe.zero.resident != "auto":
         return zero
     may_copy = recipe.zero.secondary is None and recipe.zero.preset is None
-    return Filling(plan, facts.device, sharding, may_copy).filled(zero)
+    return Filling(plan, sharding, may_copy).filled(zero)
 
 
 def _placement(

@@ -11,7 +11,6 @@ from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.plan.activations import deferred_bytes, live_activations, recomputed_peak, unit_activations
 from llmtrain.plan.checkpoint_copies import buffer_bytes, copy_bytes
 from llmtrain.plan.device_overhead import communicator_bytes, overhead_of
-from llmtrain.plan.facts import Device
 from llmtrain.plan.offload_memory import offload_memory
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import pool_bytes
@@ -71,31 +70,31 @@ class Budget:
         return 0 if self.limit is None else max(0, self.fullest.total - self.limit)
 
 
-def surely_exceeds(plan: Plan, device: Device) -> bool:
+def surely_exceeds(plan: Plan) -> bool:
     """Return whether a plan exceeds the stated memory even without its programs' memory, which takes long to plan for
     many microbatches."""
     limit = stated_memory(plan.cluster)
-    return limit is not None and any(sure_bytes(plan, role, device) > limit.size for role in roles(plan))
+    return limit is not None and any(sure_bytes(plan, role) > limit.size for role in roles(plan))
 
 
-def sure_bytes(plan: Plan, role: Role, device: Device) -> int:
+def sure_bytes(plan: Plan, role: Role) -> int:
     """Return the bytes that a rank of a role takes on its device even without its programs' memory."""
-    return sum(_device_memory(plan, role, device, {}).values())
+    return sum(_device_memory(plan, role, {}).values())
 
 
-def memory_budget(plan: Plan, device: Device, programs: ProgramsOf | None = None) -> Budget:
-    """Return the memory of a plan's ranks. device: what they compute on. programs: of the ranks, if they are known."""
+def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
+    """Return the memory of a plan's ranks. programs: of the ranks, if they are known."""
     made = programs or programs_of(plan)
-    rows = (role_memory(plan, role, device, made(role.rank)) for role in roles(plan))
+    rows = (role_memory(plan, role, made(role.rank)) for role in roles(plan))
     stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
     return Budget(tuple(rows), stated.size if stated else None, host.size if host else None)
 
 
-def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> RoleMemory:
-    """Return the memory of each rank of a role. device: what it computes on. programs: of the role's first rank."""
-    offloaded, activations = offload_memory(plan, role.rank, device), activation_memory(plan, role.rank, device)
+def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:
+    """Return the memory of each rank of a role. programs: of the role's first rank."""
+    offloaded, activations = offload_memory(plan, role.rank), activation_memory(plan, role.rank)
     host = {
-        "process": overhead_of(device).process,
+        "process": overhead_of(plan.device).process,
         "host_states": offloaded.host,
         "host_weights": offloaded.weights,
         "host_gradients": offloaded.gradients,
@@ -104,16 +103,16 @@ def role_memory(plan: Plan, role: Role, device: Device, programs: Programs) -> R
         "host_activations": activations.host,
         "activation_buffers": activations.buffers,
         "checkpoint_copies": copy_bytes(plan, role),
-        "checkpoint_buffers": buffer_bytes(plan, role, device),
+        "checkpoint_buffers": buffer_bytes(plan, role),
     }
-    buffers = _buffers(plan, role, programs, device) | {"offload_slots": offloaded.slots}
-    whole = _device_memory(plan, role, device, buffers)
-    held = ({**whole, **host}, {}) if device == "cpu" else (whole, host)
+    buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots}
+    whole = _device_memory(plan, role, buffers)
+    held = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
     return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)
 
 
-def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str, int]) -> dict[str, int]:
-    needs, passing = overhead_of(device), passing_memory(plan, role, device)
+def _device_memory(plan: Plan, role: Role, buffers: Mapping[str, int]) -> dict[str, int]:
+    needs, passing = overhead_of(plan.device), passing_memory(plan, role)
     lost = passing.pop("fragmentation")
     return {
         **{name: part(plan, role) for name, part in _MODEL_STATES},
@@ -125,15 +124,15 @@ def _device_memory(plan: Plan, role: Role, device: Device, buffers: Mapping[str,
     }
 
 
-def passing_memory(plan: Plan, role: Role, device: Device) -> dict[str, int]:
+def passing_memory(plan: Plan, role: Role) -> dict[str, int]:
     """Return the bytes, by purpose, of tensors that come and go in every step, and of what the allocator cannot use
     between them."""
-    passing = max(_moments(plan, role, device), key=lambda moment: sum(moment.values()))
-    lost = int(overhead_of(device).fragmentation * sum(passing.values()))
-    return {"activation_slots": activation_memory(plan, role.rank, device).device, **passing, "fragmentation": lost}
+    passing = max(_moments(plan, role), key=lambda moment: sum(moment.values()))
+    lost = int(overhead_of(plan.device).fragmentation * sum(passing.values()))
+    return {"activation_slots": activation_memory(plan, role.rank).device, **passing, "fragmentation": lost}
 
 
-def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict[str, int]:
+def _buffers(plan: Plan, role: Role, programs: Programs) -> dict[str, int]:
     """Return the bytes of the memory for gathered weights, of that for unsharded gradients, and of the buffers of
     collectives and messages."""
     weights = gradients = 0
@@ -144,15 +143,15 @@ def _buffers(plan: Plan, role: Role, programs: Programs, device: Device) -> dict
     return {
         "gathered_weights": weights * plan.compute_bytes,
         "gradient_buffers": gradients * plan.compute_bytes,
-        "in_flight": sum(pool_bytes(plan, role.rank, programs, device).values()),
+        "in_flight": sum(pool_bytes(plan, role.rank, programs).values()),
     }
 
 
-def _moments(plan: Plan, role: Role, device: Device) -> Iterator[dict[str, int]]:
+def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
     """Yield what tensors take while a chunk of the loss is computed, and while a group of blocks is computed again,
     with all microbatches that can be alive then."""
-    live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role, device)
-    yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role, device))}
+    live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role)
+    yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role))}
     layouts, place = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
     for layout in layouts:
         ends = layout.closes and len(layouts) == 1 and not deferred_bytes(plan, layout, place)

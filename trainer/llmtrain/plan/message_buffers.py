@@ -5,7 +5,6 @@ from math import ceil
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.collective_buffers import backend_of
-from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_activations import boundary_bytes
 
@@ -31,9 +30,9 @@ def messages_ahead(plan: Plan) -> int:
     return max(2, ceil(schedule.most_live / schedule.chunks))
 
 
-def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
+def ring_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes of the slots that the messages of a rank of the run go through to ranks of its node."""
-    if plan.pipeline.transport != "torch" or device == "cuda":
+    if plan.pipeline.transport != "torch" or plan.device == "cuda":
         return 0
     schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
     neighbours = [
@@ -43,7 +42,9 @@ def ring_bytes(plan: Plan, rank: int, device: Device) -> int:
         if 0 <= other < schedule.stages
     ]
     node = node_ranks(plan.tiers)
-    inside = [other for other in neighbours if other != rank and backend_of(device, (rank, other), node) == "shared"]
+    inside = [
+        other for other in neighbours if other != rank and backend_of(plan.device, (rank, other), node) == "shared"
+    ]
     if not inside:
         return 0
     slots, width = ring_slots(messages_ahead(plan), boundary_bytes(plan))

@@ -69,7 +69,7 @@ def volume_problem(key: str, paths: Sequence[str], needed: Sequence[int], space:
 
 
 def _files(plan: Plan, rank: int) -> int:
-    return offload_memory(plan, rank, "cpu").files + activation_memory(plan, rank, "cpu").files
+    return offload_memory(plan, rank).files + activation_memory(plan, rank).files
 
 
 def _problems(key: str, path: Path, needed: int, space: SpaceNeeded, other: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from llmtrain.plan.facts import Device
 from llmtrain.plan.gradient_buckets import gradient_sizes
 from llmtrain.plan.offload import Bucket, largest, ring_slots, slots
 from llmtrain.plan.offloaded_weights import is_direct, offloaded_shards
@@ -34,12 +33,12 @@ class OffloadMemory:
         return summed(self, other)
 
 
-def offload_memory(plan: Plan, rank: int, device: Device) -> OffloadMemory:
-    """Return the memory and files of a rank's offloaded model states. device: what it computes on."""
-    return _states(plan, rank, device) + _weights(plan, rank, device) + _gradients(plan, rank, device)
+def offload_memory(plan: Plan, rank: int) -> OffloadMemory:
+    """Return the memory and files of a rank's offloaded model states."""
+    return _states(plan, rank) + _weights(plan, rank) + _gradients(plan, rank)
 
 
-def _states(plan: Plan, rank: int, device: Device) -> OffloadMemory:
+def _states(plan: Plan, rank: int) -> OffloadMemory:
     sizes, offload = bucket_sizes(plan, rank), plan.sharding.offload
     if not sizes:
         return OffloadMemory()
@@ -48,7 +47,7 @@ def _states(plan: Plan, rank: int, device: Device) -> OffloadMemory:
     weights, most = sum(plan.compute_bytes * one.numel for one in spare), largest(sizes)
     # A gradient and a weight pass through each thread.
     beside = plan.gradient_bytes + plan.compute_bytes
-    passing = 0 if device == "cpu" or offload.on_device else offload.workers * most * beside
+    passing = 0 if plan.device == "cpu" or offload.on_device else offload.workers * most * beside
     slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0
     if offload.tier == "host":
         states, more = (
@@ -78,7 +77,7 @@ def _nbytes(sizes: Counter[Bucket]) -> int:
     return sum(one.nbytes * count for one, count in sizes.items())
 
 
-def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
+def _weights(plan: Plan, rank: int) -> OffloadMemory:
     shards = [numel * plan.compute_bytes for numel in offloaded_shards(plan, rank).values()]
     if not shards:
         return OffloadMemory()
@@ -86,16 +85,16 @@ def _weights(plan: Plan, rank: int, device: Device) -> OffloadMemory:
         return OffloadMemory(weights=sum(shards))
     regions = [in_pages(nbytes) for nbytes in shards]
     # Others pass through a buffer for each direction, which begins at a page of one that is a page larger.
-    direct = device == "cpu" and is_direct(plan, rank)
+    direct = plan.device == "cpu" and is_direct(plan, rank)
     return OffloadMemory(buffers=0 if direct else 2 * (max(regions) + PAGE), files=sum(regions))
 
 
-def _gradients(plan: Plan, rank: int, device: Device) -> OffloadMemory:
+def _gradients(plan: Plan, rank: int) -> OffloadMemory:
     sizes = gradient_sizes(plan, rank)
     if not sizes:
         return OffloadMemory()
     # The gradients of a bucket of one backward pass, on their way from a GPU.
-    passing = 0 if device == "cpu" else 4 * largest(sizes)
+    passing = 0 if plan.device == "cpu" else 4 * largest(sizes)
     if plan.sharding.offload.gradients == "host":
         return OffloadMemory(gradients=sum(4 * one.numel * count for one, count in sizes.items()), buffers=passing)
     # A buffer that begins at a page is a view into one that is a page larger.

@@ -4,7 +4,6 @@ here."""
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.rank_units import rank_units
@@ -22,21 +21,21 @@ class SteppedElements:
     nbytes: int
 
 
-def stepped_by_cpu(plan: Plan, rank: int, device: Device) -> SteppedElements:
-    """Return what the host's processors step of a rank's states. device: what it computes on."""
-    offloaded = [] if device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
+def stepped_by_cpu(plan: Plan, rank: int) -> SteppedElements:
+    """Return what the host's processors step of a rank's states."""
+    offloaded = [] if plan.device != "cpu" and plan.sharding.offload.on_device else rank_buckets(plan, rank)
     elements = sum(one.numel for one in offloaded)
     separate = any(one.states == 3 for one in offloaded)
-    if device == "cpu":
+    if plan.device == "cpu":
         stays = state_bytes(rank_units(plan, rank), plan.sharding, plan.compute_bytes, plan.grid.degree(Axis.TENSOR))
         elements += stays.moments // 8
         separate = separate or stays.masters > 0
     return SteppedElements(elements, elements * _element_bytes(plan, separate))
 
 
-def stepped_by_device(plan: Plan, rank: int, device: Device) -> SteppedElements:
-    """Return what a rank's device steps of the offloaded states. device: what it computes on."""
-    offloaded = rank_buckets(plan, rank) if device != "cpu" and plan.sharding.offload.on_device else []
+def stepped_by_device(plan: Plan, rank: int) -> SteppedElements:
+    """Return what a rank's device steps of the offloaded states."""
+    offloaded = rank_buckets(plan, rank) if plan.device != "cpu" and plan.sharding.offload.on_device else []
     elements = sum(one.numel for one in offloaded)
     return SteppedElements(elements, elements * _element_bytes(plan, any(one.states == 3 for one in offloaded)))
 

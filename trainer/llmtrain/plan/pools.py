@@ -10,7 +10,6 @@ from typing import Literal
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.collective_buffers import CollectiveBuffers, SizedCollective, backend_of
-from llmtrain.plan.facts import Device
 from llmtrain.plan.message_buffers import ring_bytes
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.placement import Placement
@@ -36,43 +35,43 @@ class Pools:
     groups: Mapping[GroupName, CollectiveBuffers] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, programs: Programs, device: Device) -> "Pools":
-        """Return the buffers of a rank of the run. programs: the rank's. device: what it computes on."""
+    def of(cls, plan: Plan, rank: int, programs: Programs) -> "Pools":
+        """Return the buffers of a rank of the run. programs: the rank's."""
         units = unit_traffic(plan, rank)
         placements = dict.fromkeys(plan.sharding.placements.values())
         return cls(
             in_flight=in_flight_buffers(units, programs),
             lanes={one: lane_buffers(one, units, programs) for one in placements},
-            groups={name: buffers for name, _, buffers in _groups(plan, rank, units, device)},
+            groups={name: buffers for name, _, buffers in _groups(plan, rank, units)},
         )
 
 
-def pool_bytes(plan: Plan, rank: int, programs: Programs, device: Device) -> dict[str, int]:
+def pool_bytes(plan: Plan, rank: int, programs: Programs) -> dict[str, int]:
     """Return the bytes of a rank's buffers by what uses them. CPUs of one node are taken to share memory."""
-    pools, node, units = Pools.of(plan, rank, programs, device), node_ranks(plan.tiers), unit_traffic(plan, rank)
+    pools, node, units = Pools.of(plan, rank, programs), node_ranks(plan.tiers), unit_traffic(plan, rank)
     hops = groups = 0
     for placement, lanes in pools.lanes.items():
         for lane, buffers in lanes.items():
-            hops += buffers.nbytes(backend_of(device, lane_members(plan.grid, rank, placement, lane), node))
-    for _, members, buffers in _groups(plan, rank, units, device):
-        groups += buffers.nbytes(backend_of(device, members, node))
+            hops += buffers.nbytes(backend_of(plan.device, lane_members(plan.grid, rank, placement, lane), node))
+    for _, members, buffers in _groups(plan, rank, units):
+        groups += buffers.nbytes(backend_of(plan.device, members, node))
     return {
         "in_flight": pools.in_flight.nbytes,
         "hops": hops,
         "groups": groups,
-        "messages": ring_bytes(plan, rank, device),
-        "receives": posted_bytes(plan, rank, device),
+        "messages": ring_bytes(plan, rank),
+        "receives": posted_bytes(plan, rank),
     }
 
 
 _Group = tuple[GroupName, Sequence[int], CollectiveBuffers]
 
 
-def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic], device: Device) -> Iterator[_Group]:
+def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic]) -> Iterator[_Group]:
     """Yield the name, the ranks and the buffers of each group of the rank besides its hops."""
     tensor, groups = plan.grid.group_of(rank, Axis.TENSOR), replica_groups(plan, rank)
     if len(tensor) > 1:
-        yield _group("tensor", tensor, _tensor(plan, rank, device))
+        yield _group("tensor", tensor, _tensor(plan, rank))
     if "partial" in groups:
         yield _group("partial", groups["partial"], [_sum(_partial(one)) for one in units if one.replicated_bytes])
     if "stage" in groups:
@@ -97,8 +96,8 @@ def _group(name: GroupName, members: Sequence[int], collectives: Iterable[SizedC
     return name, members, CollectiveBuffers(len(members), frozenset(collectives), sequential=False)
 
 
-def _tensor(plan: Plan, rank: int, device: Device) -> Iterator[SizedCollective]:
-    calls = TensorCalls(plan, device)
+def _tensor(plan: Plan, rank: int) -> Iterator[SizedCollective]:
+    calls = TensorCalls(plan)
     for layout in plan.stages_of(rank):
         for kind in Kind:
             for op, size in calls.of(kind, layout, defers=False):

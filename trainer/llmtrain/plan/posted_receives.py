@@ -9,7 +9,6 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.activations import boundary_bytes
 from llmtrain.plan.collective_buffers import backend_of
-from llmtrain.plan.facts import Device
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.plan import Plan
@@ -40,10 +39,10 @@ def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int, ch
     return Posting(at_start=ahead, ahead=ahead)
 
 
-def posted_bytes(plan: Plan, rank: int, device: Device) -> int:
+def posted_bytes(plan: Plan, rank: int) -> int:
     """Return the most bytes of a rank's receives that are posted and not taken at the same time. Message-driven: the
     most that may be, as a rank also posts those whose arrival it asks for."""
-    spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank, device)
+    spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank)
     if posting is None:
         return 0
     most = 0
@@ -66,7 +65,7 @@ def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
     return most
 
 
-def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
+def _posting(plan: Plan, rank: int) -> Posting | None:
     """Return how a rank posts receives; None if it gets no messages."""
     ahead, driven = messages_ahead(plan), plan.pipeline.schedule.message_driven
     others = _others(plan, rank)
@@ -75,7 +74,7 @@ def _posting(plan: Plan, rank: int, device: Device) -> Posting | None:
     if plan.pipeline.transport == "mpi":
         found = posting_of("mpi", ahead)
     else:
-        backends = {backend_of(device, (rank, other), node_ranks(plan.tiers)) for other in others}
+        backends = {backend_of(plan.device, (rank, other), node_ranks(plan.tiers)) for other in others}
         # If one channel goes through sockets (gloo), all channels post receives as that one does.
         found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead, plan.pipeline.schedule.chunks)
     return Posting(max(found.at_start, 1), max(found.ahead, 1)) if driven else found

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.activation_offload import ActivationCounts, ActivationMoves, activation_counts, activation_moves
-from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
@@ -55,12 +54,12 @@ class ActivationMemory:
     moved: int = 0
 
 
-def activation_memory(plan: Plan, rank: int, device: Device) -> ActivationMemory:
-    """Return what the group inputs that leave a rank of the run take. device: what it computes on."""
+def activation_memory(plan: Plan, rank: int) -> ActivationMemory:
+    """Return what the group inputs that leave a rank of the run take."""
     moves, group_input = rank_counts(plan, rank), boundary_bytes(plan)
     if not moves.left:
         return ActivationMemory()
-    slots = DEVICE_SLOTS * group_input if device == "cuda" else 0
+    slots = DEVICE_SLOTS * group_input if plan.device == "cuda" else 0
     if plan.activation_offload.tier == "host":
         return ActivationMemory(slots, host=moves.regions * group_input, moved=moves.left * group_input)
     paged = in_pages(group_input)

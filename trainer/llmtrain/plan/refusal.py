@@ -34,7 +34,7 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
     if stated is None and host is None:
         return None
-    found = memory_budget(plan, facts.device) if budget is None else budget
+    found = memory_budget(plan) if budget is None else budget
     if stated is not None and found.excess:
         said = _device_excess(found, stated)
     elif host is not None and found.host_excess:
@@ -78,9 +78,9 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
         except BadInputError:
             # The change is impossible with the other keys.
             continue
-        if surely_exceeds(changed, facts.device):
+        if surely_exceeds(changed):
             continue
-        after = memory_budget(changed, facts.device)
+        after = memory_budget(changed)
         if not after.excess and not after.host_excess:
             return change, after
     return None

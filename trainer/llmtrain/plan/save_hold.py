@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.levels import shard_range
 from llmtrain.plan.checkpoint_copies import copy_bytes
-from llmtrain.plan.facts import Device
 from llmtrain.plan.lane_times import described_rates
 from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.plan import Plan
@@ -53,13 +52,13 @@ class _Written:
     read: Counter[str]
 
 
-def save_hold(plan: Plan, role: Role, device: Device, passes: float | None) -> SaveHold | None:
+def save_hold(plan: Plan, role: Role, passes: float | None) -> SaveHold | None:
     """Return how long a save holds up the first rank of a role before its states may change, without the writing that a
     run without `checkpoint.async` waits for; None if it takes nothing before. passes: seconds of a step's computation,
     if they are known."""
     node, rates = _node(plan, role.rank), described_rates(plan)
     if copied := copy_bytes(plan, role):
-        alone = device == "cuda"
+        alone = plan.device == "cuda"
         rate, moved = (rates.link, copied) if alone else (rates.host, 2 * copied * len(node))
         taken = copied if alone else copied * len(node)
         return SaveHold(1 if alone else len(node), taken, False, None if rate is None else moved / rate, 0.0)

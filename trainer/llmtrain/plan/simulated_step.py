@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import inf
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.facts import Device
 from llmtrain.plan.lane_times import CPU, DEVICE, LINK, LaneTime, volume_paths
 from llmtrain.plan.least_time import compute_peak
 from llmtrain.plan.offload_simulation import Computation, Order, Rates, simulate_steps
@@ -48,14 +47,14 @@ class SimulatedStep:
         }
 
 
-def simulated_step(plan: Plan, rank: int, device: Device, found: Sequence[LaneTime]) -> SimulatedStep | None:
+def simulated_step(plan: Plan, rank: int, found: Sequence[LaneTime]) -> SimulatedStep | None:
     """Return a simulated step of a rank of the run; None if no optimizer states leave. found: the plan's lanes."""
     if not plan.sharding.offload.share:
         return None
     if others := _others(plan):
         return SimulatedStep(rank, also_moved=others)
-    moves = bucket_moves(plan, rank, device)
-    rates = _rates(plan, rank, device, moves, {(lane.name, lane.way): lane for lane in found})
+    moves = bucket_moves(plan, rank)
+    rates = _rates(plan, rank, moves, {(lane.name, lane.way): lane for lane in found})
     if rates is None:
         return SimulatedStep(rank)
     moves, count, order = merged(moves), len(rank_units(plan, rank)), _order(plan)
@@ -125,12 +124,10 @@ def _order(plan: Plan) -> Order:
     )
 
 
-def _rates(
-    plan: Plan, rank: int, device: Device, moves: Sequence[Moves], found: dict[tuple[str, str], LaneTime]
-) -> Rates | None:
+def _rates(plan: Plan, rank: int, moves: Sequence[Moves], found: dict[tuple[str, str], LaneTime]) -> Rates | None:
     """Return the rank's part of the rates; None if one is not known."""
     rates = [_share(found.get((LINK, way)), sum(moved)) for way, moved in _links(moves)]
-    by_cpu, by_device = stepped_by_cpu(plan, rank, device), stepped_by_device(plan, rank, device)
+    by_cpu, by_device = stepped_by_cpu(plan, rank), stepped_by_device(plan, rank)
     rates.append(_share(found.get((CPU, "read and written")), by_cpu.elements))
     if by_device.elements:
         rates[-1] = _share(found.get((DEVICE, "read and written")), by_device.elements)

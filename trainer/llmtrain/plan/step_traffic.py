@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.tiers import tier_between
-from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.program.step_calls import StepCalls
@@ -37,14 +36,14 @@ class RoleTraffic:
     sent: Mapping[str, Mapping[str, int]]
 
 
-def step_traffic(plan: Plan, device: Device, programs: ProgramsOf) -> list[RoleTraffic]:
-    """Return the traffic of each role, in the order of the pipeline. device: what the ranks compute on."""
-    return [RoleTraffic(role, _sent(plan, role.rank, device, programs)) for role in roles(plan)]
+def step_traffic(plan: Plan, programs: ProgramsOf) -> list[RoleTraffic]:
+    """Return the traffic of each role, in the order of the pipeline."""
+    return [RoleTraffic(role, _sent(plan, role.rank, programs)) for role in roles(plan)]
 
 
-def _sent(plan: Plan, rank: int, device: Device, programs: ProgramsOf) -> dict[str, dict[str, int]]:
+def _sent(plan: Plan, rank: int, programs: ProgramsOf) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {tier.name: Counter() for tier in plan.tiers}
-    for call in StepCalls(plan, rank, programs(rank), device).all():
+    for call in StepCalls(plan, rank, programs(rank)).all():
         # The tiers of an axis are merged where they are equally wide along it, so ask for that of all ranks.
         tier = tier_between(plan.tiers, min(call.ranks), max(call.ranks))
         found[tier][call.traffic.purpose] += call.times * call.traffic.sent

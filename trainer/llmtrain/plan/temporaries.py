@@ -12,7 +12,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
 
 
-def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
+def gradient_bytes(plan: Plan, role: Role) -> int:
     """Return the most bytes of gradients that exist at the same time: that wait to be added to their sums, or are
     averaged.
 
@@ -20,14 +20,14 @@ def gradient_bytes(plan: Plan, role: Role, device: Device) -> int:
     After the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in
     fp32.
     """
-    gradient = max(_held(unit, device) for unit in role.units) * plan.compute_bytes
+    gradient = max(_held(unit, plan.device) for unit in role.units) * plan.compute_bytes
     averaged = 0
     if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
     return max(gradient, averaged)
 
 
-def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
+def loss_bytes(plan: Plan, role: Role) -> int:
     """Return the most bytes that exist at the same time, besides what the loss keeps: its input, a padded copy of the
     output matrix if the device needs one, and a chunk's logits with the numbers that it makes of them, or with the
     product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last
@@ -37,11 +37,11 @@ def loss_bytes(plan: Plan, role: Role, device: Device) -> int:
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
     vocab = -(-plan.model.vocab // parts)
     tokens = plan.batch.microbatch * plan.batch.sequence_length
-    rows = min(chunk_rows(device, vocab), tokens)
+    rows = min(chunk_rows(plan.device, vocab), tokens)
     # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
-    made = rows * vocab * (plan.kernels.logit if parts == 1 or device == "cuda" else 4)
+    made = rows * vocab * (plan.kernels.logit if parts == 1 or plan.device == "cuda" else 4)
     product = vocab * plan.model.hidden * element if element < 4 else 0
-    width = row_stride(device, vocab)
+    width = row_stride(plan.device, vocab)
     # The output matrix, with rows of padding.
     matrix = width * plan.model.hidden * element if width > vocab else 0
     return tokens * plan.model.hidden * element + matrix + rows * width * element + max(made, product)

@@ -9,7 +9,6 @@ from typing import Any
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.check import advice, check
 from llmtrain.plan.described import assumed, described_run
-from llmtrain.plan.facts import Device
 from llmtrain.plan.lane_times import CPU, LaneTime, lane_times
 from llmtrain.plan.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.make import make_plan
@@ -35,7 +34,6 @@ class PlanView:
     checkpoint holds it up."""
 
     plan: Plan
-    device: Device
     budget: Budget
     traffic: Sequence[RoleTraffic]
     moved: Mapping[str, Moved]
@@ -50,7 +48,7 @@ class PlanView:
     @property
     def step_threads(self) -> int | None:
         """The threads with which each rank steps offloaded states; None where torch decides."""
-        return None if self.device == "cpu" else step_threads(self.plan)
+        return None if self.plan.device == "cpu" else step_threads(self.plan)
 
     @property
     def volumes(self) -> Sequence[VolumeShare]:
@@ -66,7 +64,7 @@ class PlanView:
             "parameters": parameter_count(plan.model),
             "ranks": plan.grid.world,
             "grid": {axis.value: degree for axis, degree in plan.grid.degrees.items()},
-            "device": self.device,
+            "device": self.plan.device,
             "accelerator": accelerator.name if accelerator else None,
             "batch": asdict(plan.batch),
             "memory": {
@@ -115,18 +113,17 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     plan = make_plan(recipe, facts)
     check(plan, facts)
     programs = programs_of(plan)
-    budget, moved = memory_budget(plan, facts.device, programs), moved_of(plan, programs)
-    found, role = lane_times(plan, facts.device, programs, moved), most_offloaded(budget).role
-    simulated, computation = simulated_step(plan, role.rank, facts.device, found), rank_computation(plan, role.rank)
+    budget, moved = memory_budget(plan, programs), moved_of(plan, programs)
+    found, role = lane_times(plan, programs, moved), most_offloaded(budget).role
+    simulated, computation = simulated_step(plan, role.rank, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
-        device=facts.device,
         budget=budget,
-        traffic=step_traffic(plan, facts.device, programs),
+        traffic=step_traffic(plan, programs),
         moved=moved(role.rank),
         lane_times=found if simulated is not None or any(lane.name != CPU for lane in found) else (),
         simulated=simulated,
-        save=save_hold(plan, role, facts.device, None if computation is None else computation.seconds),
+        save=save_hold(plan, role, None if computation is None else computation.seconds),
         least=least_time(plan, found),
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),

@@ -56,7 +56,7 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     plan, fullest = view.plan, view.budget.fullest
     grid = " x ".join(f"{axis.value} {degree}" for axis, degree in plan.grid.degrees.items())
     ranks = units.count(plan.grid.world, "rank")
-    devices = "CPUs" if view.device == "cpu" else "GPUs"
+    devices = "CPUs" if plan.device == "cpu" else "GPUs"
     yield f"{plan.name}: {units.number(parameter_count(plan.model))} parameters on {ranks}, {grid}, on {devices}"
     yield ""
     yield table((f"memory of rank {fullest.role.rank}", "device", "share"), list(_breakdown(plan, view.budget)))

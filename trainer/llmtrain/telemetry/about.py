@@ -59,7 +59,7 @@ def describe(plan: Plan, about: RunInfo, before: dict[str, Any] | None = None) -
             measured_peak(about.device, DTYPES[precision]), _peak_before(before or {}, name, precision)
         ),
         "unigram_entropy": about.unigram_entropy,
-        "planned": planned_figures(plan, plan.device),
+        "planned": planned_figures(plan),
     }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from llmtrain_data import units
 
-from llmtrain.plan.facts import Device
 from llmtrain.plan.memory_budget import role_memory
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -24,23 +23,23 @@ _NOT_TENSORS = ("context", "communicators", "fragmentation")
 """Memory of a GPU that torch's allocator does not count."""
 
 
-def planned_figures(plan: Plan, device: Device) -> Row:
+def planned_figures(plan: Plan) -> Row:
     """Return what is planned for rank 0, which logs the run: memory_bytes, and comm_bytes of a step as `CommMeter` has
-    them. device: what it computes on. On a GPU the memory is that of tensors, on a CPU that of the process. With
-    offloaded optimizer states also save_held_s, for which a checkpoint holds up the optimizer; None if not known."""
+    them. On a GPU the memory is that of tensors, on a CPU that of the process. With offloaded optimizer states also
+    save_held_s, for which a checkpoint holds up the optimizer; None if not known."""
     programs = programs_of(plan)(0)
-    memory = role_memory(plan, roles(plan)[0], device, programs).device
+    memory = role_memory(plan, roles(plan)[0], programs).device
     counted: dict[str, Counter[str]] = {}
-    for call in StepCalls(plan, 0, programs, device).all():
+    for call in StepCalls(plan, 0, programs).all():
         if call.traffic.purpose not in _NOT_COUNTED:
             counted.setdefault(call.traffic.purpose, Counter())[call.traffic.op] += call.times * call.traffic.size
-    left_out = _NOT_TENSORS if device == "cuda" else ()
+    left_out = _NOT_TENSORS if plan.device == "cuda" else ()
     found: Row = {
         "memory_bytes": sum(count for name, count in memory.items() if name not in left_out),
         "comm_bytes": {group: dict(ops) for group, ops in counted.items()},
     }
     computation = rank_computation(plan, 0)
-    save = save_hold(plan, roles(plan)[0], device, None if computation is None else computation.seconds)
+    save = save_hold(plan, roles(plan)[0], None if computation is None else computation.seconds)
     return {**found, "save_held_s": save.held} if save is not None and save.waits else found
 
 

@@ -87,7 +87,7 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     model = GPT(plan.model, ranks.device, [group for layout in stage_layouts for group in layout.groups])
     keep(model, stage_layouts)
     programs = Programs(ProgramSpec.of(plan, ranks.rank))
-    pools = Pools.of(plan, ranks.rank, programs, plan.device)
+    pools = Pools.of(plan, ranks.rank, programs)
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     offloaded = open_offload(plan, ranks, programs)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from llmtrain.plan.facts import Device
 from llmtrain.plan.near_volumes import for_rank
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_buckets import rank_buckets
@@ -68,9 +67,9 @@ class MoveEvent:
     applies: bool = False
 
 
-def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
-    """Return what each bucket of a rank of the run moves in a step. device: what it computes on; a CPU's memory is the
-    host's, so that nothing is copied between the host and the device."""
+def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
+    """Return what each bucket of a rank of the run moves in a step. A CPU's memory is the host's, so that nothing is
+    copied between the host and the device."""
     offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
     places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
     in_files = offload.tier == "nvme"
@@ -85,7 +84,7 @@ def bucket_moves(plan: Plan, rank: int, device: Device) -> list[Moves]:
         else:
             up = weight * (not placement.writes_at_rest)
             moved = (gradient * (not brought), up, 0, up)
-        link = (0, 0, 0, 0) if device == "cpu" else moved
+        link = (0, 0, 0, 0) if plan.device == "cpu" else moved
         found.append(Moves(places[bucket.unit], bucket.spare, numel, offload.on_device, *link, tuple(parts)))
     return found
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.model.tensors import UnitSpec
-from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.pools import averaged_bytes, tied_bytes
@@ -35,13 +34,11 @@ class Call:
 
 @dataclass(frozen=True)
 class StepCalls:
-    """The calls of one step of a rank of the run, in no order. programs: of the rank. device: what the ranks compute
-    on."""
+    """The calls of one step of a rank of the run, in no order. programs: of the rank."""
 
     plan: Plan
     rank: int
     programs: Programs
-    device: Device
 
     def all(self) -> Iterator[Call]:
         """Yield all calls of a step that is not logged."""
@@ -66,7 +63,7 @@ class StepCalls:
 
     def tensor(self) -> Iterator[Call]:
         """Yield the collectives inside of layers that tensor parallelism shards."""
-        calls, group = TensorCalls(self.plan, self.device), tuple(self.plan.grid.group_of(self.rank, Axis.TENSOR))
+        calls, group = TensorCalls(self.plan), tuple(self.plan.grid.group_of(self.rank, Axis.TENSOR))
         if len(group) == 1:
             return
         found: Counter[Sized] = Counter()

@@ -12,7 +12,6 @@ from typing import Literal
 from llmtrain_kernels.cross_entropy.chunks import chunk_rows
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.plan.facts import Device
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
@@ -24,10 +23,9 @@ Sized = tuple[Operation, int]
 
 @dataclass(frozen=True)
 class TensorCalls:
-    """The collectives of a plan's tensor-parallel ranks. device: what they compute on."""
+    """The collectives of a plan's tensor-parallel ranks."""
 
     plan: Plan
-    device: Device
 
     def of(self, kind: Kind, layout: StageLayout, defers: bool) -> Iterator[Sized]:
         """Yield the collectives of a pass of one stage.
@@ -91,7 +89,7 @@ class TensorCalls:
         plan, tensor = self.plan, self.plan.grid.degree(Axis.TENSOR)
         shares = tensor if plan.sequence_parallel else 1
         own = plan.batch.microbatch * plan.batch.sequence_length // shares
-        step = max(1, chunk_rows(self.device, -(-plan.model.vocab // tensor)) // shares)
+        step = max(1, chunk_rows(plan.device, -(-plan.model.vocab // tensor)) // shares)
         for first in range(0, own, step):
             rows = min(step, own - first) * shares
             activation = rows * plan.model.hidden * plan.compute_bytes
