@@ -7,13 +7,13 @@ from typing import Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
-from llmtrain.plan.activations import boundary_bytes
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import evaluation_actions
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.rank_activations import boundary_bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_activations import rank_moves
+from llmtrain.plan.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 
@@ -66,8 +66,7 @@ def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
 
     place = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
     shape_of, dtype = _shape_of(plan, ranks.layout), DTYPES[plan.compute]
-    nbytes = shape_of(plan.batch.microbatch, plan.batch.sequence_length).numel() * dtype.itemsize
-    transport = Transport(_messages(plan, ranks, nbytes), dtype, ranks.device)
+    transport = Transport(_messages(plan, ranks), dtype, ranks.device)
     return StageLinks(schedule, place, transport, shape_of, count_sent, ranks.activity)
 
 
@@ -89,9 +88,8 @@ def _action_order(plan: Plan, ranks: Ranks, links: StageLinks) -> ActionOrder:
     return MessageDrivenOrder(stage_layout, schedule.microbatches, plan.pipeline.limit, links, decide)
 
 
-def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
-    """Connect this rank to the ranks of the stages before and after its own. nbytes: of a message in training.
-    Collective."""
+def _messages(plan: Plan, ranks: Ranks) -> Messages:
+    """Connect this rank to the ranks of the stages before and after its own. Collective."""
     schedule, lines = plan.pipeline.schedule, ranks.layout.groups(Axis.PIPELINE)
     own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
     peers, groups = {}, {}
@@ -106,4 +104,4 @@ def _messages(plan: Plan, ranks: Ranks, nbytes: int) -> Messages:
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return messages_of(joined, ranks.device, ranks.node, ahead, schedule.chunks, nbytes)
+    return messages_of(joined, ranks.device, ranks.node, ahead, schedule.chunks, boundary_bytes(plan))

@@ -19,6 +19,7 @@ from llmtrain.plan.pipeline.message_times import MessageTimes, message_times
 from llmtrain.plan.pipeline.schedules import live_bound, make_schedule, schedule_problems, schedule_warning
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_activations import boundary_bytes
 from llmtrain.recipe.pipeline import ScheduleName
 
 # The unit of time if the speed of a rank is not given.
@@ -138,7 +139,7 @@ def show_recipe(
     plan = make_plan(recipe, facts)
     cluster, grid, pipeline, schedule = plan.cluster, plan.grid, plan.pipeline, plan.pipeline.schedule
     costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, grid)
-    message = _message_bytes(plan)
+    message = boundary_bytes(plan)
     hops = message_times(cluster, grid, schedule, message)
     layer = 1.0 if flops is None else _layer_seconds(plan, costs, flops)
     durations = durations_by_work(pipeline.layers, costs, speeds, schedule, layer, plan.recomputes)
@@ -188,10 +189,3 @@ def _layer_seconds(plan: Plan, costs: StageCosts, flops: str) -> float:
     # A third of a layer's work is in the forward pass.
     tokens = plan.batch.microbatch * plan.batch.sequence_length
     return costs.layer / 3 * tokens / plan.grid.degree(Axis.TENSOR) / rate
-
-
-def _message_bytes(plan: Plan) -> int:
-    """Return the bytes of a microbatch's message to the next stage."""
-    tokens = plan.batch.microbatch * plan.batch.sequence_length
-    parts = plan.grid.degree(Axis.TENSOR) if plan.sequence_parallel else 1
-    return tokens // parts * plan.model.hidden * plan.compute_bytes

@@ -15,6 +15,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.rank_activations import boundary_bytes
 from llmtrain.plan.replica_groups import replica_groups
 from llmtrain.plan.traffic import Traffic
 
@@ -77,9 +78,7 @@ class StepCalls:
     def messages(self) -> Iterator[Call]:
         """Yield the messages that this rank sends to the ranks of other pipeline stages."""
         schedule, plan = self.plan.pipeline.schedule, self.plan
-        parts = plan.grid.degree(Axis.TENSOR) if plan.sequence_parallel else 1
-        size = plan.batch.microbatch * (plan.batch.sequence_length // parts) * plan.model.hidden * plan.compute_bytes
-        line = plan.grid.group_of(self.rank, Axis.PIPELINE)
+        size, line = boundary_bytes(plan), plan.grid.group_of(self.rank, Axis.PIPELINE)
         for (kind, chunk), times in self._passes.items():
             target = self.programs.spec.stages[chunk].stage + (1 if kind is Kind.F else -1)
             if kind is Kind.W or not 0 <= target < schedule.stages:
