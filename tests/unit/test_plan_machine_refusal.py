@@ -38,7 +38,6 @@ def test_activations_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     there = needed(long, facts)
     assert there > 2 * needed(recipe(tmp_path), facts)
     assert refused(monkeypatch, long, facts, there) is None
-    assert refused(monkeypatch, long, Facts(world=1, device="cuda"), 0) is None
     said = refused(monkeypatch, long, facts, there - MIB) or ""
     change = re.search(r"set (\S+), which needs .* \(--force takes it as it is\)", said)
     assert change is not None
@@ -73,6 +72,33 @@ def test_one_rank_is_not_told_to_shard(tmp_path: Path, monkeypatch: pytest.Monke
         assert "zero" not in said
     two = Facts(world=2, device="cpu")
     assert "zero.stage, parallel," in (refused(monkeypatch, recipe(tmp_path, *LEAN), two, MIB) or "")
+
+
+def test_what_a_gpu_offloads_must_fit_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on one machine. What stays on the GPUs does not count."""
+    facts, large = Facts(world=2, device="cuda"), ["model.hidden=1024", "model.layers=16", "train.microbatch=1"]
+    large.append("checkpoint.async=false")
+    offloaded = recipe(tmp_path, *large, "offload.optimizer=host", "offload.spare=0")
+    resident = needed(recipe(tmp_path, *large), facts)
+    there = needed(offloaded, facts)
+    parameters = 16 * 12 * 1024**2
+    assert there - resident > 2 * 12 * parameters
+    assert refused(monkeypatch, offloaded, facts, there) is None
+    said = refused(monkeypatch, offloaded, facts, there - 1) or ""
+    assert "for 2 ranks, but this machine has" in said
+    assert "; set offload.share=0.9, which needs " in said
+
+
+def test_files_are_advised_where_folders_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(world=1, device="cuda")
+    given = ["offload.activations=host", "activation_checkpointing=full", "checkpoint.async=false", "model.layers=16"]
+    activations = recipe(tmp_path, *given, "data.sequence_length=16384")
+    there = needed(activations, facts)
+    assert "set offload.activations=none" in (refused(monkeypatch, activations, facts, there - 1) or "")
+    files = ["offload.optimizer=nvme", "offload.paths=[a]", "data.sequence_length=16384"]
+    folders = recipe(tmp_path, *given, *files)
+    there = needed(folders, facts)
+    assert "set offload.activations=nvme" in (refused(monkeypatch, folders, facts, there - 1) or "")
 
 
 def test_the_ranks_of_one_machine_count(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def _fitting(recipe: Recipe, sizes: Sequence[int], plan_of: Callable[[Recipe], P
     """Return how many of the ascending microbatches fit the stated memory."""
     # The memory of programs, which takes long to plan, depends little on the microbatch.
     count = bisect_left(sizes, True, key=lambda size: surely_exceeds(plan_of(_with_size(recipe, size))))
-    while count and memory_budget(plan_of(_with_size(recipe, sizes[count - 1]))).excess:
+    while count and memory_budget(plan_of(_with_size(recipe, sizes[count - 1]))).exceeds:
         count -= 1
     return count
 

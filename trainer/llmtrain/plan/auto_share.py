@@ -8,6 +8,7 @@ from llmtrain.cluster.memory import stated_host_memory
 from llmtrain.plan.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.rank_buckets import steps_ahead
 
 # Shares are multiples of one over this number.
 STEPS = 64
@@ -38,13 +39,17 @@ def most_spare(plan: Plan) -> float:
     if plan.device == "cpu" or offload.tier != "host" or not offload.share:
         # The CPU that would step them computes, or files would take more than their volumes have.
         return 0.0
+
+    def with_spare(eighths: int) -> Plan:
+        return replace(plan, sharding=replace(plan.sharding, offload=replace(offload, spare=eighths / EIGHTHS)))
+
+    if not steps_ahead(with_spare(EIGHTHS)):
+        return 0.0
     if stated_host_memory(plan.cluster) is None:
         return UNKNOWN
     programs = programs_of(plan)
 
     def exceeds(eighths: int) -> bool:
-        other = replace(plan.sharding, offload=replace(offload, spare=eighths / EIGHTHS))
-        budget = memory_budget(replace(plan, sharding=other), programs)
-        return bool(budget.host_excess or budget.excess)
+        return memory_budget(with_spare(eighths), programs).exceeds
 
     return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS

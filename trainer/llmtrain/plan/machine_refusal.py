@@ -1,4 +1,4 @@
-"""A run on CPUs that needs more memory than this machine has: why, and the change that makes it fit. No torch here."""
+"""A run that needs more memory than this machine has: why, and the change that makes it fit. No torch in here."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +11,9 @@ from llmtrain.errors import BadInputError
 from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget, sure_bytes
+from llmtrain.plan.memory_budget import host_memory, memory_budget, sure_bytes
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.refusal import Change, changes
+from llmtrain.plan.refusal import Change, changes, host_changes
 from llmtrain.plan.roles import Role, roles
 from llmtrain.recipe.schema import Recipe
 
@@ -22,14 +22,14 @@ SHORTEST = 128
 
 
 def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
-    """Return a sentence on why a plan's ranks on CPUs do not fit this machine's memory, and on what to change; None if
-    they fit. None on GPUs, whose memory the cluster file states.
+    """Return a sentence on why a plan's ranks do not fit this machine's memory, and on what to change; None if they
+    fit. Ranks on GPUs need it for what they offload, and for checkpoints.
 
-    The sentence names the first single change that makes it fit: those of `changes`, then a shorter sequence.
+    The sentence names the first single change that makes it fit: on GPUs those of `host_changes`, then those of
+    `changes`, then a shorter sequence.
     """
-    if facts.device != "cpu":
-        return None
-    there = machine_memory(swap=True)
+    # Memory that a GPU copies from and to is pinned.
+    there = machine_memory(swap=plan.device == "cpu")
     needed = machine_bytes(plan, facts, there)
     if needed <= there:
         return None
@@ -38,7 +38,8 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
         f"the run needs {units.size(needed)} of memory{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
         f"has {units.size(there)}"
     )
-    for change in (*changes(recipe, plan), *_shorter(recipe, plan)):
+    first = host_changes(recipe, plan) if plan.device == "cuda" else ()
+    for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan)):
         try:
             changed = make_plan(change.recipe, facts)
             check(changed, facts)
@@ -57,6 +58,8 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
 def machine_bytes(plan: Plan, facts: Facts, enough: int) -> int:
     """Return the planned bytes of the ranks on the machine whose ranks take most. enough: if more are taken without the
     programs' memory, which takes long to plan for many microbatches, only those are returned."""
+    if plan.device == "cuda":
+        return _fullest(plan, facts, {role: sum(host_memory(plan, role).values()) for role in roles(plan)})
     sure = _fullest(plan, facts, {role: sure_bytes(plan, role) for role in roles(plan)})
     if sure > enough:
         return sure

@@ -65,6 +65,11 @@ class Budget:
         return 0 if self.host_limit is None else max(0, self.host - self.host_limit)
 
     @property
+    def exceeds(self) -> bool:
+        """Whether a rank lacks memory of its device or of its host."""
+        return bool(self.excess or self.host_excess)
+
+    @property
     def excess(self) -> int:
         """Bytes that the fullest rank lacks; 0 if the run fits, or if no limit is stated."""
         return 0 if self.limit is None else max(0, self.fullest.total - self.limit)
@@ -93,7 +98,17 @@ def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
 def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:
     """Return the memory of each rank of a role. programs: of the role's first rank."""
     offloaded, activations = offload_memory(plan, role.rank), activation_memory(plan, role.rank)
-    host = {
+    host = host_memory(plan, role)
+    buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots}
+    whole = _device_memory(plan, role, buffers)
+    held = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
+    return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)
+
+
+def host_memory(plan: Plan, role: Role) -> dict[str, int]:
+    """Return the bytes, by purpose, that each rank of a role takes in its host's memory besides those on its device."""
+    offloaded, activations = offload_memory(plan, role.rank), activation_memory(plan, role.rank)
+    return {
         "process": overhead_of(plan.device).process,
         "host_states": offloaded.host,
         "host_weights": offloaded.weights,
@@ -105,10 +120,6 @@ def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:
         "checkpoint_copies": copy_bytes(plan, role),
         "checkpoint_buffers": buffer_bytes(plan, role),
     }
-    buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots}
-    whole = _device_memory(plan, role, buffers)
-    held = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
-    return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)
 
 
 def _device_memory(plan: Plan, role: Role, buffers: Mapping[str, int]) -> dict[str, int]:

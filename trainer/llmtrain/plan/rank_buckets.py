@@ -5,6 +5,7 @@ from collections import Counter
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_units import rank_units
+from llmtrain.plan.roles import roles
 from llmtrain.plan.spare import with_spare
 
 
@@ -17,6 +18,11 @@ def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
         states = 3 if placement.masters == "separate" else 2
         found += [Bucket(spec.name, start, end, states) for start, end in offload.buckets(stepped)]
     return with_spare(plan, rank, found)
+
+
+def steps_ahead(plan: Plan) -> bool:
+    """Return whether any rank may step a bucket before the norm of the gradients is known."""
+    return any(bucket.spare for role in roles(plan) for bucket in rank_buckets(plan, role.rank))
 
 
 def bucket_sizes(plan: Plan, rank: int) -> Counter[Bucket]:

@@ -81,7 +81,7 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
         if surely_exceeds(changed):
             continue
         after = memory_budget(changed)
-        if not after.excess and not after.host_excess:
+        if not after.exceeds:
             return change, after
     return None
 
@@ -102,7 +102,7 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             train = replace(recipe.train, microbatch=size)
             yield Change((f"train.microbatch={size}",), replace(recipe, train=train))
     yield from _grids(recipe, plan)
-    tiers = ("host", "nvme") if plan.cluster and plan.cluster.node.nvme else ("host",)
+    tiers = ("host", "nvme") if _has_volumes(recipe, plan) else ("host",)
     for key in (*(("activations",) if plan.recomputes else ()), "optimizer"):
         if getattr(recipe.offload, key) == "none":
             for tier in tiers:
@@ -127,7 +127,7 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     if plan.sharding.offload.spare:
         yield Change(("offload.spare=0",), replace(recipe, offload=replace(given, spare=0.0)))
     for key in ("activations", "optimizer", "parameters"):
-        if getattr(given, key) == "host" and plan.cluster and plan.cluster.node.nvme:
+        if getattr(given, key) == "host" and _has_volumes(recipe, plan):
             changed = replace(given, **{key: "nvme"})  # type: ignore[arg-type]
             yield Change((f"offload.{key}=nvme",), replace(recipe, offload=changed))
     if given.activations == "host":
@@ -140,6 +140,10 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
             yield Change((f"offload.share={tenths / 10}",), replace(recipe, offload=share))
     if not given.paths:
         yield Change(("offload.optimizer=none",), replace(recipe, offload=replace(given, optimizer="none")))
+
+
+def _has_volumes(recipe: Recipe, plan: Plan) -> bool:
+    return bool(recipe.offload.paths or (plan.cluster and plan.cluster.node.nvme))
 
 
 def _checkpointing(recipe: Recipe, value: str) -> Change:
