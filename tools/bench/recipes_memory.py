@@ -58,9 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="document whose section to replace")
     given = parser.parse_args()
-    print(text())
+    section = text()
+    print(section)
     if given.write:
-        write_section(given.write, "recipes", text())
+        write_section(given.write, "recipes", section)
 
 
 if __name__ == "__main__":
