@@ -255,6 +255,18 @@ def test_host_memory_is_a_budget(tmp_path: Path) -> None:
     assert view(2 * 10**9, "offload.optimizer=nvme").problem is None
 
 
+def test_the_ranks_of_a_run_share_a_node(tmp_path: Path) -> None:
+    """One rank on a node of 8 may have all of its memory."""
+    planned(tmp_path)
+
+    def problem(memory: int) -> str | None:
+        cluster = f"cluster={{accelerator: {{name: A100-80GB}}, node: {{ranks: 8, host: {{memory: {memory}B}}}}}}"
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, "train.microbatch=1"], 1).problem
+
+    assert problem(2 * 10**9) is None
+    assert "its share of cluster.node.host.memory (1000000000B for 1 rank)" in (problem(10**9) or "")
+
+
 def test_what_is_stepped_ahead_fills_the_host(tmp_path: Path) -> None:
     """`offload.spare: auto` is the largest number of eighths that fits; none where a CPU computes."""
     (tmp_path / "r.yaml").write_text(RECIPE)

@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain_data import units
+
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.quantity import quantity
 
@@ -23,12 +25,13 @@ def stated_memory(cluster: Cluster | None) -> StatedMemory | None:
     return StatedMemory(int(quantity(text, "byte")), text)
 
 
-def stated_host_memory(cluster: Cluster | None) -> StatedMemory | None:
-    """Return a rank's even share of a description's `node.host.memory`; None if it is not stated."""
+def stated_host_memory(cluster: Cluster | None, world: int) -> StatedMemory | None:
+    """Return a rank's even share of a description's `node.host.memory`; None if it is not stated. world: ranks of the
+    run, which may leave a part of a node without ranks."""
     if cluster is None or cluster.node.host is None or (text := cluster.node.host.memory) is None:
         return None
-    ranks = cluster.node.ranks
-    return StatedMemory(int(quantity(text, "byte")) // ranks, f"{text} for {ranks} ranks")
+    ranks = min(cluster.node.ranks, world)
+    return StatedMemory(int(quantity(text, "byte")) // ranks, f"{text} for {units.count(ranks, 'rank')}")
 
 
 def machine_memory(*, swap: bool = False) -> int:

@@ -45,7 +45,7 @@ def most_spare(plan: Plan) -> float:
 
     if not steps_ahead(with_spare(EIGHTHS)):
         return 0.0
-    if stated_host_memory(plan.cluster) is None:
+    if stated_host_memory(plan.cluster, plan.grid.world) is None:
         return UNKNOWN
     programs = programs_of(plan)
 

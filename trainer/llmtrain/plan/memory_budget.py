@@ -91,7 +91,7 @@ def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
     """Return the memory of a plan's ranks. programs: of the ranks, if they are known."""
     made = programs or programs_of(plan)
     rows = (role_memory(plan, role, made(role.rank)) for role in roles(plan))
-    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
+    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
     return Budget(tuple(rows), stated.size if stated else None, host.size if host else None)
 
 

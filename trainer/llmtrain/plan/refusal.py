@@ -31,7 +31,7 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     The sentence names the first single change that makes it fit, in the order of `changes`. budget: the plan's, if it
     is known.
     """
-    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster)
+    stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
     if stated is None and host is None:
         return None
     found = memory_budget(plan) if budget is None else budget
