@@ -17,6 +17,7 @@ from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
+from llmtrain.sharding.gradient_sums import Received
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -195,14 +196,14 @@ def groups_of(model: GPT, kept: Kept) -> Iterator[Groups]:
 
 
 @contextmanager
-def autograd_gradients(model: nn.Module) -> Iterator[list[Tensor]]:
+def autograd_gradients(model: nn.Module) -> Iterator[list[Received]]:
     """Take the gradients that autograd computes, as the engine of model states does."""
-    found: list[Tensor] = []
+    found: list[Received] = []
 
-    def take(parameter: Tensor) -> None:
+    def take(parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            found.append(gradient)
+            found.append((parameter, gradient))
 
     hooks = [one.register_post_accumulate_grad_hook(take) for one in model.parameters()]
     yield found

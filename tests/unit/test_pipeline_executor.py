@@ -90,12 +90,14 @@ class Recorder:
         run()
         self.did.append("weights")
 
-    def backward_inputs(self, action: Action, run: Callable[[], None], names: object) -> list[Received]:
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: object, hold: object) -> None:
         run()
-        return []
 
-    def backward_weights(self, action: Action, received: object, products: Iterable[Received]) -> None:
-        assert len(list(products)) == 1
+    def unit_of(self, parameter: object) -> str:
+        return "unit"
+
+    def backward_weights(self, action: Action, gradients: Iterable[Received]) -> None:
+        assert len(list(gradients)) == 1
         self.did.append("weights")
 
     def expect(self, channel: Channel, shapes: object) -> None:

@@ -27,7 +27,7 @@ from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rank_activations import rank_moves
 from llmtrain.recipe.load import parse_recipe
-from llmtrain.sharding.gradient_sums import Received
+from llmtrain.sharding.gradient_sums import Received, Take
 from llmtrain_kernels.native import native_available
 
 MICROBATCHES = 5
@@ -75,13 +75,17 @@ class Gradients:
         with autograd_gradients(self._model):
             run()
 
-    def backward_inputs(self, action: Action, run: Callable[[], None], names: object) -> list[Any]:
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: object, hold: Take) -> None:
         with autograd_gradients(self._model) as received:
             run()
-        return received
+        for one in received:
+            hold(*one)
 
-    def backward_weights(self, action: Action, received: list[Any], products: Iterable[Received]) -> None:
-        deque(products, maxlen=0)
+    def unit_of(self, parameter: object) -> str:
+        return "unit"
+
+    def backward_weights(self, action: Action, gradients: Iterable[Received]) -> None:
+        deque(gradients, maxlen=0)
 
 
 class Measured:

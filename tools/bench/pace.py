@@ -42,9 +42,9 @@ def pace_run(run: Run, seconds: float) -> None:
     deferred, inner = run.executor._weight_gradients, run.engine.backward_weights
     pace(run.model, seconds, lambda: deferred.active)
 
-    def paced(action: Action, received: Any, products: Any) -> None:
+    def paced(action: Action, gradients: Any) -> None:
         layout = run.plan.stages_of(run.ranks.rank)[action.chunk]
         time.sleep(seconds * (layout.end - layout.first))
-        inner(action, received, products)
+        inner(action, gradients)
 
     run.engine.backward_weights = paced  # type: ignore[method-assign]

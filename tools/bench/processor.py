@@ -1,12 +1,13 @@
 """Emulates a separate processor for each rank. Its work takes a given time, independent of the rank's computation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter, sleep
 from typing import Any
 
 import torch
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.stage_links import channels
+from llmtrain.plan.pipeline.actions import Action
 from llmtrain.training.run import Run
 from torch import Tensor
 
@@ -88,9 +89,10 @@ def emulate(run: Run, seconds: float) -> None:
     def wait_backward(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return BlockInput.apply(given[0], backward), *given[1:]
 
-    def backward_weights(received: Any, products: Any, backward_passes: Sequence[Any]) -> None:
-        weights(received, products, backward_passes)
-        processor.work(seconds * sum(each.name.startswith("blocks.") for each in backward_passes))
+    def backward_weights(action: Action, gradients: Any) -> None:
+        weights(action, gradients)
+        layout = executor._stages[action.chunk].layout
+        processor.work(seconds * (layout.end - layout.first))
 
     def passes(*given: Any) -> Tensor:
         processor.begin()
@@ -100,5 +102,5 @@ def emulate(run: Run, seconds: float) -> None:
         block.register_forward_pre_hook(wait_backward)
         block.register_forward_hook(wait_forward)
     transport.receive = lambda channel: processor.receive(channel, receive)  # type: ignore[method-assign]
-    engine.backward_weights = backward_weights  # type: ignore[method-assign, assignment]
+    engine.backward_weights = backward_weights  # type: ignore[method-assign]
     executor.train = passes  # type: ignore[method-assign, assignment]

@@ -8,29 +8,57 @@ schedules run both in one action, but may send the gradient of the stage's input
 1. Layers push the products of their weights' gradients to a `WeightGradientQueue` while it collects, and compute them
    immediately while it does not. `SplitBackwardLinear` does so for plain layers, `parallel.tensor.layers` for those
    that tensor parallelism shards. Norms, the embedding and the head always get their gradients from autograd.
-2. For the backward pass of the inputs, the executor runs `Engine.backward_inputs` inside `collecting`. The engine
-   returns the gradients that autograd computed, and the queue has the products of the others.
-3. For the backward pass of the weights, the executor hands both to `Engine.backward_weights`, which adds them to the
-   sums of microbatches unit by unit. `gradients` computes each product as the engine asks for it, so that few whole
-   gradients exist at a time.
+2. `input_gradients` runs the backward pass of the inputs. It holds the weight gradients that autograd computes anyway,
+   and the products of the others.
+3. `weight_gradients` runs the backward pass of the weights: the engine adds both to the sums of microbatches, unit by
+   unit. Each product is computed when the engine asks for it, so that few whole gradients exist at a time.
 
 In between, a product keeps the layer's input and the gradient of its output, and no weights: the engine may free them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from llmtrain_kernels.matmul import Product, linear
 from torch import Tensor, nn
 
 from llmtrain.model.layers import InputMajorLinear, Linear
+from llmtrain.plan.pipeline.actions import Action
+from llmtrain.sharding.engine import Engine
+from llmtrain.sharding.gradient_sums import Received
 
 Begin = Callable[[], Product]
 """Starts the communication that a product needs, if any, and returns the product."""
 
 PendingProducts = deque[tuple[nn.Parameter, Begin]]
+
+
+@dataclass(frozen=True)
+class PendingWeightGradients:
+    """A microbatch's weight gradients between the backward pass of its inputs and that of its weights. received: those
+    that autograd has computed. products: of the others."""
+
+    received: list[Received]
+    products: PendingProducts
+
+    def by_unit(self, unit_of: Callable[[nn.Parameter], str], between: Callable[[], object]) -> Iterator[Received]:
+        """Compute what is left, and yield all gradients; those of a unit are consecutive. between: called after each
+        product."""
+        received: dict[str, list[Received]] = {}
+        for parameter, gradient in self.received:
+            received.setdefault(unit_of(parameter), []).append((parameter, gradient))
+        # First the units of which all gradients are there, as their reduction can start.
+        deferred = {unit_of(parameter) for parameter, _ in self.products}
+        for name in [name for name in received if name not in deferred]:
+            yield from received.pop(name)
+        for parameter, gradient in gradients(self.products):
+            between()
+            # Finish one unit before the next: there are only few buffers.
+            yield from received.pop(unit_of(parameter), [])
+            yield parameter, gradient
 
 
 class WeightGradientQueue:
@@ -65,6 +93,24 @@ class WeightGradientQueue:
             return begin()
         self.push(parameter, begin)
         return lambda: None
+
+
+def input_gradients(
+    queue: WeightGradientQueue, engine: Engine, action: Action, run: Callable[[], None], units: Collection[str]
+) -> PendingWeightGradients:
+    """Run an action's backward pass of the inputs now, and hold its weight gradients. run: computes it. units: those
+    that it uses, whose layers defer to `queue`."""
+    received: list[Received] = []
+    with queue.collecting() as products:
+        engine.backward_inputs(action, run, units, lambda *gradient: received.append(gradient))
+    return PendingWeightGradients(received, products)
+
+
+def weight_gradients(
+    engine: Engine, action: Action, pending: PendingWeightGradients, between: Callable[[], object]
+) -> None:
+    """Run an action's backward pass of the weights, later. between: called after each product."""
+    engine.backward_weights(action, pending.by_unit(engine.unit_of, between))
 
 
 def gradients(pending: PendingProducts) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -15,7 +15,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
 from llmtrain.plan.program.workspaces import InFlightBuffers
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.gradient_sums import Received
+from llmtrain.sharding.gradient_sums import Received, Take
 from llmtrain.sharding.gradients import GradientPolicy, GradientReducer
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.optimizer_shard import StepsAhead
@@ -104,23 +104,25 @@ class Engine:
         self._run_backward(run)
         self.gradients.check()
 
-    def backward_inputs(self, action: Action, run: Callable[[], None], names: Collection[str]) -> list[Received]:
-        """Run a backward pass that defers weight gradients; return the weight gradients that it computed anyway.
+    def backward_inputs(self, action: Action, run: Callable[[], None], names: Collection[str], hold: Take) -> None:
+        """Run a backward pass that defers weight gradients. hold: called with each one that autograd computes anyway.
 
         names: the units that it uses.
         """
         self._cursor.begin(action)
-        with self.gradients.held(names) as received:
+        with self.gradients.held(names, hold):
             self._run_backward(run)
-        return received
 
-    def backward_weights(self, action: Action, received: list[Received], products: Iterable[Received]) -> None:
-        """Add one microbatch's weight gradients: those that `backward_inputs` returned, and the deferred `products`.
+    def unit_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter's unit."""
+        return self.gradients.unit_of(parameter)
 
-        products: computed while it is iterated; all gradients of a unit are consecutive.
-        """
+    def backward_weights(self, action: Action, gradients: Iterable[Received]) -> None:
+        """Add one microbatch's weight gradients. gradients: may be computed while they are iterated; those of a unit
+        are consecutive."""
         self.gradients.start(self._cursor.begin(action), passing=False)
-        self.gradients.take_in(received, products)
+        for parameter, gradient in gradients:
+            self.gradients.add(parameter, gradient)
         self.gradients.check()
 
     def begin_step(self, numbers: AdamWStep | None) -> None:

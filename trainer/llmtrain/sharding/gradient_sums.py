@@ -14,6 +14,8 @@ from llmtrain.sharding.unit import ShardedUnit
 # A parameter and its gradient of one backward pass.
 Received = tuple[nn.Parameter, Tensor]
 
+Take = Callable[[nn.Parameter, Tensor], object]
+
 
 class GradientSum(Protocol):
     """Sums the gradients of one unit's parameters. missing: gradients that the current pass still lacks. by_autograd:
@@ -25,6 +27,9 @@ class GradientSum(Protocol):
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """Begin a backward pass; return whether autograd has to report each gradient. passing: whether autograd runs
         the pass now and computes all its gradients."""
+
+    def release(self) -> None:
+        """Let autograd no longer add to the sum by itself."""
 
     def add(self, place: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at `place`, of its shape and in the compute dtype; a GPU keeps small ones
@@ -84,6 +89,11 @@ class UnshardedSum:
                 parameter.grad = view if self.by_autograd else None
         return reports
 
+    def release(self) -> None:
+        """See GradientSum."""
+        self.by_autograd = False
+        _clear(self._unit)
+
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
         self._kept.add(self._unit.gradient, place, gradient, self._overwrites)
@@ -110,9 +120,12 @@ class BufferedSum:
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """See GradientSum."""
         self._leading, self.missing = backward_pass.leading, _gradients(backward_pass, self._unit)
-        for parameter in self._unit.parameters.tensors:
-            parameter.grad = None
+        _clear(self._unit)
         return True
+
+    def release(self) -> None:
+        """See GradientSum."""
+        _clear(self._unit)
 
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
@@ -136,6 +149,11 @@ class BufferedSum:
         own = self._unit.parameters.ends[0 if self._leading else -1]
         buffer[own:].zero_()
         return buffer
+
+
+def _clear(unit: ShardedUnit) -> None:
+    for parameter in unit.parameters.tensors:
+        parameter.grad = None
 
 
 def _gradients(backward_pass: BackwardPass, unit: ShardedUnit) -> int:

@@ -20,7 +20,7 @@ from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
-from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Received, UnshardedSum
+from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Take, UnshardedSum
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.offloaded_gradients import OffloadedGradients, OffloadedReduction
 from llmtrain.sharding.optimizer_shard import StepRange
@@ -63,7 +63,8 @@ class GradientReducer:
         self.reduced: Callable[[str], None] | None = None
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
-        self._held: list[Received] | None = None
+        # What becomes of a gradient that autograd has computed.
+        self._take: Take = self.add
         self._pass: Pass
         self._reduces: Mapping[str, Reduce] = {}
         self._places = {
@@ -156,37 +157,24 @@ class GradientReducer:
             self._completing += tickets[-1:]
 
     @contextmanager
-    def held(self, names: Iterable[str]) -> Iterator[list[Received]]:
-        """Collect the gradients that autograd computes inside, of the units `names`, for `take_in`."""
+    def held(self, names: Iterable[str], hold: Take) -> Iterator[None]:
+        """Call `hold` with each gradient that autograd computes inside, of the units `names`, and add none."""
         for name in names:
             self._listen(name, True)
-            for parameter in self._units[name].parameters.tensors:
-                # Otherwise autograd would add the gradient to the sum of earlier passes.
-                parameter.grad = None
-        self._held = []
-        yield self._held
-        self._held = None
+            self._sums[name].release()
+        self._take = hold
+        yield
+        self._take = self.add
 
-    def take_in(self, received: Iterable[Received], products: Iterable[Received]) -> None:
-        """Add gradients of parameters. received: computed already. products: computed while it is iterated, unit by
-        unit."""
-        there: dict[str, list[tuple[int, Tensor]]] = {}
-        for parameter, gradient in received:
-            name, place = self._places[parameter]
-            there.setdefault(name, []).append((place, gradient))
-        for name in [name for name, found in there.items() if len(found) == self._sums[name].missing]:
-            # All gradients of the unit are there, so its reduction can start.
-            for early in there.pop(name):
-                self._add(name, *early)
-        for parameter, gradient in products:
-            name, place = self._places[parameter]
-            # Finish one unit before the next: there are only few buffers.
-            for early in there.pop(name, []):
-                self._add(name, *early)
-            self._add(name, place, gradient)
-        for name, early_ones in there.items():
-            for early in early_ones:
-                self._add(name, *early)
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add the gradient of a parameter."""
+        name, place = self._places[parameter]
+        self._sums[name].add(place, gradient)
+        self._added(name)
+
+    def unit_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter's unit."""
+        return self._places[parameter][0]
 
     def close(self) -> None:
         """Remove the hooks and leave the process groups of replicas."""
@@ -221,22 +209,14 @@ class GradientReducer:
                 hook.remove()
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        name, place = self._places[parameter]
-        if self._held is None and self._sums[name].by_autograd:
+        name = self.unit_of(parameter)
+        if self._sums[name].by_autograd:
             self._added(name)
             return
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            # A layer has deferred it.
-            return
-        if self._held is None:
-            self._add(name, place, gradient)
-        else:
-            self._held.append((parameter, gradient))
-
-    def _add(self, name: str, place: int, gradient: Tensor) -> None:
-        self._sums[name].add(place, gradient)
-        self._added(name)
+        # Without one, a layer has deferred it.
+        if gradient is not None:
+            self._take(parameter, gradient)
 
     def _added(self, name: str) -> None:
         self._sums[name].missing -= 1

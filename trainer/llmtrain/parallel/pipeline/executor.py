@@ -12,10 +12,14 @@ from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import ActionOrder
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.parallel.weight_gradients import PendingProducts, WeightGradientQueue, gradients
+from llmtrain.parallel.weight_gradients import (
+    PendingWeightGradients,
+    WeightGradientQueue,
+    input_gradients,
+    weight_gradients,
+)
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_first
 from llmtrain.sharding.engine import Engine
-from llmtrain.sharding.gradient_sums import Received
 
 
 @dataclass(frozen=True)
@@ -27,30 +31,19 @@ class _Forwarded:
     result: Tensor | GradientEdge
 
 
-@dataclass(frozen=True)
-class _Deferred:
-    """A microbatch's weight gradients between the backward pass of its inputs and that of its weights.
-
-    received: those that autograd has computed. products: those that are still to be computed.
-    """
-
-    received: list[Received]
-    products: PendingProducts
-
-
 @dataclass
 class _Step:
     """The state of one optimizer step.
 
     rows: its microbatches, int64 `[sequences, tokens + 1]`. factor: multiplies each mean loss in the backward pass.
-    forwards_left: forward passes still to run. forwarded, deferred: by (chunk, microbatch).
+    forwards_left: forward passes still to run. forwarded, pending: by (chunk, microbatch).
     """
 
     rows: Sequence[Tensor]
     factor: float
     forwards_left: int
     forwarded: dict[tuple[int, int], _Forwarded] = field(default_factory=dict)
-    deferred: dict[tuple[int, int], _Deferred] = field(default_factory=dict)
+    pending: dict[tuple[int, int], PendingWeightGradients] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -137,16 +130,16 @@ class Executor:
                 step.forwards_left -= 1
                 self._links.activity.moving(1 - step.forwards_left / (len(step.rows) * len(self._stages)))
             case Kind.B if self._schedule.splits_backward:
-                step.deferred[key] = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
+                step.pending[key] = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
             case Kind.B if self._hands_back_first(action.chunk, step):
-                deferred = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
-                self._backward_weights(action, deferred)
+                pending = self._backward_inputs(action, step.forwarded.pop(key), step.factor)
+                weight_gradients(self._engine, action, pending, self._links.progress)
             case Kind.B:
                 forwarded = step.forwarded.pop(key)
                 self._engine.backward(action, partial(self._backward, action.chunk, forwarded, step.factor))
                 self._send_input_gradient(action.chunk, forwarded)
             case Kind.W:
-                self._backward_weights(action, step.deferred.pop(key))
+                weight_gradients(self._engine, action, step.pending.pop(key), self._links.progress)
 
     def _hands_back_first(self, chunk: int, step: _Step) -> bool:
         """Return whether the next backward pass sends the gradient of its inputs before it computes those of the
@@ -179,22 +172,13 @@ class Executor:
             gradient = self._links.receive(Channel(layout.stage + 1, layout.stage))
             torch.autograd.backward(forwarded.result, gradient)
 
-    def _backward_inputs(self, action: Action, forwarded: _Forwarded, factor: float) -> _Deferred:
+    def _backward_inputs(self, action: Action, forwarded: _Forwarded, factor: float) -> PendingWeightGradients:
         """Run the backward pass of the inputs alone, and send their gradient."""
         run = partial(self._backward, action.chunk, forwarded, factor)
-        with self._weight_gradients.collecting() as products:
-            received = self._engine.backward_inputs(action, run, self._stages[action.chunk].layout.units)
+        units = self._stages[action.chunk].layout.units
+        pending = input_gradients(self._weight_gradients, self._engine, action, run, units)
         self._send_input_gradient(action.chunk, forwarded)
-        return _Deferred(received, products)
-
-    def _backward_weights(self, action: Action, deferred: _Deferred) -> None:
-        self._engine.backward_weights(action, deferred.received, self._products(deferred.products))
-
-    def _products(self, pending: PendingProducts) -> Iterator[Received]:
-        """Compute weight gradients one after another, and let pending sends progress in between."""
-        for parameter, gradient in gradients(pending):
-            self._links.progress()
-            yield parameter, gradient
+        return pending
 
     def _send_input_gradient(self, chunk: int, forwarded: _Forwarded) -> None:
         layout = self._stages[chunk].layout
