@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from llmtrain.offload import gradient_store
-from llmtrain.sharding import gradient_sums, gradients, optimizer_shard
+from llmtrain.sharding import gradient_reduction, gradient_sums, optimizer_shard
 from llmtrain_kernels import triton_launch
 from llmtrain_kernels.accumulate.op import accumulate
 from llmtrain_kernels.attention import op as attention
@@ -73,7 +73,7 @@ def stand_ins(machine: Machine) -> list[Any]:
         mock.patch.object(quantize, "_backend", return_value=packing),
         *_transfers(machine),
         mock.patch.object(optimizer_shard, "adamw", adamw),
-        mock.patch.object(gradients, "squared_sum", squared_sum),
+        mock.patch.object(gradient_reduction, "squared_sum", squared_sum),
         *_sums(machine),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
         mock.patch.object(cross_entropy, "_losses", losses),

@@ -32,7 +32,7 @@ def test_ranges_are_handed_out_while_those_before_them_are_stepped(
             draw(others, number)
             outside.stepper.decide(numbers_of(number))
             begin.clear()
-            tickets = [cast(Ticket, other.step(numbers_of(number), in_ranges(other))) for other in others]
+            tickets = [cast(Ticket, other.step_by_ranges(numbers_of(number), in_ranges(other))) for other in others]
             assert outside.stepper._queue.left > len(others)
             begin.set()
             # A read waits for all ranges of its unit.

@@ -16,7 +16,7 @@ from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
 from llmtrain.plan.program.workspaces import InFlightBuffers
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.gradient_sums import Received, Take
-from llmtrain.sharding.gradients import GradientPolicy, GradientReducer
+from llmtrain.sharding.gradients import GradientPolicy, GradientReducer, ignore
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.optimizer_shard import StepsAhead
 from llmtrain.sharding.program_cursor import ProgramCursor
@@ -130,7 +130,7 @@ class Engine:
         norm is known; None: no unit is."""
         if self._ahead is not None:
             self._ahead.begin(numbers)
-            self.gradients.reduced = None if numbers is None else self._step_ahead
+            self.gradients.reduced = ignore if numbers is None else self._step_ahead
 
     def step(self, numbers: AdamWStep) -> None:
         """Step every unit, and start to update the weights of all ranks. Collective."""
@@ -138,7 +138,7 @@ class Engine:
             self._ahead.decide(numbers)
         for unit in self.units.values():
             self.weights.open(unit)
-            self.weights.update(unit, unit.step(numbers, self.gradients.range_steps(unit)))
+            self.weights.update(unit, self.gradients.step(unit.spec.name, numbers))
 
     def skip_step(self) -> None:
         """End an optimizer step without stepping."""

@@ -7,55 +7,75 @@ the bytes. If several ranks hold the same optimizer shard, they gather the sum b
 
 from typing import Protocol
 
+from llmtrain_kernels.adamw.step import AdamWStep
+from llmtrain_kernels.squared_sum.op import squared_sum
 from torch import Tensor
 
+from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_shard
+from llmtrain.sharding.gradient_sums import GradientSum
+from llmtrain.sharding.optimizer_shard import Range
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
 
-class Reduction(Protocol):
-    """How one unit's gradients are reduced over ranks."""
+class UnitGradient(Protocol):
+    """The gradient of one unit, wherever it rests. sum: of backward passes."""
 
-    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
-        """Return the steps of a reduction. buffer: `[padded]`, gradients of one microbatch, of the full unit, in the
-        dtype of the weights; None if they are in the unit's own gradient."""
+    sum: GradientSum
 
-    def first_traffic(self) -> list[Traffic]:
-        """Return the collectives that sum one microbatch's gradients into the gradient shards."""
+    def squares(self, within: Range) -> Tensor:
+        """Return the squared norm of a range of the unit that this rank steps, fp64 scalar."""
 
-    def last_traffic(self) -> list[Traffic]:
-        """Return the collectives that sum the gradient shard over all other ranks into the optimizer shard."""
+    def step(self, numbers: AdamWStep) -> Ticket | None:
+        """Step the unit. See ShardedUnit."""
 
 
-class GradientReduction:
-    """Sums into the unit's gradient. Values are sent in the dtype of the weights, or packed."""
+class Reduction(UnitGradient, Protocol):
+    """A unit's gradient that is reduced over ranks, or to where it rests."""
 
-    def __init__(self, unit: ShardedUnit, packing: Packing | None) -> None:
-        self._unit, self._packing, self._wire = unit, packing, unit.weight.dtype
-        self._first_hops = unit.hops.reduce(1, unit.degrees.gradients)
+    def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """Return the steps of a reduction. values: `[padded]`, gradients of the full unit: of one microbatch, in the
+        dtype of the weights, in a buffer; or the unit's own gradient."""
 
-    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+    def traffic(self, issue: Reduce) -> list[Traffic]:
+        """Return the collectives of the steps."""
+
+
+class ResidentGradient:
+    """A gradient in the memory of the device. See UnitGradient."""
+
+    def __init__(self, unit: ShardedUnit, gradient_sum: GradientSum) -> None:
+        self._unit, self.sum = unit, gradient_sum
+
+    def squares(self, within: Range) -> Tensor:
+        """See UnitGradient."""
+        (start, end), offset = within, self._unit.ranges.optimizer[0]
+        return squared_sum(self._unit.owned_gradient[start - offset : end - offset], start)
+
+    def step(self, numbers: AdamWStep) -> Ticket | None:
+        """See UnitGradient."""
+        return self._unit.step(numbers)
+
+
+class LastReduction(ResidentGradient):
+    """Reduces a gradient that is not sharded once, after the last microbatch. Values are sent in the dtype of the
+    weights, or packed. See Reduction."""
+
+    def __init__(self, unit: ShardedUnit, gradient_sum: GradientSum, packing: Packing | None) -> None:
+        super().__init__(unit, gradient_sum)
+        self._packing, self._wire = packing, unit.weight.dtype
+
+    def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
         """See Reduction."""
-        found = [] if buffer is None else self._first_steps(buffer, issue.first, workspace)
-        return [*found, *(self._last_steps(workspace) if issue.last else [])]
+        return self._last_steps(workspace) if issue.last else []
 
-    def first_traffic(self) -> list[Traffic]:
+    def traffic(self, issue: Reduce) -> list[Traffic]:
         """See Reduction."""
-        return first_traffic(self._unit, self._packing)
-
-    def last_traffic(self) -> list[Traffic]:
-        """See Reduction."""
-        return last_traffic(self._unit, self._packing)
-
-    def _first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
-        """first: whether the sum overwrites the shard."""
-        shard = self._unit.gradient
-        (*steps, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, workspace)
-        return [*steps, end.then(lambda: shard.copy_(part) if first else shard.add_(part))]
+        return last_traffic(self._unit, self._packing) if issue.last else []
 
     def _last_steps(self, workspace: Workspace) -> list[HopStep]:
         unit, owned = self._unit, self._unit.owned_gradient
@@ -66,6 +86,28 @@ class GradientReduction:
         if target is not owned:
             steps[-1] = steps[-1].then(lambda: owned.copy_(target))
         return steps
+
+
+class ShardedReduction(LastReduction):
+    """Sums the gradients of every microbatch into the gradient shard. See Reduction."""
+
+    def __init__(self, unit: ShardedUnit, gradient_sum: GradientSum, packing: Packing | None) -> None:
+        super().__init__(unit, gradient_sum, packing)
+        self._first_hops = unit.hops.reduce(1, unit.degrees.gradients)
+
+    def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """See Reduction."""
+        return [*self._first_steps(values, issue.first, workspace), *super().steps(values, issue, workspace)]
+
+    def traffic(self, issue: Reduce) -> list[Traffic]:
+        """See Reduction."""
+        return traffic(self._unit, self._packing, issue)
+
+    def _first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
+        """first: whether the sum overwrites the shard."""
+        shard = self._unit.gradient
+        (*steps, end), part = reduce_scatter(buffer, self._first_hops, self._wire, self._packing, workspace)
+        return [*steps, end.then(lambda: shard.copy_(part) if first else shard.add_(part))]
 
 
 def reduce_to_optimizer_shard(
@@ -86,6 +128,11 @@ def reduce_to_optimizer_shard(
         end.then(lambda: own.copy_(part)),
         *all_gather(target, unit.hops.gather(degrees.optimizer, degrees.ranks)),
     ]
+
+
+def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce) -> list[Traffic]:
+    """Return the collectives that reduce one microbatch's gradients, and after the last one their sum."""
+    return [*first_traffic(unit, packing), *(last_traffic(unit, packing) if issue.last else [])]
 
 
 def first_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:

@@ -18,9 +18,10 @@ Take = Callable[[nn.Parameter, Tensor], object]
 
 
 class GradientSum(Protocol):
-    """Sums the gradients of one unit's parameters. missing: gradients that the current pass still lacks. by_autograd:
-    whether autograd adds this pass's gradients to the sum by itself."""
+    """Sums the gradients of one unit's parameters. buffered: whether each pass has a buffer. missing: gradients that
+    the current pass still lacks. by_autograd: whether autograd adds this pass's gradients to the sum by itself."""
 
+    buffered: bool
     missing: int
     by_autograd: bool
 
@@ -38,9 +39,9 @@ class GradientSum(Protocol):
     def flush(self) -> None:
         """Add all gradients that are kept. Called when the pass's gradients are complete."""
 
-    def take(self) -> Tensor | None:
-        """Return the buffer with the pass's gradients of the full unit, `[padded]` of the compute dtype, which the
-        caller then owns; None if they are already in the unit's gradient."""
+    def take(self) -> Tensor:
+        """Return the gradients of the full unit, `[padded]`: of the pass, in the compute dtype, in a buffer that the
+        caller then owns; or the unit's gradient."""
 
 
 class Kept:
@@ -66,6 +67,8 @@ class Kept:
 
 class UnshardedSum:
     """Sums into the unit's gradient, which is not sharded."""
+
+    buffered = False
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit, self._views, self._kept = unit, unit.parameters.views(unit.gradient), Kept(unit)
@@ -102,18 +105,21 @@ class UnshardedSum:
         """See GradientSum."""
         self._kept.flush(self._unit.gradient, self._overwrites)
 
-    def take(self) -> Tensor | None:
+    def take(self) -> Tensor:
         """See GradientSum."""
-        return None
+        return self._unit.gradient
 
 
 class BufferedSum:
     """Collects each pass's gradients in a buffer, which is then reduced into the unit's gradient shard."""
 
+    buffered = True
+
     def __init__(self, unit: ShardedUnit, new_buffer: Callable[[], Tensor]) -> None:
         """new_buffer: waits for and returns a buffer, `[padded]` of the compute dtype."""
         self._unit, self._new_buffer, self._kept = unit, new_buffer, Kept(unit)
-        self._buffer: Tensor | None = None
+        # Before the pass's first gradient.
+        self._none = self._buffer = unit.weight.new_empty(0)
         self._leading = False
         self.missing, self.by_autograd = 0, False
 
@@ -129,18 +135,17 @@ class BufferedSum:
 
     def add(self, place: int, gradient: Tensor) -> None:
         """See GradientSum."""
-        if self._buffer is None:
+        if not len(self._buffer):
             self._buffer = self._open()
         self._kept.add(self._buffer, place, gradient, True)
 
     def flush(self) -> None:
         """See GradientSum."""
-        if self._buffer is not None:
-            self._kept.flush(self._buffer, True)
+        self._kept.flush(self._buffer, True)
 
-    def take(self) -> Tensor | None:
+    def take(self) -> Tensor:
         """See GradientSum."""
-        buffer, self._buffer = self._buffer, None
+        buffer, self._buffer = self._buffer, self._none
         return buffer
 
     def _open(self) -> Tensor:

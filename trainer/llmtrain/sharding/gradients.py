@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from llmtrain_kernels.squared_sum.op import squared_sum
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -19,11 +19,16 @@ from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import overlap
 from llmtrain.sharding.collectives import HopStep, Packing
-from llmtrain.sharding.gradient_reduction import GradientReduction, Reduction
-from llmtrain.sharding.gradient_sums import BufferedSum, GradientSum, Take, UnshardedSum
+from llmtrain.sharding.gradient_reduction import (
+    LastReduction,
+    Reduction,
+    ResidentGradient,
+    ShardedReduction,
+    UnitGradient,
+)
+from llmtrain.sharding.gradient_sums import BufferedSum, Take, UnshardedSum
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.offloaded_gradients import OffloadedGradients, OffloadedReduction
-from llmtrain.sharding.optimizer_shard import StepRange
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -49,18 +54,19 @@ class GradientReducer:
         some = next(iter(units.values()))
         self.pool = some.weight.new_zeros(0)
         self.in_flight = in_flight
-        self._sums: dict[str, GradientSum] = {
-            name: BufferedSum(unit, partial(self._new_buffer, name)) if _is_buffered(unit) else UnshardedSum(unit)
-            for name, unit in units.items()
-        }
         self._reductions = {
-            name: _reduction(unit, policy)
+            name: _reduction(unit, policy, partial(self._new_buffer, name))
             for name, unit in units.items()
             if unit.degrees.ranks > 1 or unit.hops.placement.moves_gradients
         }
+        # All units' gradients.
+        self._gradients: dict[str, UnitGradient] = {
+            name: self._reductions[name] if name in self._reductions else ResidentGradient(unit, UnshardedSum(unit))
+            for name, unit in units.items()
+        }
         # Called with each unit whose `owned_gradient` is complete before the last pass ends; units whose gradients
-        # are summed once more at the end are left out. None: nothing is.
-        self.reduced: Callable[[str], None] | None = None
+        # are summed once more at the end are left out.
+        self.reduced: Callable[[str], None] = ignore
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
         # What becomes of a gradient that autograd has computed.
@@ -96,22 +102,20 @@ class GradientReducer:
         if self._offloaded is not None:
             self._offloaded.store.begin()
 
-    def range_steps(self, unit: ShardedUnit) -> Callable[[StepRange], None] | None:
-        """Return what steps a unit range by range with its offloaded gradients; None if they are not offloaded."""
-        if self._offloaded is None or not unit.hops.placement.moves_gradients:
-            return None
-        return partial(self._offloaded.store.step, unit.spec.name)
+    def step(self, unit: str, numbers: AdamWStep) -> Ticket | None:
+        """Step a unit with its gradient, wherever it rests. See ShardedUnit."""
+        return self._gradients[unit].step(numbers)
 
     def start(self, begun: Pass, passing: bool) -> None:
         """Begin a pass that computes gradients. passing: whether autograd runs it now and computes all gradients."""
         self._pass, self._reduces = begun, begun.reduces
         for backward_pass in begun.backward:
-            reports = self._sums[backward_pass.unit].start(backward_pass, passing)
+            reports = self._gradients[backward_pass.unit].sum.start(backward_pass, passing)
             self._listen(backward_pass.unit, reports)
 
     def check(self) -> None:
         """Raise RuntimeError if the pass has not computed all gradients."""
-        missing = [one.unit for one in self._pass.backward if self._sums[one.unit].missing]
+        missing = [one.unit for one in self._pass.backward if self._gradients[one.unit].sum.missing]
         if missing:
             raise RuntimeError(f"parameters without a gradient in {', '.join(missing)}")
 
@@ -133,26 +137,21 @@ class GradientReducer:
 
     def reduce(self, issue: Reduce) -> None:
         """Start the reduction of a unit whose gradients of this pass are complete."""
-        unit, reduction = self._units[issue.unit], self._reductions[issue.unit]
-        buffer = self._sums[issue.unit].take()
-        if buffer is not None:
-            self._count(reduction.first_traffic())
-        if issue.last:
-            self._count(reduction.last_traffic())
-        reduced = self.reduced
+        unit, reduction, reduced = self._units[issue.unit], self._reductions[issue.unit], self.reduced
+        values = reduction.sum.take()
+        self._count(reduction.traffic(issue))
 
         def steps(workspace: Workspace) -> list[HopStep]:
-            found = reduction.steps(buffer, issue, workspace)
-            unsharded = unit.gradient if buffer is None else buffer
-            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, unsharded))
-            if issue.last and reduced is not None and issue.unit not in self.replica_groups.tied and len(unit.gradient):
+            found = reduction.steps(values, issue, workspace)
+            found[0] = found[0].first(lambda: self.replica_groups.sum_partial(unit, values))
+            if issue.last and issue.unit not in self.replica_groups.tied and len(unit.gradient):
                 found[-1] = found[-1].then(lambda: reduced(issue.unit))
             return found
 
         tickets = self.in_flight.start(steps)
-        if buffer is not None:
+        if reduction.sum.buffered:
             # The first hop has read all of the buffer; the later ones work on other buffers.
-            self._sent.append((tickets[0], buffer))
+            self._sent.append((tickets[0], values))
         if issue.last:
             self._completing += tickets[-1:]
 
@@ -161,7 +160,7 @@ class GradientReducer:
         """Call `hold` with each gradient that autograd computes inside, of the units `names`, and add none."""
         for name in names:
             self._listen(name, True)
-            self._sums[name].release()
+            self._gradients[name].sum.release()
         self._take = hold
         yield
         self._take = self.add
@@ -169,7 +168,7 @@ class GradientReducer:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of a parameter."""
         name, place = self._places[parameter]
-        self._sums[name].add(place, gradient)
+        self._gradients[name].sum.add(place, gradient)
         self._added(name)
 
     def unit_of(self, parameter: nn.Parameter) -> str:
@@ -188,16 +187,8 @@ class GradientReducer:
         The sum over all ranks is the squared norm of the whole model. A rank adds fixed blocks of each unit in a fixed
         order.
         """
-        squares = torch.stack([self._squares(self._units[name], start, end) for name, start, end in self._counted])
+        squares = torch.stack([self._gradients[name].squares((start, end)) for name, start, end in self._counted])
         return (squares * self._shares).sum()
-
-    def _squares(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
-        """Return the squared norm of the elements `[start, end)` of a unit that this rank steps, fp64 scalar."""
-        if unit.hops.placement.moves_gradients and self._offloaded is not None:
-            found = self._offloaded.store.squares(unit.spec.name, (start, end))
-            return torch.full((), found, dtype=torch.float64, device=self.pool.device)
-        offset = unit.ranges.optimizer[0]
-        return squared_sum(unit.owned_gradient[start - offset : end - offset], start)
 
     def _listen(self, name: str, reports: bool) -> None:
         """Add or remove the hooks that report each gradient of a unit."""
@@ -210,7 +201,7 @@ class GradientReducer:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         name = self.unit_of(parameter)
-        if self._sums[name].by_autograd:
+        if self._gradients[name].sum.by_autograd:
             self._added(name)
             return
         gradient, parameter.grad = parameter.grad, None
@@ -219,11 +210,11 @@ class GradientReducer:
             self._take(parameter, gradient)
 
     def _added(self, name: str) -> None:
-        self._sums[name].missing -= 1
-        if self._sums[name].missing == 0:
-            self._sums[name].flush()
+        self._gradients[name].sum.missing -= 1
+        if self._gradients[name].sum.missing == 0:
+            self._gradients[name].sum.flush()
             self._complete(name)
-            if self.reduced is not None and self._is_final(name):
+            if self._is_final(name):
                 self.reduced(name)
 
     def _is_final(self, name: str) -> bool:
@@ -242,11 +233,13 @@ class GradientReducer:
         return buffer
 
 
-def _is_buffered(unit: ShardedUnit) -> bool:
-    return unit.degrees.gradients > 1 or unit.hops.placement.moves_gradients
+def ignore(name: str) -> None:
+    """Do nothing with a unit."""
 
 
-def _reduction(unit: ShardedUnit, policy: GradientPolicy) -> Reduction:
+def _reduction(unit: ShardedUnit, policy: GradientPolicy, new_buffer: Callable[[], Tensor]) -> Reduction:
     if unit.hops.placement.moves_gradients and policy.offloaded is not None:
-        return OffloadedReduction(unit, policy.packing, policy.offloaded)
-    return GradientReduction(unit, policy.packing)
+        return OffloadedReduction(unit, BufferedSum(unit, new_buffer), policy.packing, policy.offloaded)
+    if unit.degrees.gradients > 1:
+        return ShardedReduction(unit, BufferedSum(unit, new_buffer), policy.packing)
+    return LastReduction(unit, UnshardedSum(unit), policy.packing)

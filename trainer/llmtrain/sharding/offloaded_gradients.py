@@ -1,17 +1,20 @@
 """Offloaded sums of gradients, and their reduction."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.comm.stream import Job, Stream
+from llmtrain.comm.stream import Job, Stream, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep, Packing
-from llmtrain.sharding.gradient_reduction import first_traffic, last_traffic, reduce_to_optimizer_shard
+from llmtrain.sharding.gradient_reduction import reduce_to_optimizer_shard, traffic
+from llmtrain.sharding.gradient_sums import GradientSum
 from llmtrain.sharding.optimizer_shard import Range, StepRange
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
@@ -51,17 +54,19 @@ class OffloadedGradients:
 
 
 class OffloadedReduction:
-    """Reduces the gradients of a unit into its offloaded sum. See GradientReduction."""
+    """Reduces the gradients of a unit into its offloaded sum. See Reduction."""
 
-    def __init__(self, unit: ShardedUnit, packing: Packing | None, offloaded: OffloadedGradients) -> None:
-        self._unit, self._packing, self._offloaded, self._wire = unit, packing, offloaded, unit.weight.dtype
+    def __init__(
+        self, unit: ShardedUnit, gradient_sum: GradientSum, packing: Packing | None, offloaded: OffloadedGradients
+    ) -> None:
+        self.sum, self._wire = gradient_sum, unit.weight.dtype
+        self._unit, self._packing, self._offloaded = unit, packing, offloaded
         self._hops = unit.hops.reduce(1, unit.degrees.gradients)
 
-    def steps(self, buffer: Tensor | None, issue: Reduce, workspace: Workspace) -> list[HopStep]:
-        """See GradientReduction. buffer: not None."""
-        assert buffer is not None
+    def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
+        """See Reduction."""
         unit, name, store = self._unit, self._unit.spec.name, self._offloaded.store
-        steps, part = reduce_scatter(buffer, self._hops, self._wire, self._packing, workspace)
+        steps, part = reduce_scatter(values, self._hops, self._wire, self._packing, workspace)
         if not (issue.last and unit.hops.placement.hops_after_sum):
             return [*steps, self._step(lambda: store.add(name, part, issue.first, issue.last))]
         (start, end), (first, last) = unit.ranges.gradients, unit.ranges.optimizer
@@ -71,13 +76,18 @@ class OffloadedReduction:
         steps += reduce_to_optimizer_shard(unit, total, owned, self._packing, workspace)
         return [*steps, self._step(lambda: store.put(name, owned))]
 
-    def first_traffic(self) -> list[Traffic]:
-        """See GradientReduction."""
-        return first_traffic(self._unit, self._packing)
+    def traffic(self, issue: Reduce) -> list[Traffic]:
+        """See Reduction."""
+        return traffic(self._unit, self._packing, issue)
 
-    def last_traffic(self) -> list[Traffic]:
-        """See GradientReduction."""
-        return last_traffic(self._unit, self._packing)
+    def squares(self, within: Range) -> Tensor:
+        """See UnitGradient."""
+        found = self._offloaded.store.squares(self._unit.spec.name, within)
+        return torch.full((), found, dtype=torch.float64, device=self._unit.weight.device)
+
+    def step(self, numbers: AdamWStep) -> Ticket | None:
+        """See UnitGradient."""
+        return self._unit.step_by_ranges(numbers, partial(self._offloaded.store.step, self._unit.spec.name))
 
     def _step(self, job: Job) -> HopStep:
         return HopStep(self._offloaded.stream, job)

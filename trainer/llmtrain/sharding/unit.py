@@ -120,12 +120,14 @@ class ShardedUnit:
         """Start to step what may be stepped before the norm of the gradients is known: `owned_gradient` is complete."""
         self.optimizer.step_ahead(self.owned_gradient, self.owned_weight)
 
-    def step(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None] | None = None) -> Ticket | None:
-        """Step the masters, and round them into `owned_weight`. Return a ticket of what is not done yet; None if all is
-        done. by_ranges: steps consecutive ranges with offloaded gradients; None: the gradient is `owned_gradient`."""
+    def step(self, numbers: AdamWStep) -> Ticket | None:
+        """Step the masters with `owned_gradient`, and round them into `owned_weight`. Return a ticket of what is not
+        done yet; None if all is done."""
+        return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, self.owned_weight)
+
+    def step_by_ranges(self, numbers: AdamWStep, by_ranges: Callable[[StepRange], None]) -> Ticket | None:
+        """Step as `step` does, with offloaded gradients. by_ranges: steps consecutive ranges."""
         weight, offset = self.owned_weight, self.ranges.optimizer[0]
-        if by_ranges is None:
-            return self.optimizer.step(self.ranges.optimizer, self.owned_gradient, numbers, weight)
         tickets = list[Ticket]()
 
         def step_range(within: Range, gradient: Tensor) -> Ticket | None:
