@@ -13,7 +13,7 @@ from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.unit import ShardedUnit
-from llmtrain.sharding.weight_updates import WeightUpdates
+from llmtrain.sharding.weight_updates import Sending, WeightUpdates, new_update
 from torch import Tensor
 
 NAMES, NUMEL, CPU = ("a", "b", "c", "d"), 64, torch.device("cpu")
@@ -57,13 +57,14 @@ class Rank:
     ) -> None:
         self.events = list[str]()
         in_flight = InFlight(CPU, 2, {"packed": 2 * PACKED.row_bytes(NUMEL // 2)})
-        self.updates = WeightUpdates(packing, {}, None, in_flight, lambda calls: None)
-        self._units = [self._unit(name, weights, moves, at_rest) for name in NAMES]
+        units = {name: self._unit(name, weights, moves, at_rest) for name in NAMES}
+        sending = Sending(packing, {}, in_flight, lambda calls: None)
+        self.updates = WeightUpdates({name: new_update(unit, sending) for name, unit in units.items()})
 
     def start(self, done: bool = False) -> None:
         """Start the updates of all units. done: whether they are stepped."""
-        for unit in self._units:
-            self.updates.start(unit, None if done else Stepped(self.events, unit.spec.name))
+        for name in NAMES:
+            self.updates.start(name, None if done else Stepped(self.events, name))
 
     def happened(self, *names: str) -> list[str]:
         """Return what happens while units are waited for."""

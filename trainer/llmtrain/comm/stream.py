@@ -140,6 +140,13 @@ class CudaThreadStream:
         self._thread.close()
 
 
+class Done:
+    """The ticket of a job that is done."""
+
+    def wait(self) -> None:
+        """See Ticket."""
+
+
 class JoinedTicket:
     """Stands for several jobs, or for one in a thread that has queued work on a CUDA stream."""
 

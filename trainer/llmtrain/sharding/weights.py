@@ -19,7 +19,7 @@ from llmtrain.sharding.replicated import ReplicatedParameters
 from llmtrain.sharding.secondary_copy import SecondaryCopy
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weight_gathers import ShardGather, WeightSource, share_shards
-from llmtrain.sharding.weight_updates import WeightUpdates
+from llmtrain.sharding.weight_updates import Sending, Update, WeightUpdates, new_update, store_part
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class GatheredWeights:
             for name, unit in units.items()
             if updates_apart(unit.spec, unit.degrees, packed, policy.tensor_parallel)
         }
-        self.updates = WeightUpdates(policy.packing, self._replicated, policy.offloaded, self.in_flight, count)
+        sending = Sending(policy.packing, self._replicated, in_flight, count)
+        self.updates = WeightUpdates({name: self._update(unit, sending) for name, unit in units.items()})
         on_device = [unit for name, unit in self.gathered.items() if name not in offloaded]
         self._shared = share_shards(on_device) if policy.packing is None else {}
         gathers = {unit.spec.name: ShardGather(unit, policy.packing) for unit in on_device}
@@ -133,7 +134,7 @@ class GatheredWeights:
         is done. Collective."""
         if unit.spec.name in self._shared:
             self._shared[unit.spec.name].wrote()
-        self.updates.start(unit, stepped)
+        self.updates.start(unit.spec.name, stepped)
         if unit.hops.placement.moves_weights:
             unit.weight = unit.weight[:0]
 
@@ -175,12 +176,16 @@ class GatheredWeights:
                 found[-1] = found[-1].then(lambda: replicated.put(buffer, 0))
             if fills is not None:
                 found[-1] = found[-1].then(lambda: fills.fill(buffer))
-            if update is not None:
-                found[0] = found[0].first(update.wait)
+            found[0] = found[0].first(update.wait)
             return found
 
         self._count(source.traffic())
         self._gathered[name] = _Gathered(buffer, self.in_flight.start(steps)[-1])
+
+    def _update(self, unit: ShardedUnit, sending: Sending) -> Update:
+        if self._policy.offloaded is None or not self._policy.stored.get(unit.spec.name):
+            return new_update(unit, sending)
+        return new_update(unit, sending, [store_part(unit, self._policy.offloaded)])
 
     def _wait_until_stored(self, place: Tensor) -> None:
         """Wait until no new shard that lies in a part of the buffer pool is still being stored."""
