@@ -11,8 +11,8 @@ from llmtrain.comm import ranks, stream
 from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.activation_copies import GpuCopies
+from llmtrain.offload.copies import Passed, StreamCopies
 from llmtrain.offload.gradient_tiers import FileGradients
-from llmtrain.offload.staging import Copies
 from llmtrain.offload.stepper import StepTicket
 from llmtrain.offload.weight_stores import FileWeights
 from llmtrain.parallel.pipeline.transport import Transport
@@ -76,21 +76,20 @@ def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
 
 
 @contextmanager
-def _after_nothing(self: Copies, event: object) -> Any:
-    assert self._stream is not None
+def _after_nothing(self: StreamCopies, event: object) -> Any:
     with torch.cuda.stream(self._stream):
         yield
 
 
-def _publish_at_once(self: Copies, to: torch.Tensor, values: torch.Tensor, after: object) -> Any:
-    return PUBLISH(self, to, values, None)
+def _publish_at_once(self: StreamCopies, to: torch.Tensor, values: torch.Tensor, after: object) -> Any:
+    return PUBLISH(self, to, values, Passed())
 
 
 def _at_once(ticket: object, job: Any) -> Any:
     return job
 
 
-PUBLISH = Copies.publish
+PUBLISH = StreamCopies.publish
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
     "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
@@ -106,16 +105,17 @@ RACES = {
     "received messages": Twin(CASES["1f1b"], deaf(Transport, "receive")),
     "received messages, zero bubble": Twin(CASES["zero bubble"], deaf(Transport, "receive")),
     "gradients that go to the host": Twin(
-        CASES["optimizer on the host"], mock.patch.object(Copies, "after", _after_nothing)
+        CASES["optimizer on the host"], mock.patch.object(StreamCopies, "after", _after_nothing)
     ),
     "weights that come after stores": Twin(
-        CASES["weights on the host, stage 1"], mock.patch.object(Copies, "after", _after_nothing)
+        CASES["weights on the host, stage 1"], mock.patch.object(StreamCopies, "after", _after_nothing)
     ),
     "published weights that come after stores": Twin(
-        CASES["weights on the host, stage 1, stepped ahead"], mock.patch.object(Copies, "publish", _publish_at_once)
+        CASES["weights on the host, stage 1, stepped ahead"],
+        mock.patch.object(StreamCopies, "publish", _publish_at_once),
     ),
-    "gradients on the host": Twin(CASES["optimizer on the host"], deaf(Copies, "wait")),
-    "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(Copies, "wait")),
+    "gradients on the host": Twin(CASES["optimizer on the host"], deaf(StreamCopies, "wait")),
+    "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(StreamCopies, "wait")),
     "stepped weights": Twin(CASES["optimizer on the host"], mock.patch.object(StepTicket, "wait", _nothing)),
     "stored weights": Twin(CASES["weights on the host, stage 1"], deaf(GatheredWeights, "_wait_until_stored")),
     "stored parts of weights": Twin(
