@@ -69,10 +69,8 @@ class Stepped:
         self._overlap = offload.overlap
         self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap)
         rule = StepRule(unit, numel, "cpu", SeparateMasters())
-        resident, outside = (
-            OptimizerShard(rule, (0, 0), torch.empty(0)),
-            OffloadedBuckets(self._stepper, 0, buckets, {}),
-        )
+        resident = OptimizerShard(rule, (0, 0), torch.empty(0))
+        outside = OffloadedBuckets(self._stepper, 0, buckets, {})
         self._shard = OffloadedShard(resident, outside, rule, {})
         self._gradient, self._weight = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
 
