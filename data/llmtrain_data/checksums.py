@@ -31,7 +31,7 @@ BLOCK = 1 << 16
 kernel reads ahead by as much anyway, and hashing one block takes some microseconds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checksums:
     """The checksums of a set. blocks: uint64 digest of each `.bin` block. digest: digest of this file's content without
     the tokenizer. tokenizer: `tokenizer_identity` of the tokenizer that prepared the set, None if it is not known."""
@@ -80,7 +80,15 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
     tokenizer = TAIL.unpack(tail)[0] if tail else None
     if sealed.intdigest() != own or (tokenizer is not None and tail != _tail(own, tokenizer)):
         raise DataError(f"{path} does not match its own checksum; it is damaged, so {_advice(prefix)}")
-    return Checksums(path, bin_bytes, idx_bytes, idx, own, np.frombuffer(blocks, "<u8"), tokenizer)
+    return Checksums(
+        path=path,
+        bin_bytes=bin_bytes,
+        idx_bytes=idx_bytes,
+        idx=idx,
+        digest=own,
+        blocks=np.frombuffer(blocks, "<u8"),
+        tokenizer=tokenizer,
+    )
 
 
 def _tail(own: int, tokenizer: int) -> bytes:

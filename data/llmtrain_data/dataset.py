@@ -19,7 +19,7 @@ MAX_SCANNED = 1 << 26
 """Most tokens per source that `Samples.check_ids` and `Samples.unigram_entropy` read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """The range of one prepared set that belongs to a split: tokens `[first, last)`, which are `documents` documents
     from `first_document` on. weight: share of the blend. vocab: valid ids are 0 to vocab - 1."""
@@ -162,7 +162,15 @@ def _open_source(config: DataConfig, split: Split, vocab: int, weight: float, pr
     bounds = split_bounds(data.documents, config.split)
     number = SPLITS.index(split)
     first, last = bounds[number], bounds[number + 1]
-    source = Source(data, weight, last - first, data.token_offset(first), data.token_offset(last), first, vocab)
+    source = Source(
+        data=data,
+        weight=weight,
+        documents=last - first,
+        first=data.token_offset(first),
+        last=data.token_offset(last),
+        first_document=first,
+        vocab=vocab,
+    )
     if source.samples(config.sequence_length) == 0:
         raise DataError(
             f"the {split} split of {prefix} has {source.token_count} tokens in {last - first} of {data.documents} "

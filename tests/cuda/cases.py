@@ -1,6 +1,6 @@
 """What is rehearsed."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,7 @@ class Case:
 
     world: int = 1
     keys: tuple[str, ...] = ()
+    _: KW_ONLY
     node: int = 0
     accumulation: int = 2
     tensor: int = 1

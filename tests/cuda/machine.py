@@ -20,7 +20,7 @@ MAIN = "the main thread"
 DEFAULT = "the default stream"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Machine:
     """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
     memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what a new thread

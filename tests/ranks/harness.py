@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import sha1
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +41,7 @@ class Case:
     world: int = 1
     keys: tuple[str, ...] = ()
     base: tuple[str, ...] = ()
+    _: KW_ONLY
     node: int = 0
     accumulation: int = 1
     counted: bool = False

@@ -47,7 +47,7 @@ def grid(
     """Return a case with these degrees. keys: further ones. node: ranks per node; 0: one node has all ranks."""
     keys = (f"parallel.sequence={str(sequence).lower()}", f"pipeline.schedule={schedule}", *keys)
     world = tensor * pipeline * data
-    return Case(world, keys, MODELS[family], node, accumulation=4, tensor=tensor, pipeline=pipeline)
+    return Case(world, keys, MODELS[family], node=node, accumulation=4, tensor=tensor, pipeline=pipeline)
 
 
 def every() -> Iterator[Case]:

@@ -40,10 +40,12 @@ def recorded(known: Timeline) -> list[Recorder]:
         recorder = Recorder(steps=[(0.0, spans[-1].end)])
         for span in spans:
             idle = span.start - recorder.actions[-1].end if recorder.actions else span.start
-            key = (rank, span.action.microbatch, span.action.kind.value)
+            microbatch, kind = span.action.microbatch, span.action.kind.value
             # A rank that has waited for a message is ready by the time it arrives.
             start = span.start if idle > COMING or not recorder.actions else span.start + COMING
-            recorder.actions.append(Done(*key, start, span.end, idle=idle))
+            recorder.actions.append(
+                Done(stage=rank, microbatch=microbatch, kind=kind, start=start, end=span.end, idle=idle)
+            )
         recorders.append(recorder)
     return recorders
 

@@ -135,7 +135,8 @@ def test_any_layout_reads_any_other(tmp_path: Path, saved: int, loaded: int, asy
 
 
 def test_pieces_longer_than_a_block(tmp_path: Path) -> None:
-    unit = UnitSpec("u", (TensorSpec("u.a", "a", (7,), True), TensorSpec("u.b", "b", (3, 3_000_000), True)))
+    small = TensorSpec(name="u.a", parameter="a", shape=(7,), decay=True)
+    unit = UnitSpec("u", (small, replace(small, name="u.b", parameter="b", shape=(3, 3_000_000))))
     values = torch.arange(unit.numel, dtype=torch.float32)
     assert values.nbytes > 2 * BLOCK
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -86,24 +87,81 @@ def test_sizes(path: Path) -> None:
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=name)
 def test_constructors(path: Path) -> None:
-    """At most six arguments; a record of more fields that have no default takes them by keyword."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ClassDef):
-            assert len(positional(node)) <= ARGUMENTS, node.name
+    """A constructor that is written out takes at most six arguments. A record (a dataclass or a NamedTuple) takes at
+    most six fields by place, inherited ones and those with a default included. It may have more fields by keyword
+    (`kw_only`), so that each call names them."""
+    for node in classes_of(path):
+        assert len(arguments(path, node)) <= ARGUMENTS, node.name
 
 
-def positional(node: ast.ClassDef) -> list[str]:
-    """Return the arguments of a class's constructor: of `__init__`, all but self; of a dataclass, fields that are given
-    by place and have no default."""
+@cache
+def classes_of(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+
+
+def arguments(path: Path, node: ast.ClassDef) -> list[str]:
+    """Return the arguments of a class's constructor: of `__init__`, all but self; of a record, fields that may be given
+    by place."""
     inits = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     if inits:
-        arguments = inits[0].args
-        return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)][1:]
-    decorators = [ast.unparse(one) for one in node.decorator_list]
-    if not any("dataclass" in one and "kw_only=True" not in one for one in decorators):
+        given = inits[0].args
+        return [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)][1:]
+    bases = [ast.unparse(base) for base in node.bases]
+    decorators = [ast.unparse(one) for one in node.decorator_list if "dataclass" in ast.unparse(one)]
+    if not decorators and "NamedTuple" not in bases:
         return []
-    fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and one.value is None]
-    return [ast.unparse(one.target) for one in fields if "ClassVar" not in ast.unparse(one.annotation)]
+    inherited = [name for base in bases if (home := record_of(path, base)) for name in arguments(*home)]
+    return list(dict.fromkeys((*inherited, *by_place(node, any("kw_only=True" in one for one in decorators)))))
+
+
+def record_of(path: Path, name: str) -> tuple[Path, ast.ClassDef] | None:
+    """Return the class that a base class's name means in a file; None for one of another package."""
+    found = [(place, node) for place in (path, *EVERYTHING) for node in classes_of(place) if node.name == name]
+    return found[0] if found else None
+
+
+def by_place(node: ast.ClassDef, by_keyword: bool) -> Iterator[str]:
+    """Yield a record's own fields that may be given by place. by_keyword: whether none may be."""
+    for one in node.body:
+        if isinstance(one, ast.AnnAssign):
+            kind = ast.unparse(one.annotation)
+            by_keyword = by_keyword or kind.endswith("KW_ONLY")
+            if not by_keyword and "ClassVar" not in kind:
+                yield ast.unparse(one.target)
+
+
+def test_records_are_counted(tmp_path: Path) -> None:
+    """Fields with a default, of a NamedTuple and of a base class count; fields by keyword do not."""
+    (tmp_path / "records.py").write_text(RECORDS)
+    counted = {node.name: arguments(tmp_path / "records.py", node) for node in classes_of(tmp_path / "records.py")}
+    assert counted == {"Plain": ["a", "b"], "Pair": ["a", "b"], "Longer": ["a", "b", "c"], "Named": [], "Rest": ["a"]}
+
+
+RECORDS = """
+@dataclass(frozen=True)
+class Plain:
+    a: int
+    b: int = 0
+    kind: ClassVar[int] = 0
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+@dataclass
+class Longer(Plain):
+    c: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    a: int
+
+@dataclass
+class Rest:
+    a: int
+    _: KW_ONLY
+    b: int
+"""
 
 
 def imported_modules(path: Path) -> Iterator[str]:

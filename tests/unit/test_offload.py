@@ -225,7 +225,7 @@ def test_a_step_ahead_leaves_its_gradient_as_it_is() -> None:
 
 def moves_of(units: list[ShardedUnit], offload: Offload) -> list[Moves]:
     places = {unit.spec.name: place for place, unit in enumerate(units)}
-    return [Moves(places[one.unit], one.spare, one.numel) for one in buckets_of(units, offload)]
+    return [Moves(unit=places[one.unit], spare=one.spare, elements=one.numel) for one in buckets_of(units, offload)]
 
 
 @pytest.mark.parametrize("bucket", [1024, 2**19])

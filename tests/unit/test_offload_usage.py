@@ -32,8 +32,12 @@ def test_waits_are_told_apart_by_volume(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_usage_adds_up_and_is_told_since_a_step() -> None:
-    one = TierUsage({"/a": 5}, {"/a": 3}, 0.5, {"/a": 0.5}).with_link(LinkCount(10, 20), LinkCount(1, 2))
-    both = one + TierUsage({"/a": 1, "/b": 2}, {"/b": 4}, 0.25, {"/b": 0.25}, compute_waited=0.5)
+    one = TierUsage(read={"/a": 5}, written={"/a": 3}, waited=0.5, waits={"/a": 0.5}).with_link(
+        LinkCount(10, 20), LinkCount(1, 2)
+    )
+    both = one + TierUsage(
+        read={"/a": 1, "/b": 2}, written={"/b": 4}, waited=0.25, waits={"/b": 0.25}, compute_waited=0.5
+    )
     assert (both.read, both.written, both.waited) == ({"/a": 6, "/b": 2}, {"/a": 3, "/b": 4}, 0.75)
     assert both.waits == {"/a": 0.5, "/b": 0.25}
     assert both.since(one) == {

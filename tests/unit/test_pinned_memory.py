@@ -165,7 +165,7 @@ def test_stores_pin_what_the_plan_counts(
 
 def test_a_save_in_the_foreground_copies_a_block_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of states on a GPU; `to_host` stands for what copies them."""
-    unit = UnitSpec("u", (TensorSpec("u.a", "a", (3, 3_000_000), True),))
+    unit = UnitSpec("u", (TensorSpec(name="u.a", parameter="a", shape=(3, 3_000_000), decay=True),))
     values, copied = torch.arange(unit.numel, dtype=torch.float32), list[int]()
     assert values.nbytes > 2 * BLOCK
 

@@ -43,7 +43,12 @@ class Arrivals:
 def actions(stage: int, seed: int, decide: Callable[[Callable[[], bool]], bool]) -> list[Action]:
     stage_layout = StageLayout(stage=stage, first=stage, end=stage + 1, opens=stage == 0, closes=stage == 2, tied=False)
     links = StageLinks(
-        Schedule(3, 1, COUNT, ()), stage, Arrivals(seed), lambda *_: torch.Size(()), lambda *_: None, Activity()
+        Schedule(ranks=3, chunks=1, microbatches=COUNT, actions=()),
+        stage,
+        Arrivals(seed),
+        lambda *_: torch.Size(()),
+        lambda *_: None,
+        Activity(),
     )  # type: ignore[arg-type]
     return list(MessageDrivenOrder(stage_layout, COUNT, LIMIT, links, decide).actions())
 

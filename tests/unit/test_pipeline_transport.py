@@ -196,7 +196,7 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members: None)
     monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, node, *sizes: given.append(sizes))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
-    facts = Facts(4, "cpu", 4)
+    facts = Facts(world=4, device="cpu", ranks_per_node=4)
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
     build_pipeline._links(plan, ranks, lambda traffic: None)

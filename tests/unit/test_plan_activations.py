@@ -154,12 +154,14 @@ def test_cuda() -> None:
     assert found["fp32", 6]["attention weights"] == found["fp32", 2]["attention weights"] == (3, 6, 10, 10)
     plan = make_plan(parse_recipe(recipe_of("gpt2", hidden=48)), Facts(world=1, device="cuda"))
     assert plan.kernels.attention == "flash"
-    plan = make_plan(parse_recipe({**recipe_of("gpt2", hidden=48), "precision": {"compute": "fp32"}}), Facts(1, "cuda"))
+    plan = make_plan(
+        parse_recipe({**recipe_of("gpt2", hidden=48), "precision": {"compute": "fp32"}}), Facts(world=1, device="cuda")
+    )
     normalizers = [one for one in block_tensors(plan, Sizes.of(plan)) if one.name == "normalizers"]
     assert [one.shape for one in normalizers] == [(3, 6, 32)]
     # The memory-efficient kernel shares no keys. Queries are a view of the product, which stays.
     shared = {**recipe_of("llama", hidden=48, kv_heads=2), "precision": {"compute": "fp32"}}
-    plan = make_plan(parse_recipe(shared), Facts(1, "cuda"))
+    plan = make_plan(parse_recipe(shared), Facts(world=1, device="cuda"))
     shapes = {one.name: one.shape for one in block_tensors(plan, Sizes.of(plan))}
     assert shapes["queries, keys and values"] == (30, 10, 8)
     assert shapes["keys and values of each query head"] == (30, 12, 8)

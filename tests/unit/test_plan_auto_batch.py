@@ -33,7 +33,7 @@ def planned(tmp_path: Path) -> Planned:
         (tmp_path / "tiny.yaml").write_text(RECIPE)
         stated = [] if memory is None else [f"cluster={{accelerator: {{memory: {memory}}}, node: {{ranks: 8}}}}"]
         recipe = load_recipe(str(tmp_path / "tiny.yaml"), [*stated, *keys])
-        return make_plan(recipe, Facts(world, device, cluster=given_cluster(recipe.cluster)))  # type: ignore[arg-type]
+        return make_plan(recipe, Facts(world=world, device=device, cluster=given_cluster(recipe.cluster)))  # type: ignore[arg-type]
 
     return plan
 
@@ -86,7 +86,7 @@ def test_a_record_makes_the_same_plan(planned: Planned, tmp_path: Path) -> None:
         made = planned(memory)
         (tmp_path / "again.yaml").write_text(to_yaml(made.record))
         recipe = load_recipe(str(tmp_path / "again.yaml"), [])
-        assert make_plan(recipe, Facts(8, "cuda", cluster=given_cluster(recipe.cluster))) == made
+        assert make_plan(recipe, Facts(world=8, device="cuda", cluster=given_cluster(recipe.cluster))) == made
 
 
 def test_what_it_is_without_a_stated_memory(planned: Planned) -> None:

@@ -262,7 +262,21 @@ def test_a_cpu_steps_in_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_neighbours_are_simulated_as_one() -> None:
-    moves = [Moves(unit, place % 2 == 0, 10, False, 40, 20, 0, 20, (90, 30)) for unit in (0, 1) for place in range(64)]
+    moves = [
+        Moves(
+            unit=unit,
+            spare=place % 2 == 0,
+            elements=10,
+            on_device=False,
+            there=40,
+            back=20,
+            back_ahead=0,
+            commit=20,
+            files=(90, 30),
+        )
+        for unit in (0, 1)
+        for place in range(64)
+    ]
     few = merged(moves, 16)
     assert len(few) == 16
     for name in ("elements", "down", "up"):

@@ -22,7 +22,7 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def slowest(split: tuple[int, ...], costs: StageCosts, speeds: list[float], chunks: int, folded: bool) -> float:
-    schedule = Schedule(len(speeds), chunks, 0, (), folded=folded)
+    schedule = Schedule(ranks=len(speeds), chunks=chunks, microbatches=0, actions=(), folded=folded)
     work = costs.of(split)
     return max(
         sum(work[schedule.stage(rank, chunk)] for chunk in range(chunks)) / speed for rank, speed in enumerate(speeds)

@@ -42,13 +42,13 @@ def layout(pipeline: int, data: int, tensor: int) -> Layout:
 
 
 def test_ranks_of_a_node_share_what_leaves_it(sites: Path) -> None:
-    stages = Schedule(4, 1, 0, ())
+    stages = Schedule(ranks=4, chunks=1, microbatches=0, actions=())
     for data, tensor in ((1, 4), (2, 2), (4, 1)):
         assert times(load_cluster(sites), layout(4, data, tensor), stages) == [IB, BETWEEN, ROCE]
 
 
 def test_inside_a_node_each_has_its_own(sites: Path) -> None:
-    hops = times(load_cluster(sites), layout(16, 1, 1), Schedule(16, 1, 0, ()))
+    hops = times(load_cluster(sites), layout(16, 1, 1), Schedule(ranks=16, chunks=1, microbatches=0, actions=()))
     assert [hop for place, hop in enumerate(hops) if place % 4 < 3] == [(1 / 8, 0.001)] * 12
     # Of a node's ranks, only the last communicates with another node.
     assert hops[3::4] == [(1 / 4, 0.002), (1.0, 0.05), (1 / 2, 0.003)]
@@ -58,16 +58,19 @@ def test_chunks_go_around(sites: Path) -> None:
     """From the last rank to the first, a message crosses between clusters; a folded pipeline turns around inside a
     rank."""
     cluster = load_cluster(sites)
-    around = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, ()))
+    around = times(cluster, layout(4, 1, 4), Schedule(ranks=4, chunks=2, microbatches=0, actions=()))
     assert around == [IB, BETWEEN, ROCE, BETWEEN, IB, BETWEEN, ROCE]
-    folded = times(cluster, layout(4, 1, 4), Schedule(4, 2, 0, (), folded=True))
+    folded = times(cluster, layout(4, 1, 4), Schedule(ranks=4, chunks=2, microbatches=0, actions=(), folded=True))
     assert folded == [IB, BETWEEN, ROCE, (0.0, 0.0), ROCE, BETWEEN, IB]
 
 
 def test_clusters_of_unlike_sizes(sites: Path) -> None:
     """Two nodes of one cluster stay neighbours if the other cluster has one node."""
     sites.write_text(SITES.replace("{name: roce, nodes: 2", "{name: roce, nodes: 1"))
-    assert times(load_cluster(sites), layout(3, 1, 4), Schedule(3, 1, 0, ())) == [IB, BETWEEN]
+    assert times(load_cluster(sites), layout(3, 1, 4), Schedule(ranks=3, chunks=1, microbatches=0, actions=())) == [
+        IB,
+        BETWEEN,
+    ]
 
 
 def test_clusters_on_one_network(sites: Path) -> None:
@@ -77,11 +80,16 @@ def test_clusters_on_one_network(sites: Path) -> None:
     one = {"name": "b", "nodes": 1, "nic": {"bandwidth": "8MB/s", "latency": "9ms"}}
     for clusters in ([both, one], [one, both]):
         cluster = load_cluster({"node": {"ranks": 4}, "clusters": clusters})
-        assert times(cluster, layout(2, 1, 4), Schedule(2, 1, 0, ())) == [(4 / 4, 0.009)]
+        assert times(cluster, layout(2, 1, 4), Schedule(ranks=2, chunks=1, microbatches=0, actions=())) == [
+            (4 / 4, 0.009)
+        ]
 
 
 def test_what_is_not_stated_takes_no_time() -> None:
-    pair, one_of_two = Schedule(2, 1, 0, ()), [{"bandwidth": "2MB/s", "latency": "1ms"}, {"latency": "2ms"}]
+    pair, one_of_two = (
+        Schedule(ranks=2, chunks=1, microbatches=0, actions=()),
+        [{"bandwidth": "2MB/s", "latency": "1ms"}, {"latency": "2ms"}],
+    )
     for cluster, latency in (
         (None, 0.0),
         (load_cluster({"node": {"ranks": 1}}), 0.0),
@@ -94,11 +102,13 @@ def test_what_is_not_stated_takes_no_time() -> None:
 def test_both_ways_from_a_node_go_through_its_card(sites: Path) -> None:
     """A rank's backward messages wait for its forward messages, unless those go to another cluster."""
     cluster = load_cluster(sites)
-    links = message_times(cluster, layout(4, 1, 4), Schedule(4, 1, 0, ()), MB).links
+    links = message_times(cluster, layout(4, 1, 4), Schedule(ranks=4, chunks=1, microbatches=0, actions=()), MB).links
     assert links == (((0, "cards"), (1, "cards")), ((1, "between"), (2, "between")), ((2, "cards"), (3, "cards")))
     # Three nodes have two stages each: in the middle node, one stage sends forward and one backward, through one card.
     nodes = load_cluster({"node": {"ranks": 2}, "clusters": [{"name": "a", "nodes": 3, "nic": {"bandwidth": "1MB/s"}}]})
-    assert [seconds for seconds, _ in times(nodes, layout(6, 1, 1), Schedule(6, 1, 0, ()))] == [0, 2, 0, 2, 0]
+    assert [
+        seconds for seconds, _ in times(nodes, layout(6, 1, 1), Schedule(ranks=6, chunks=1, microbatches=0, actions=()))
+    ] == [0, 2, 0, 2, 0]
 
 
 def test_a_card_is_a_bound(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

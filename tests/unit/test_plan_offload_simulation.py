@@ -24,7 +24,16 @@ def moves_with(spare: int) -> list[Moves]:
     """Equal buckets, of which one in `spare` may be stepped ahead; none if it is 0."""
     numbered = enumerate(unit for unit in range(UNITS) for _ in range(PER_UNIT))
     return [
-        Moves(unit, bool(spare) and place % spare == 0, ELEMENTS, False, 4 * ELEMENTS, 2 * ELEMENTS, 0, 2 * ELEMENTS)
+        Moves(
+            unit=unit,
+            spare=bool(spare) and place % spare == 0,
+            elements=ELEMENTS,
+            on_device=False,
+            there=4 * ELEMENTS,
+            back=2 * ELEMENTS,
+            back_ahead=0,
+            commit=2 * ELEMENTS,
+        )
         for place, unit in numbered
     ]
 
@@ -63,7 +72,7 @@ def test_more_spare_memory_is_never_slower() -> None:
 
 
 def test_files_are_read_ahead_and_written_behind() -> None:
-    moves = [Moves(unit, False, ELEMENTS, files=(12 * ELEMENTS,)) for unit in range(UNITS)]
+    moves = [Moves(unit=unit, spare=False, elements=ELEMENTS, files=(12 * ELEMENTS,)) for unit in range(UNITS)]
     given = moves, computation(), Rates(step=ELEMENTS * UNITS / 1.0, files=(12 * ELEMENTS * UNITS / 4.0,))
     apart, together = (simulate_steps(*given, Order(1, waits_for=None, fetched=fetched)).seconds for fetched in (0, 3))
     assert together == pytest.approx(1 + 4 + 1 / UNITS)
@@ -98,7 +107,7 @@ def events(*texts: str) -> list[MoveEvent]:
     ids=str,
 )
 def test_wrong_orders_are_found(happened: tuple[str, ...], said: str | None) -> None:
-    moves = [Moves(0, False, 1), Moves(1, True, 1)]
+    moves = [Moves(unit=0, spare=False, elements=1), Moves(unit=1, spare=True, elements=1)]
     problems = order_problems(moves, events(*happened))
     if said is None:
         assert problems == []

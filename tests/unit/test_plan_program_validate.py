@@ -285,8 +285,11 @@ def test_lanes_that_wait_for_each_other_are_stuck(tmp_path: Path) -> None:
     gather, reduction = (next(blocks.of(one)) for one in (Gather("blocks.0", 0), Reduce("blocks.0", 0, True, False)))
     lanes, jobs = Lanes(), list[LaneJob]()
     for rank, (first, second) in enumerate([(gather, reduction), (reduction, gather)]):
-        before = LaneJob(rank, first.lane, (0, 1), "blocks.0", first, ())
-        jobs += [before, LaneJob(rank, second.lane, (0, 1), "blocks.0", second, (before,))]
+        before = LaneJob(rank=rank, lane=first.lane, members=(0, 1), unit="blocks.0", transfer=first, after=())
+        jobs += [
+            before,
+            LaneJob(rank=rank, lane=second.lane, members=(0, 1), unit="blocks.0", transfer=second, after=(before,)),
+        ]
         for job in jobs[-2:]:
             lanes.start(job)
     assert not any(job.done for job in jobs)

@@ -21,7 +21,7 @@ quantize: {gradients: int4}
 @pytest.fixture
 def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Plan:
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    return make_plan(load_recipe(str(tmp_path / "tiny.yaml"), request.param), Facts(8, "cpu"))
+    return make_plan(load_recipe(str(tmp_path / "tiny.yaml"), request.param), Facts(world=8, device="cpu"))
 
 
 @pytest.mark.parametrize("plan", [()], indirect=True)

@@ -77,7 +77,7 @@ def test_any_durations(data: st.DataObject, name: ScheduleName, ranks: int, chun
 def test_message_driven(data: st.DataObject, ranks: int, microbatches: int, limit: int) -> None:
     chosen = data.draw(durations(ranks))
     timeline = simulate_message_driven(ranks, microbatches, limit, chosen)
-    schedule = Schedule(ranks, 1, microbatches, timeline.actions)
+    schedule = Schedule(ranks=ranks, chunks=1, microbatches=microbatches, actions=timeline.actions)
     validate(schedule)
     check(schedule, chosen, timeline)
     assert simulate(schedule, chosen) == timeline
@@ -125,7 +125,7 @@ def test_message_driven_is_faster_over_a_slow_uneven_link() -> None:
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     forwards_first = make_schedule("gpipe", 2, 1, 3).actions[0]
-    schedule = Schedule(2, 1, 3, (forwards_first, forwards_first))
+    schedule = Schedule(ranks=2, chunks=1, microbatches=3, actions=(forwards_first, forwards_first))
     busy = simulate(schedule, Durations([1.0, 1.0], [1.0, 1.0], [0.0, 0.0], transfer=[3.0]))
     assert [span.start for span in busy.ranks[1][:3]] == [4, 7, 10]
     late = simulate(schedule, Durations([1.0, 1.0], [1.0, 1.0], [0.0, 0.0], transfer=[0.0], latency=[3.0]))
@@ -142,4 +142,4 @@ def test_a_hop_inside_a_rank_takes_nothing() -> None:
 def test_deadlock_is_told() -> None:
     first, second = make_schedule("1f1b", 2, 1, 1).actions
     with pytest.raises(ValueError, match="rank 0 at B0, rank 1 at F0 wait for each other"):
-        simulate(Schedule(2, 1, 1, (first[::-1], second)), Durations.even(2))
+        simulate(Schedule(ranks=2, chunks=1, microbatches=1, actions=(first[::-1], second)), Durations.even(2))

@@ -164,7 +164,7 @@ def test_states_may_change_once_they_are_read(tmp_path: Path, monkeypatch: pytes
         fsync(file)
 
     monkeypatch.setattr(safetensors_file.os, "fsync", waiting)
-    unit = UnitSpec("embedding", (TensorSpec("embedding.weight", "weight", (4, 2), decay=True),))
+    unit = UnitSpec("embedding", (TensorSpec(name="embedding.weight", parameter="weight", shape=(4, 2), decay=True),))
     shard = Slow(unit, 0, 8, {name: torch.arange(8.0) for name in ("master", "m", "v")})
     # Making it would wait too.
     (tmp_path / "checkpoints").mkdir()

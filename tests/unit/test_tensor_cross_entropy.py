@@ -28,7 +28,7 @@ class Board:
         self.barrier = Barrier(ranks, timeout=60)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Threads(TensorMesh):
     """Ranks in threads, which wait for each other in `wait`."""
 

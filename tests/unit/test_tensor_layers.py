@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 RANKS, BATCH, SEQUENCE, INPUTS, OUTPUTS = 2, 3, 8, 10, 14
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordingMesh(TensorMesh):
     """Simulates ranks that are all equal to this one, and records its collectives in `events`."""
 

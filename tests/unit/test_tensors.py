@@ -66,10 +66,10 @@ def test_weight_decay_covers_matrices_only(family: Family) -> None:
 
 def test_tensors_that_are_cut_come_first() -> None:
     """A decayed matrix on every rank (a router) beside a sharded bias."""
-    router = TensorSpec("router", "router", (4, 8), decay=True)
-    bias = TensorSpec("bias", "bias", (16,), decay=False, split=True)
-    weight = TensorSpec("weight", "weight", (16, 8), decay=True, split=True)
-    norm = TensorSpec("norm", "norm", (8,), decay=False)
+    router = TensorSpec(name="router", parameter="router", shape=(4, 8), decay=True)
+    bias = TensorSpec(name="bias", parameter="bias", shape=(16,), decay=False, split=True)
+    weight = TensorSpec(name="weight", parameter="weight", shape=(16, 8), decay=True, split=True)
+    norm = TensorSpec(name="norm", parameter="norm", shape=(8,), decay=False)
     with pytest.raises(ValueError, match="put them first"):
         UnitSpec("block", (weight, router, bias, norm))
     unit = UnitSpec("block", (weight, bias, router, norm))
@@ -82,7 +82,10 @@ def test_tensors_that_are_cut_come_first() -> None:
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
 def test_pieces_cover_any_range(sizes: list[int], data: st.DataObject) -> None:
-    unit = UnitSpec("u", tuple(TensorSpec(str(i), str(i), (size,), decay=False) for i, size in enumerate(sizes)))
+    unit = UnitSpec(
+        "u",
+        tuple(TensorSpec(name=str(i), parameter=str(i), shape=(size,), decay=False) for i, size in enumerate(sizes)),
+    )
     start = data.draw(st.integers(0, unit.numel))
     end = data.draw(st.integers(start, unit.numel))
     covered = [

@@ -62,7 +62,7 @@ GOAL = 1.38
 SHORT = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """Clusters of `nodes` nodes with `ranks` tensor-parallel ranks each; one stage per cluster.
 

@@ -129,7 +129,7 @@ class EmulatedRun:
         self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in units]
         # A few real elements of each bucket are enough to see that they are stepped.
         self._size = 1024
-        spec = UnitSpec("unit", (TensorSpec("weight", "weight", (self._size,), decay=True),))
+        spec = UnitSpec("unit", (TensorSpec(name="weight", parameter="weight", shape=(self._size,), decay=True),))
         self._rule = StepRule(spec, self._size, "cpu", SeparateMasters())
         buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
         device = Device.new(moves, rates)

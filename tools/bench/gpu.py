@@ -25,7 +25,7 @@ RESULT = "result "
 HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measured, GB")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A row of the table. batch: sequences of a step. microbatch: sequences of a microbatch, None for all of the step.
     seconds: the part's time limit. profiled: whether a profile of a step is written. peer: whether transformers and
@@ -55,28 +55,70 @@ HOST = ("offload.optimizer=host",)
 # Stepped before the norm is known. States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
 AHEAD, NOT_AHEAD = "offload.spare=1", "offload.spare=0"
 PARTS = (
-    Part("124M", "gpt2-124m", (), 1024, 64, profiled=True),
-    Part("124M, small batch", "gpt2-124m", (), 1024, 16),
-    Part("350M", "gpt2-355m", (), 1024, 32, profiled=True),
-    Part("1B", "llama3.2-1b", (), 2048, 16, microbatch=8, profiled=True),
-    Part("1B, small batch", "llama3.2-1b", (), 2048, 4),
+    Part(name="124M", preset="gpt2-124m", keys=(), sequence=1024, batch=64, profiled=True),
+    Part(name="124M, small batch", preset="gpt2-124m", keys=(), sequence=1024, batch=16),
+    Part(name="350M", preset="gpt2-355m", keys=(), sequence=1024, batch=32, profiled=True),
+    Part(name="1B", preset="llama3.2-1b", keys=(), sequence=2048, batch=16, microbatch=8, profiled=True),
+    Part(name="1B, small batch", preset="llama3.2-1b", keys=(), sequence=2048, batch=4),
     # As many tokens as the GPU computes while the CPU steps 3B parameters, in one microbatch: only the last one's
     # backward pass has complete gradients, which are stepped meanwhile.
-    Part("3B", "llama3.2-3b", (RECOMPUTED, NO_CLIP), 2048, 32, 150, 5),
-    Part("3B, states on the host", "llama3.2-3b", (RECOMPUTED, NO_CLIP, *HOST, AHEAD), 2048, 32, 200, 5),
-    Part("8B, states on the host", "llama3-8b", (RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD), 2048, 4, 300, 3, True),
-    Part("124M, compiled", "gpt2-124m", (COMPILED,), 1024, 64),
-    Part("124M, small batch, compiled", "gpt2-124m", (COMPILED,), 1024, 16, profiled=True),
-    Part("1B, small batch, compiled", "llama3.2-1b", (COMPILED,), 2048, 4),
-    Part("124M, small batch, transformers and torch.compile", "gpt2-124m", (), 1024, 16, peer=True),
-    Part("1B, small batch, transformers and torch.compile", "llama3.2-1b", (), 2048, 4, peer=True),
-    Part("1B, recomputed", "llama3.2-1b", (RECOMPUTED,), 2048, 16, microbatch=8),
+    Part(name="3B", preset="llama3.2-3b", keys=(RECOMPUTED, NO_CLIP), sequence=2048, batch=32, seconds=150, steps=5),
+    Part(
+        name="3B, states on the host",
+        preset="llama3.2-3b",
+        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD),
+        sequence=2048,
+        batch=32,
+        seconds=200,
+        steps=5,
+    ),
+    Part(
+        name="8B, states on the host",
+        preset="llama3-8b",
+        keys=(RECOMPUTED, NO_CLIP, *HOST, NOT_AHEAD),
+        sequence=2048,
+        batch=4,
+        seconds=300,
+        steps=3,
+        profiled=True,
+    ),
+    Part(name="124M, compiled", preset="gpt2-124m", keys=(COMPILED,), sequence=1024, batch=64),
+    Part(
+        name="124M, small batch, compiled", preset="gpt2-124m", keys=(COMPILED,), sequence=1024, batch=16, profiled=True
+    ),
+    Part(name="1B, small batch, compiled", preset="llama3.2-1b", keys=(COMPILED,), sequence=2048, batch=4),
+    Part(
+        name="124M, small batch, transformers and torch.compile",
+        preset="gpt2-124m",
+        keys=(),
+        sequence=1024,
+        batch=16,
+        peer=True,
+    ),
+    Part(
+        name="1B, small batch, transformers and torch.compile",
+        preset="llama3.2-1b",
+        keys=(),
+        sequence=2048,
+        batch=4,
+        peer=True,
+    ),
+    Part(name="1B, recomputed", preset="llama3.2-1b", keys=(RECOMPUTED,), sequence=2048, batch=16, microbatch=8),
 )
 TINY = (
-    Part("tiny", "llama-1m", (), 64, 2, 300, 1, True),
-    Part("tiny, states outside", "llama-1m", HOST, 64, 2, 300, 1),
-    Part("tiny, transformers and torch.compile", "llama-1m", (), 64, 2, 300, 1, peer=True),
-    Part("tiny, refused", "llama-1m", ("zero.stage=9",), 64, 2, 300, 1),
+    Part(name="tiny", preset="llama-1m", keys=(), sequence=64, batch=2, seconds=300, steps=1, profiled=True),
+    Part(name="tiny, states outside", preset="llama-1m", keys=HOST, sequence=64, batch=2, seconds=300, steps=1),
+    Part(
+        name="tiny, transformers and torch.compile",
+        preset="llama-1m",
+        keys=(),
+        sequence=64,
+        batch=2,
+        seconds=300,
+        steps=1,
+        peer=True,
+    ),
+    Part(name="tiny, refused", preset="llama-1m", keys=("zero.stage=9",), sequence=64, batch=2, seconds=300, steps=1),
 )
 
 

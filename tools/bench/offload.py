@@ -62,7 +62,7 @@ class Stepped:
     """Optimizer states of one unit in files. paths: a folder on each volume."""
 
     def __init__(self, paths: Sequence[str], numel: int) -> None:
-        unit = UnitSpec("unit", (TensorSpec("unit.weight", "weight", (numel,), decay=True),))
+        unit = UnitSpec("unit", (TensorSpec(name="unit.weight", parameter="weight", shape=(numel,), decay=True),))
         offload = Offload(tier="nvme", share=1.0, paths=tuple(paths))
         buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(numel)]
         self._buckets, self._tier = buckets, FileStates(buckets, paths)

@@ -58,7 +58,14 @@ class Case:
         units = [unit for unit in range(UNITS) for _ in range(PER_UNIT)]
         return [
             Moves(
-                unit, bool(self.spare) and place % self.spare == 0, ELEMENTS, self.on_device, there, back, ahead, commit
+                unit=unit,
+                spare=bool(self.spare) and place % self.spare == 0,
+                elements=ELEMENTS,
+                on_device=self.on_device,
+                there=there,
+                back=back,
+                back_ahead=ahead,
+                commit=commit,
             )
             for place, unit in enumerate(units)
         ]

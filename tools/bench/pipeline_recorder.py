@@ -20,7 +20,8 @@ WAITED = 3e-3
 AT_ONCE = 2e-4
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Done:
     """A finished action; times in seconds of the machine's clock, which all processes share. start: when its inputs
     were there. after: seconds that it ran after its result was ready to send. idle: seconds that the rank waited for
     its inputs."""
@@ -65,7 +66,17 @@ class Recorder:
         """Run an action and record it."""
         self._got, self._after = time.perf_counter(), 0.0
         result = run()
-        self.actions.append(Done(stage, microbatch, kind, self._got, time.perf_counter(), self._after, self._idle))
+        self.actions.append(
+            Done(
+                stage=stage,
+                microbatch=microbatch,
+                kind=kind,
+                start=self._got,
+                end=time.perf_counter(),
+                after=self._after,
+                idle=self._idle,
+            )
+        )
         self._idle = 0.0
         return result
 

@@ -146,7 +146,7 @@ def batches(prefix: Path, sequence: int, count: int, number: int, cold: bool = F
 def reader(prefix: Path, sequence: int, verified: bool) -> Samples:
     """Return the set's samples. verified: verify checksums at reads."""
     data = IndexedData(prefix, verified)
-    return Samples([Source(data, 1.0, data.documents, 0, data.token_count)], sequence)
+    return Samples([Source(data=data, weight=1.0, documents=data.documents, first=0, last=data.token_count)], sequence)
 
 
 def micro(seconds: list[float]) -> str:

@@ -42,7 +42,7 @@ logging: {{every: 1, dir: {folder}/runs}}
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One comparison. rate: bandwidth of each node's card. rounds: measured turns of each contestant. turn: steps of a
     turn."""
@@ -60,14 +60,15 @@ class Setting:
 
 # goals: (strategy, peer, required speedup).
 SETTINGS = (
-    Setting(2, 2, "100mbit", 1, 3),
+    Setting(nodes=2, ranks_per_node=2, rate="100mbit", accumulation=1, rounds=3),
     Setting(
-        2, 2, "100mbit", 4, 3,
+        nodes=2, ranks_per_node=2, rate="100mbit", accumulation=4, rounds=3,
         goals=(("stage 3", "DeepSpeed ZeRO-3", 1.4), ("mics", "FSDP2 hybrid", 1.1), ("zero++", "stage 3", 3.0)),
         turn=2,
     ),
-    Setting(2, 2, "100mbit", 16, 1, PEERS[1:]),
-    Setting(2, 2, "10mbit", 16, 2, (), ("zero++", "topo"), (("topo", "zero++", 1.7),)),
+    Setting(nodes=2, ranks_per_node=2, rate="100mbit", accumulation=16, rounds=1, peers=PEERS[1:]),
+    Setting(nodes=2, ranks_per_node=2, rate="10mbit", accumulation=16, rounds=2, peers=(),
+            strategies=("zero++", "topo"), goals=(("topo", "zero++", 1.7),)),
 )  # fmt: skip
 
 
@@ -146,8 +147,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     one = Setting(
-        given.nodes, given.ranks_per_node, given.rate, given.accumulation or 1, given.rounds, tuple(given.peers),
-        tuple(given.strategies), turn=given.turn,
+        nodes=given.nodes, ranks_per_node=given.ranks_per_node, rate=given.rate, accumulation=given.accumulation or 1,
+        rounds=given.rounds, peers=tuple(given.peers), strategies=tuple(given.strategies), turn=given.turn,
     )  # fmt: skip
     parts = []
     for setting in [one] if given.accumulation else SETTINGS:

@@ -62,7 +62,7 @@ like an accelerator with a queue of launched kernels. The ranks share this machi
 that time. So the slow processor is slower by exactly its speed, and measured and shown times are comparable."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """speed: how fast the last stage's processor is, relative to the others. latency: between the clusters, in ms.
     layer: seconds of the other emulated processors for a layer's forward pass, for the backward pass of its inputs and
@@ -143,7 +143,7 @@ def measure(setting: Setting) -> dict[str, dict[str, Any]]:
                 lab, ["tools.bench.uneven_ranks", json.dumps(wanted)], timeout=1800
             )
         for figures in found.values():
-            figures["actions"] = [[[Done(*values) for values in rank] for rank in step] for step in figures["actions"]]
+            figures["actions"] = [[[Done(**values) for values in rank] for rank in step] for step in figures["actions"]]
         rate = f"{first_rate(setting, found[_name('1f1b', 'uniform')]):.0f}FLOP/s"
         for key, keys in contestants.items():
             view = show_recipe(str(recipe), [f"cluster={description}", *keys], None, rate)
@@ -158,7 +158,7 @@ def first_rate(setting: Setting, figures: dict[str, Any]) -> float:
     return float(figures["layer"] * setting.tokens / seconds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnDurations(Durations):
     """Durations for each single action and message. took: seconds of an action. handed: seconds until its result was
     ready to send. late: latency of its message."""

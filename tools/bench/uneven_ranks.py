@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ class Contestant:
             "whole": self.whole,
             "passes": step_seconds(recorders),
             "transfers": transfers(recorders, busy),
-            "actions": list(zip(*map(Recorder.by_step, recorders), strict=True)),
+            "actions": [
+                [[asdict(done) for done in rank] for rank in step]
+                for step in zip(*map(Recorder.by_step, recorders), strict=True)
+            ],
         }
 
 
@@ -97,7 +101,12 @@ def main(settings: dict[str, Any]) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     cluster = load_cluster(settings["cluster"])
-    facts = Facts(int(os.environ["WORLD_SIZE"]), "cpu", int(os.environ["LOCAL_WORLD_SIZE"]), cluster=cluster)
+    facts = Facts(
+        world=int(os.environ["WORLD_SIZE"]),
+        device="cpu",
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]),
+        cluster=cluster,
+    )
     recipes = {name: load_recipe(settings["recipe"], keys) for name, keys in settings["contestants"].items()}
     parallel = next(iter(recipes.values())).parallel
     topology = facts.topology(parallel)

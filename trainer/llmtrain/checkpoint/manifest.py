@@ -71,7 +71,7 @@ class TensorEntry:
     states: dict[str, list[StoredRange]]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Manifest:
     """The content of a checkpoint.
 

@@ -256,7 +256,14 @@ class Checkpointer:
             if not (partial / shard_file.name).exists():
                 raise RunFailedError(f"rank 0 does not see {shard_file.name}; all ranks must share {self._folder}")
         files, tensors = merge_shard_files(shard_files)
-        manifest = Manifest(save.step, files, tensors, save.progress, save.about["recipe"], save.about["model"])
+        manifest = Manifest(
+            step=save.step,
+            files=files,
+            tensors=tensors,
+            progress=save.progress,
+            recipe=save.about["recipe"],
+            model=save.about["model"],
+        )
         self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
 

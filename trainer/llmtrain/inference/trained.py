@@ -34,7 +34,7 @@ from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """A checkpoint's model on this machine's device, in fp32.
 
@@ -80,7 +80,9 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
         UnitParameters(unit, model.unit(unit.name), weight, gathered=True)
     # Other sections of the recipe do not matter, and may be of another version.
     data, tokenizer = manifest.recipe.get("data"), tokenizer_of(folder, manifest.recipe)
-    return TrainedModel(folder.resolve(), model.eval(), data, manifest.step, tokenizer, ranks)
+    return TrainedModel(
+        folder=folder.resolve(), model=model.eval(), data=data, step=manifest.step, tokenizer=tokenizer, ranks=ranks
+    )
 
 
 def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from llmtrain.cluster.layout import even_share
 from llmtrain.model.config import GPTConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """One canonical tensor, or the rows of it that a tensor-parallel rank holds.
 
@@ -137,11 +137,11 @@ def _unit(name: str, tensors: list[TensorSpec]) -> UnitSpec:
 def _matrix(
     name: str, shape: tuple[int, int], std: float, parameter: str | None = None, split: bool = True
 ) -> TensorSpec:
-    return TensorSpec(name, parameter or name, shape, decay=True, std=std, split=split)
+    return TensorSpec(name=name, parameter=parameter or name, shape=shape, decay=True, std=std, split=split)
 
 
 def _vector(name: str, size: int, fill: float = 0.0, parameter: str | None = None, split: bool = False) -> TensorSpec:
-    return TensorSpec(name, parameter or name, (size,), decay=False, fill=fill, split=split)
+    return TensorSpec(name=name, parameter=parameter or name, shape=(size,), decay=False, fill=fill, split=split)
 
 
 def _norm(name: str, config: GPTConfig) -> list[TensorSpec]:

@@ -77,7 +77,7 @@ class HostActivations:
 
     def usage(self) -> TierUsage:
         """See ActivationStore."""
-        return TierUsage({"host": self._read}, {"host": self._written}).with_link(self.link)
+        return TierUsage(read={"host": self._read}, written={"host": self._written}).with_link(self.link)
 
     def close(self) -> None:
         """See ActivationStore."""
@@ -142,7 +142,7 @@ class FileActivations:
         """See ActivationStore."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read, written, self._waited, self._file.waits).with_link(self.link)
+        return TierUsage(read=read, written=written, waited=self._waited, waits=self._file.waits).with_link(self.link)
 
     def close(self) -> None:
         """See ActivationStore. Waits for the transfers that run."""

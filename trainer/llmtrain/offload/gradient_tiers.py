@@ -123,7 +123,9 @@ class FileGradients:
         """See GradientTier."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read, written, self._ring.waited, self._file.waits).with_link(self.link)
+        return TierUsage(read=read, written=written, waited=self._ring.waited, waits=self._file.waits).with_link(
+            self.link
+        )
 
     def close(self) -> None:
         """See GradientTier. Waits for the transfers that run."""

@@ -187,7 +187,7 @@ class FileStates:
         """See StateStore. Reads that `read` makes and writes that `write` makes are not counted."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read, written, self._ring.waited, self._file.waits)
+        return TierUsage(read=read, written=written, waited=self._ring.waited, waits=self._file.waits)
 
     def settle(self) -> None:
         """Wait until the files have all that was put back."""

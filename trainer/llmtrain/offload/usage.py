@@ -14,7 +14,7 @@ class LinkCount:
     to_device: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TierUsage:
     """What a rank has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited. waits:
     seconds that the threads which compute and load waited for each volume. to_host, to_device: bytes copied from a GPU
@@ -42,7 +42,15 @@ class TierUsage:
         waits = {path: self.waits.get(path, 0.0) + other.waits.get(path, 0.0) for path in {**self.waits, **other.waits}}
         to_host, to_device = self.to_host + other.to_host, self.to_device + other.to_device
         compute_waited = self.compute_waited + other.compute_waited
-        return TierUsage(read, written, self.waited + other.waited, waits, to_host, to_device, compute_waited)
+        return TierUsage(
+            read=read,
+            written=written,
+            waited=self.waited + other.waited,
+            waits=waits,
+            to_host=to_host,
+            to_device=to_device,
+            compute_waited=compute_waited,
+        )
 
     def since(self, before: "TierUsage") -> dict[str, Any]:
         """Return what was moved after `before`, as a row of the metrics."""

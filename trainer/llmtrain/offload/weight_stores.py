@@ -133,7 +133,7 @@ class FileWeights:
         """Return what was moved."""
         read = {path: counts[0] for path, counts in self._file.moved(self._reads).items()}
         written = {path: counts[1] for path, counts in self._file.moved(self._writes).items()}
-        return TierUsage(read, written, waits=self._file.waits).with_link(self._link)
+        return TierUsage(read=read, written=written, waits=self._file.waits).with_link(self._link)
 
     def close(self) -> None:
         """Free the files. No stream uses them any more."""

@@ -13,7 +13,7 @@ from llmtrain.model.config import GPTConfig
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """The ranks of a run, and what the names in its recipe refer to.
 

@@ -168,7 +168,7 @@ def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, fact
     if problem := schedule_problems(name, ranks, chunks, batch.microbatches):
         raise BadInputError(problem)
     if name == "message-driven":
-        schedule = Schedule(ranks, 1, batch.microbatches, ())
+        schedule = Schedule(ranks=ranks, chunks=1, microbatches=batch.microbatches, actions=())
     else:
         schedule = make_schedule(name, ranks, chunks, batch.microbatches)
     layers = _layers(recipe, model, schedule, grid, facts)

@@ -13,7 +13,7 @@ from llmtrain.plan.rank_buckets import bucket_sizes, rank_buckets
 from llmtrain.plan.summed import summed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OffloadMemory:
     """host: bytes of optimizer states in the host's memory. spare: bytes there for what is stepped ahead: states, if
     they rest there, and weights. weights, gradients: bytes of weights and of sums of gradients there. buffers: bytes of

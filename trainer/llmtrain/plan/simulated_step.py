@@ -99,7 +99,19 @@ def merged(moves: Sequence[Moves], most: int = BUCKETS) -> list[Moves]:
                 for name in ("there", "back", "back_ahead", "commit", "elements")
             )
             files = tuple(map(sum, zip(*(one.files for one in group), strict=True)))
-            found.append(Moves(unit, spare, elements, group[0].on_device, there, back, ahead, commit, files))
+            found.append(
+                Moves(
+                    unit=unit,
+                    spare=spare,
+                    elements=elements,
+                    on_device=group[0].on_device,
+                    there=there,
+                    back=back,
+                    back_ahead=ahead,
+                    commit=commit,
+                    files=files,
+                )
+            )
     return found
 
 

@@ -40,6 +40,6 @@ def import_hf(source: Path, target: Path) -> None:
         partial.mkdir(parents=True)
         shard_file = write_shard_file(partial / "rank-00000.safetensors", ranges, contents())
         files, entries = merge_shard_files([shard_file])
-        manifest = Manifest(0, files, entries, {"step": 0}, {}, asdict(config))
+        manifest = Manifest(step=0, files=files, tensors=entries, progress={"step": 0}, recipe={}, model=asdict(config))
         commit(partial, partial.with_suffix(""), manifest)
         copy_tokenizer(source, folder / "tokenizer")

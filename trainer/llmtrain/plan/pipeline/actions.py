@@ -29,7 +29,7 @@ class Action:
         return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Every rank's actions in order.
 

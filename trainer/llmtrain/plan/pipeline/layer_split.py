@@ -69,7 +69,7 @@ def split_layers(
     if not isinstance(how, str):
         return _given(layers, stages, how)
     weights = shares(speeds, alpha) if how == "auto" and speeds is not None else [1.0 / ranks] * ranks
-    schedule = Schedule(ranks, chunks, 0, (), folded=folded)
+    schedule = Schedule(ranks=ranks, chunks=chunks, microbatches=0, actions=(), folded=folded)
     owned = [[schedule.stage(rank, chunk) for chunk in range(chunks)] for rank in range(ranks)]
     extras = costs.of([0] * stages)
     totals = _even(

@@ -59,7 +59,12 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     """
     forwards, backwards = _pass(Kind.F, microbatches), _pass(Kind.B, microbatches)
     ahead = [microbatches] * (ranks - 1) + [0]
-    return Schedule(ranks, 1, microbatches, tuple(_in_turn(forwards, backwards, count) for count in ahead))
+    return Schedule(
+        ranks=ranks,
+        chunks=1,
+        microbatches=microbatches,
+        actions=tuple(_in_turn(forwards, backwards, count) for count in ahead),
+    )
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
@@ -68,7 +73,10 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     """
     forwards, backwards = _pass(Kind.F, microbatches), _pass(Kind.B, microbatches)
     return Schedule(
-        ranks, 1, microbatches, tuple(_in_turn(forwards, backwards, ranks - 1 - rank) for rank in range(ranks))
+        ranks=ranks,
+        chunks=1,
+        microbatches=microbatches,
+        actions=tuple(_in_turn(forwards, backwards, ranks - 1 - rank) for rank in range(ranks)),
     )
 
 
@@ -87,7 +95,10 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
     backwards = [Action(index, chunks - 1 - chunk, Kind.B) for chunk, group in chunk_order for index in group]
     ahead = [_interleaved_ahead(ranks, chunks, microbatches, rank) for rank in range(ranks)]
     return Schedule(
-        ranks, chunks, microbatches, tuple(_in_turn(forwards, backwards, ahead[rank]) for rank in range(ranks))
+        ranks=ranks,
+        chunks=chunks,
+        microbatches=microbatches,
+        actions=tuple(_in_turn(forwards, backwards, ahead[rank]) for rank in range(ranks)),
     )
 
 

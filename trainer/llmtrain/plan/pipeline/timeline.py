@@ -143,7 +143,11 @@ def simulate_message_driven(
     backward passes. hands_back: see `Schedule`. As in `simulate`, ranks do not wait for their own sends.
     """
     started = min(limit, microbatches)
-    simulation = _Simulation(Schedule(ranks, 1, microbatches, ((),) * ranks, hands_back=hands_back), durations, started)
+    simulation = _Simulation(
+        Schedule(ranks=ranks, chunks=1, microbatches=microbatches, actions=((),) * ranks, hands_back=hands_back),
+        durations,
+        started,
+    )
     # By rank, each action that it may run next, and when the last message for it arrives.
     inbox: list[dict[Action, float]] = [{} for _ in range(ranks)]
     inbox[0] = {Action(index, 0, Kind.F): 0.0 for index in range(started)}

@@ -26,7 +26,7 @@ from llmtrain.recipe.pipeline import ScheduleName
 LAYERS = "forward passes of one layer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineView:
     """A pipeline and its timeline.
 
@@ -96,13 +96,15 @@ def show(
         raise BadInputError(problem)
     if name == "message-driven":
         timeline = simulate_message_driven(ranks, microbatches, limit or ranks, durations, hands_back)
-        schedule = Schedule(ranks, 1, microbatches, timeline.actions)
+        schedule = Schedule(ranks=ranks, chunks=1, microbatches=microbatches, actions=timeline.actions)
     else:
         schedule = replace(make_schedule(name, ranks, chunks, microbatches), hands_back=hands_back)
         timeline = simulate(schedule, durations)
     bound = live_bound(name, ranks, chunks, microbatches, limit)
     warning = schedule_warning(name, ranks, chunks, microbatches, hands_back, limit)
-    return PipelineView(name, schedule, tuple(split), timeline, tuple(bound), warning)
+    return PipelineView(
+        name=name, schedule=schedule, split=tuple(split), timeline=timeline, bound=tuple(bound), warning=warning
+    )
 
 
 def durations_by_work(

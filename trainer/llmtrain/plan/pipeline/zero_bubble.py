@@ -23,7 +23,9 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         while not order.ended(Kind.F, 0):
             order.add(1, (Kind.F, 0), (Kind.B, 0))
         orders.append(order.finish((Kind.B, 0)))
-    return _fill(Schedule(ranks, 1, microbatches, tuple(orders), splits_backward=True), ranks)
+    return _fill(
+        Schedule(ranks=ranks, chunks=1, microbatches=microbatches, actions=tuple(orders), splits_backward=True), ranks
+    )
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -45,7 +47,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         while not order.ended(Kind.F, first):
             order.add(1, (Kind.B, first), (Kind.F, first), (Kind.F, second), (Kind.B, second))
         orders.append(order.finish((Kind.B, first), (Kind.F, second), (Kind.B, second)))
-    schedule = Schedule(ranks, 2, microbatches, tuple(orders), folded=True, splits_backward=True)
+    schedule = Schedule(
+        ranks=ranks, chunks=2, microbatches=microbatches, actions=tuple(orders), folded=True, splits_backward=True
+    )
     return _fill(schedule, 2 * ranks)
 
 
@@ -105,10 +109,10 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
             waiting[rank].append(action)
         now += 1
     return Schedule(
-        schedule.ranks,
-        schedule.chunks,
-        schedule.microbatches,
-        tuple(map(tuple, orders)),
+        ranks=schedule.ranks,
+        chunks=schedule.chunks,
+        microbatches=schedule.microbatches,
+        actions=tuple(map(tuple, orders)),
         folded=schedule.folded,
         splits_backward=True,
     )

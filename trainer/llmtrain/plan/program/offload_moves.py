@@ -21,7 +21,7 @@ from llmtrain.plan.stripes import striped
 Kind = Literal["gradient", "decide", "ahead", "step", "commit"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
     """What one bucket moves. unit: place of its unit among those of the rank, in the order of the forward pass. spare:
     whether it may be stepped ahead. elements: stepped. on_device: whether the device steps it.
@@ -84,8 +84,20 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
         else:
             up = weight * (not placement.writes_at_rest)
             moved = (gradient * (not brought), up, 0, up)
-        link = (0, 0, 0, 0) if plan.device == "cpu" else moved
-        found.append(Moves(places[bucket.unit], bucket.spare, numel, offload.on_device, *link, tuple(parts)))
+        there, back, ahead, commit = (0, 0, 0, 0) if plan.device == "cpu" else moved
+        found.append(
+            Moves(
+                unit=places[bucket.unit],
+                spare=bucket.spare,
+                elements=numel,
+                on_device=offload.on_device,
+                there=there,
+                back=back,
+                back_ahead=ahead,
+                commit=commit,
+                files=tuple(parts),
+            )
+        )
     return found
 
 

@@ -26,7 +26,7 @@ def deadlock_problems(ranks: RankPrograms) -> list[str]:
     driven = ranks.plan.pipeline.schedule.message_driven and ranks.groups is None
     orders = (True, False) if driven else (True,)
     for backward_first in orders:
-        found += _follow(World(ranks, _symmetric_axes(ranks), backward_first))
+        found += _follow(World(ranks=ranks, symmetric_axes=_symmetric_axes(ranks), backward_first=backward_first))
     return list(dict.fromkeys(found))
 
 

@@ -48,7 +48,14 @@ class InFlightCollectives:
         """Sum over replicas, one after the other, after the passes, and yield what the rank waits for."""
         for one in sums:
             transfer = self._part.final(one)
-            job = LaneJob(self._rank, transfer.lane, self._members(transfer), transfer.unit, transfer, ())
+            job = LaneJob(
+                rank=self._rank,
+                lane=transfer.lane,
+                members=self._members(transfer),
+                unit=transfer.unit,
+                transfer=transfer,
+                after=(),
+            )
             self._world.lanes.start(job)
             yield from self._wait(place, job)
 
@@ -77,7 +84,14 @@ class InFlightCollectives:
             placement = self._part.units[gather.unit].placement
             span = 1 if placement.moves_weights and not gather.secondary else placement.levels[0].span
             lane = Lane("gather", placement.axes, span)
-            job = LaneJob(self._rank, lane, (self._rank,), gather.unit, None, self._waiting(self._gathers, after))
+            job = LaneJob(
+                rank=self._rank,
+                lane=lane,
+                members=(self._rank,),
+                unit=gather.unit,
+                transfer=None,
+                after=self._waiting(self._gathers, after),
+            )
             self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
 
     def _reduce(self, place: Place, reduce: Reduce) -> Iterator[Wait]:
@@ -101,7 +115,16 @@ class InFlightCollectives:
         for transfer in transfers:
             before = (jobs[-1],) if jobs else self._waiting(slots, after)
             members = self._members(transfer)
-            jobs.append(LaneJob(self._rank, transfer.lane, members, transfer.unit, transfer, before))
+            jobs.append(
+                LaneJob(
+                    rank=self._rank,
+                    lane=transfer.lane,
+                    members=members,
+                    unit=transfer.unit,
+                    transfer=transfer,
+                    after=before,
+                )
+            )
         return self._begin(slots, jobs)
 
     def _begin(self, slots: deque[LaneJob | None], jobs: list[LaneJob]) -> list[LaneJob]:

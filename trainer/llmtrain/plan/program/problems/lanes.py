@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llmtrain.plan.program.transfers import Lane, Transfer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LaneJob:
     """One collective on one rank. members: ranks of the group that are followed. unit: what it moves. transfer: None
     for a copy within the rank. after: jobs of the rank that end before it begins."""

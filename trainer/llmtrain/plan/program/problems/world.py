@@ -19,7 +19,7 @@ class Wait:
     what: Callable[[], str]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class World:
     """What the ranks share.
 
