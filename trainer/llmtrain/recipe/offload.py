@@ -28,12 +28,12 @@ class OffloadConfig:
     with which the run fits `cluster.accelerator.memory`, and 1 where that is not stated. spare: part of what leaves
     that is stepped as its gradients arrive, before their norm is known, into spare memory or files of the same size; it
     counts once the norm is known and does not clip, and else the step is repeated from the old states. auto is 0 on
-    CPUs and for nvme; for host it is the most that fits `cluster.node.host.memory`, in eighths, or a quarter where that
-    is not stated. paths: folders for nvme, one for each volume, over which bytes are striped; by default those of the
-    cluster file's node.nvme. bucket: elements of a bucket of states; auto is 524288. overlap: buckets of optimizer
-    states that are on their way while one is stepped, AxoNN's k: their gradients are reduced and their states are
-    fetched ahead of it. With optimizer host, overlap + 1 threads step a bucket each, and none is fetched ahead. auto
-    is 3.
+    CPUs, for nvme, and where no gradients are complete before the last pass ends; for host it is the most that fits
+    `cluster.node.host.memory`, in eighths, or a quarter where that is not stated. paths: folders for nvme, one for each
+    volume, over which bytes are striped; by default those of the cluster file's node.nvme. bucket: elements of a bucket
+    of states; auto is 524288. overlap: buckets of optimizer states that are on their way while one is stepped (AxoNN's
+    k; ranks have reduced their gradients during the backward pass). With optimizer host, overlap + 1 threads step a
+    bucket each, and none is fetched ahead. auto is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
