@@ -96,14 +96,14 @@ def test_nccl_posts_none_ahead_for_a_rank_with_several_chunks(
     posted: list[Message], backend: Literal["gloo", "mpi"]
 ) -> None:
     """There the next message may depend on what the rank has yet to launch. Other backends occupy no GPU."""
-    transport = expecting(3, 0, posting_of("nccl", 1, chunks=2))
+    transport = expecting(3, 0, posting_of("nccl", 1, early=False))
     for number in range(3):
         assert not transport.arrived(CHANNEL)
         assert len(posted) == number + 1
         posted[number].there.set()
         assert transport.receive(CHANNEL).numel() == number + 1
         assert len(posted) == number + 1
-    assert posting_of(backend, 6, chunks=2) == posting_of(backend, 6) == Posting(at_start=6, ahead=6)
+    assert posting_of(backend, 6, early=False) == posting_of(backend, 6) == Posting(at_start=6, ahead=6)
 
 
 class Sent:
@@ -200,4 +200,4 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
     build_pipeline._links(plan, ranks, lambda traffic: None)
-    assert given == [(ahead, chunks, 1 * 16 * 32 * 4)]
+    assert given == [(ahead, schedule in ("1f1b", "gpipe"), 1 * 16 * 32 * 4)]

@@ -47,16 +47,16 @@ def messages_of(
     device: torch.device,
     node: int,
     ahead: int,
-    chunks: int,
+    early: bool,
     nbytes: int,
 ) -> Messages:
     """Return messages over NCCL on GPUs, through shared memory between CPUs of one node, else over gloo. Collective.
 
     peers: see TorchMessages; in an order that all ranks share. node: ranks of a node. ahead: messages that a channel
-    has in flight. chunks: stages of a rank. nbytes: of a message; longer ones are allowed.
+    has in flight. early: see `posts_early`. nbytes: of a message; longer ones are allowed.
     """
     if device.type == "cuda":
-        return NcclMessages(peers, device, chunks)
+        return NcclMessages(peers, device, early)
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()

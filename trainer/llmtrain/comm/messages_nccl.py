@@ -21,13 +21,13 @@ class NcclMessages(TorchMessages):
     order a rank posts on different channels. Kernels of several communicators run at the same time as long as the GPU
     has room for all of them, so at most one receive and one send of each channel run at a time.
 
-    peers: see TorchMessages; in an order that all ranks share. chunks: stages of a rank.
+    peers: see TorchMessages; in an order that all ranks share. early: see `posts_early`.
     """
 
     def __init__(
-        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, chunks: int
+        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, early: bool
     ) -> None:
-        super().__init__(peers, posting_of("nccl", 1, chunks))
+        super().__init__(peers, posting_of("nccl", 1, early))
         self._device = device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()

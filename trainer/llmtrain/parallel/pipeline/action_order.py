@@ -61,9 +61,9 @@ class OrderWithOffload:
 class MessageDrivenOrder:
     """Runs what has arrived, backward passes first (Singh and Bhatele 2022, Algorithm 2).
 
-    limit: the most microbatches that the first stage has in flight. microbatches: their number in each step. decide:
-    shared by the tensor-parallel ranks of a stage. Messages arrive in a different order on each of them, but they must
-    all run the same action, because its layers contain collectives.
+    limit: the most microbatches that a stage has in flight: the first one takes no more, so no other gets more.
+    microbatches: their number in each step. decide: shared by the tensor-parallel ranks of a stage. Messages arrive in
+    a different order on each of them, but they must all run the same action, because its layers contain collectives.
     """
 
     def __init__(self, layout: StageLayout, microbatches: int, limit: int, links: StageLinks, decide: Decision) -> None:
@@ -94,11 +94,12 @@ class MessageDrivenOrder:
             # The last stage computes gradients from its own loss, and the first one reads its inputs from the data.
             if forward > backward and (layout.closes or links.arrived(gradients)):
                 return True
-            if forward < self._microbatches and (
-                forward - backward < self._limit if layout.opens else links.arrived(activations)
-            ):
+            # Not asked for beyond the limit: over NCCL, the receive would occupy the GPU until this stage's own
+            # backward pass lets the first stage send more.
+            more = forward < min(self._microbatches, backward + self._limit)
+            if more and (layout.opens or links.arrived(activations)):
                 return False
             awaited = [gradients] if forward > backward else []
-            if not layout.opens and forward < self._microbatches:
+            if more:
                 awaited.append(activations)
             links.wait_any(awaited)
