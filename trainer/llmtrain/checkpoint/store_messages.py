@@ -20,7 +20,8 @@ _POLL = 0.5
 class StoreMessages:
     """Messages of numbered operations, such as saves.
 
-    Every rank begins the same operations in the same order, so that no key is used twice.
+    The keys of an operation contain its number, so that no key is used twice. Every rank begins the same operations in
+    the same order, so that their numbers agree.
     """
 
     def __init__(self, ranks: Ranks, name: str) -> None:

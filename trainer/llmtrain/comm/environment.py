@@ -20,10 +20,11 @@ FIRST_PORT, PORTS = 20000, 12000
 
 @dataclass(frozen=True)
 class Launched:
-    """A rank's place as its launcher gave it, and the variables that torch needs to find the other ranks.
+    """A rank's place as its launcher gave it.
 
-    local_rank: among the ranks of its machine, 0 if the launcher does not say. ranks_per_node: ranks on each machine,
-    the world if the launcher does not say.
+    by: name of the launcher. local_rank: among the ranks of its machine, 0 if the launcher does not say.
+    ranks_per_node: ranks on each machine (on the first, if they differ under Slurm); the world if the launcher does not
+    say. variables: to set so that torch finds the other ranks; empty where the launcher has set them.
     """
 
     by: str

@@ -44,8 +44,8 @@ def waiting_stream(device: torch.device, name: str, activity: Activity) -> Strea
 class ThreadStream:
     """Runs jobs in a thread. gloo and ctypes release the interpreter's lock, so the main thread computes meanwhile.
 
-    Once a job has raised an error, later jobs do not run; they raise the same error. They may rely on what the failed
-    job should have done, and an error of theirs would hide the cause.
+    Once a job has raised an error, later jobs do not run, and waiting for them raises the same error. Later jobs may
+    rely on what the failed job should have done, and their own errors would hide the cause.
     """
 
     def __init__(self, name: str, activity: Activity | None = None) -> None:

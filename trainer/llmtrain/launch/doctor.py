@@ -25,8 +25,8 @@ GIB = 2**30
 class Finding:
     """The result of one check.
 
-    state: ok; absent (optional and not there); wrong (there but unusable, such as a CPU build of torch); broken
-    (training fails). advice: what to do, empty if nothing.
+    state: ok; absent (optional and not there); wrong (there but unusable or set wrongly, such as a GPU beside a CPU
+    build of torch); broken (training fails). advice: what to do, empty if nothing.
     """
 
     name: str

@@ -24,7 +24,7 @@ from llmtrain.yaml.near_folder import expect_run_folder, near_run
 _POLL, _QUERY = 0.5, 10.0
 # Characters of a log in one read.
 _CHUNK = 2**20
-# How many of the files that were edited since submission a status names.
+# A status names at most this many of the files that changed since submission.
 _SHOWN = 3
 
 

@@ -42,8 +42,8 @@ class ActivationOffload:
 
     @classmethod
     def of(cls, recipe: Recipe, recomputes: bool, schedule: Schedule, volumes: Sequence[Nvme]) -> "ActivationOffload":
-        """Return what a recipe asks for, with the least number of group inputs that stay. recomputes: whether
-        blocks are recomputed. volumes: of the cluster's nodes. Raises BadInputError."""
+        """Return what a recipe asks for. `stay` is INPUTS_AHEAD, its smallest value, for each place along the pipeline
+        axis. recomputes: whether blocks are recomputed. volumes: of the cluster's nodes. Raises BadInputError."""
         tier = recipe.offload.activations
         if tier == "none":
             return cls()

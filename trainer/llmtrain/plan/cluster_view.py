@@ -21,7 +21,8 @@ Described = dict[str, Any]
 
 
 def describe(topology: RankTopology) -> Described:
-    """Return the cluster and the groups of ranks on it as plain data; rates in bytes per second, times in seconds.
+    """Return the cluster and the groups of ranks on it as plain data. Tiers have rates in bytes per second and times in
+    seconds; network cards have theirs as text with units.
 
     Each group has its ranks, where they are, and the network card of its first rank (None: the backend chooses).
     """

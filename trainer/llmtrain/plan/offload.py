@@ -21,7 +21,7 @@ NORM_BLOCK = 4096
 BUCKET = 2**19
 # Buckets that are on their way while one is stepped, if the recipe leaves them open.
 OVERLAP = READ_AHEAD = 3
-# Buckets of files that are written behind the one that is stepped.
+# Buckets in files that may still be being written while another one is stepped.
 WRITE_BEHIND = 2
 
 
@@ -78,7 +78,7 @@ class Offload:
 
     @property
     def workers(self) -> int:
-        """Threads that step buckets, each one at a time. Buckets of files pass through one thread, in order, and so do
+        """Threads that step buckets, each one at a time. One thread steps buckets in files, in order, and so it does
         the parts of a bucket whose gradients come from buckets with other bounds."""
         return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
@@ -168,7 +168,7 @@ def slots(buckets: int) -> int:
 
 
 def ring_slots(buckets: int, overlap: int = OVERLAP) -> int:
-    """Return how many of a rank's buckets of files are in memory at the same time. overlap: how many of them are read
+    """Return how many of a rank's buckets in files are in memory at the same time. overlap: how many of them are read
     ahead."""
     return min(1 + overlap + WRITE_BEHIND, buckets)
 

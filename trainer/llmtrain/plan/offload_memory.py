@@ -45,7 +45,7 @@ def _states(plan: Plan, rank: int) -> OffloadMemory:
     # Their order decides which of the buckets are spare.
     spare = [one for one in rank_buckets(plan, rank) if one.spare] if offload.spare else []
     weights, most = sum(plan.compute_bytes * one.numel for one in spare), largest(sizes)
-    # A gradient and a weight pass through each thread.
+    # Each thread that steps has a pinned buffer for the gradients of one bucket, and one for its weights.
     beside = plan.gradient_bytes + plan.compute_bytes
     passing = 0 if plan.device == "cpu" or offload.on_device else offload.workers * most * beside
     slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0

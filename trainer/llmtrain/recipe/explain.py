@@ -23,8 +23,8 @@ _LONGEST_WORD = 60
 def explain(error: ValidationError, source: str) -> str:
     """Return the key, the value, what was expected and what to do, for the first error. source: the files that were
     read. They are named where one of their keys is not quoted."""
-    # Unknown keys come first, because a missing key is often the same key misspelt. A union reports an error for each
-    # of its members; among the errors about one key, the most specific one is shown.
+    # Unknown keys come first, because an unknown key is often a missing key, misspelt. A union reports an error for
+    # each of its members; among the errors about one key, the most specific one is shown.
     found = [(_key(details["loc"]), details) for details in error.errors(include_url=False)]
     found.sort(key=lambda item: item[1]["type"] != _UNKNOWN)
     first = found[0][0]

@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from llmtrain.telemetry.metrics import Row
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+# Colors that color-blind readers can tell apart: three of Okabe and Ito's, a red of Paul Tol's, and a gray.
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC3311", "#5f6b7a"
 _MEMORY = {
     "peak_rss": ("resident, peak", _BLUE, "--"),

@@ -1,4 +1,7 @@
-"""How far a run is, as its checkpoints hold it: steps, the position in the data, and the loss scale."""
+"""How far a run is, as its checkpoints hold it: steps, the position in the data, and the loss scale.
+
+`training.states` restores it, `training.passes` reads the batch at that position, and `training.loop` advances it.
+"""
 
 from dataclasses import dataclass, field
 

@@ -11,7 +11,7 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.launch.measure.result import OPERATIONS, Measured
 from llmtrain.launch.measure.show import name_of
 
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+# Okabe and Ito's colors, which color-blind readers can tell apart.
 _COLORS = dict(zip(OPERATIONS, ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000"), strict=True))
 
 

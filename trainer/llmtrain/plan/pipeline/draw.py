@@ -12,7 +12,7 @@ from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.pipeline.timeline import Span
 from llmtrain.plan.pipeline.view import PipelineView
 
-# Okabe and Ito's colors; odd chunks have the lighter one.
+# Okabe and Ito's colors and a lighter green; odd chunks have the lighter color of each pair.
 COLORS = {Kind.F: ("#0072B2", "#56B4E9"), Kind.B: ("#D55E00", "#E69F00"), Kind.W: ("#009E73", "#7FCDB8")}
 # Long timelines show their beginning and their end.
 _WIDEST = 200
