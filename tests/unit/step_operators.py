@@ -12,6 +12,7 @@ from unittest import mock
 from tools.bench import modelled
 
 import torch  # isort: skip
+from tools.tensors import tensors_of
 
 PRESETS = ("gpt2-124m", "llama3.2-1b", "pythia-160m")
 TOKENS, MICROBATCH = 1024, 2
@@ -28,7 +29,7 @@ class Kinds(modelled.Trace):
         before, given = len(self.operators), list((kwargs or {}).values())
         found = super().__torch_dispatch__(op, types, args, kwargs)
         if len(self.operators) > before:
-            here = [one for value in (*args, *given, found) for one in modelled.tensors(value)]
+            here = [one for value in (*args, *given, found) for one in tensors_of(value)]
             wide = [one.numel() for one in here if one.is_cuda and one.dtype == torch.float32]
             self.noted.append((self.operators[-1].name, max(wide, default=0)))
         return found

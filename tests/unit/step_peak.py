@@ -21,6 +21,8 @@ from llmtrain.training.build import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.tensors import tensors_of
+
 STEPS, TOKENS = 2, 1024
 # What the plan counts that is no tensor.
 OTHERS = ("context", "communicators", "fragmentation")
@@ -38,7 +40,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = op(*args, **(kwargs or {}))
-        for one in modelled.tensors(found):
+        for one in tensors_of(found):
             if one.is_cuda and (key := one.untyped_storage()._cdata) not in self._held:
                 self._hold(one, key)
         return found

@@ -25,6 +25,9 @@ _UNUSED: dict[Family, tuple[str, ...]] = {
 _OFFLOAD = ("share", "spare", "bucket", "overlap")
 """Keys of `offload` whose names and values in a plan are those of the recipe."""
 
+_WAY_TO_START = "checkpoint.resume"
+"""Its auto is a value, and not left open."""
+
 _FORMATS = {0: "none", 4: "int4", 8: "int8"}
 
 
@@ -117,7 +120,7 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the differences between the records of an earlier and a later plan, as lines `key: value -> value`. Keys
     that only one of them has, those that an earlier version left open, and the cluster, are left out."""
-    old = {key: value for key, value in _flat(before) if value != "auto"}
+    old = {key: value for key, value in _flat(before) if value != "auto" or key == _WAY_TO_START}
     found = [(key, old[key], value) for key, value in _flat(after) if key in old and old[key] != value]
     return [f"{key}: {_shown(was)} -> {_shown(now)}" for key, was, now in found if not key.startswith("cluster")]
 
