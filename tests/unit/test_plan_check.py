@@ -113,6 +113,22 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
         check(make_plan(recipe(*narrow, *overrides), CPU), CPU)
 
 
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        ("{optimizer: host, parameters: host, spare: 0.5}", "offload.spare is 0.5, but no gradients are complete"),
+        ("{optimizer: host, spare: 0.5}", None),
+        ("{optimizer: host, parameters: host}", None),
+        ("{optimizer: host, share: 0}", "offload.share is 0, so that offload.optimizer=host moves nothing"),
+        ("{optimizer: host, share: 0.5}", None),
+    ],
+)
+def test_keys_of_offload_that_do_nothing_are_told(offload: str, said: str | None) -> None:
+    given, gpu = recipe(f"offload={offload}"), Facts(world=2, device="cuda")
+    found = [one for one in advice(given, make_plan(given, gpu)) if one.startswith("offload.s")]
+    assert [one[: len(said or "")] for one in found] == ([] if said is None else [said])
+
+
 def test_16_bit_gradients_on_a_gpu() -> None:
     narrow, gpu = ("precision.compute=fp16", "precision.gradients=compute"), Facts(world=2, device="cuda")
     check(make_plan(recipe(*narrow, "offload={optimizer: host, step: device}"), gpu), gpu)

@@ -22,6 +22,7 @@ from llmtrain.plan.gradient_dtype import gradient_dtype_problem
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.rank_buckets import steps_ahead
 from llmtrain.plan.resident_check import resident_problem
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.other_words import VALUES
@@ -216,6 +217,13 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield (
             f"{' and '.join(unused)}, but offload.optimizer is none, so that no optimizer states leave; set it to host "
             "or nvme"
+        )
+    if offload.optimizer != "none" and offload.share == 0:
+        yield f"offload.share is 0, so that offload.optimizer={offload.optimizer} moves nothing; leave one of them out"
+    elif plan.sharding.offload.spare and not steps_ahead(plan):
+        yield (
+            f"offload.spare is {offload.spare}, but no gradients are complete before the last pass ends, so that "
+            "nothing is stepped ahead; leave it out"
         )
 
 
