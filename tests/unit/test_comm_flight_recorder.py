@@ -157,3 +157,10 @@ def test_a_failed_collective_is_found_while_the_host_waits(
     groups = {over_nccl: ("nccl", None), over_gloo: ("gloo", None)}
     monkeypatch.setattr(dist.distributed_c10d, "_pg_map", groups)
     assert nccl_has_failed() is failed
+
+
+def test_a_group_that_the_run_leaves_ends_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Mock()
+    left._get_backend.side_effect = RuntimeError
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", {left: ("nccl", None)})
+    assert nccl_has_failed() is False

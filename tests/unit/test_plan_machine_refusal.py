@@ -85,7 +85,7 @@ def test_what_a_gpu_offloads_must_fit_its_host(tmp_path: Path, monkeypatch: pyte
     assert there - resident > 2 * 12 * parameters
     assert refused(monkeypatch, offloaded, facts, there) is None
     said = refused(monkeypatch, offloaded, facts, there - 1) or ""
-    assert "for 2 ranks, but this machine has" in said
+    assert "of memory besides that of its GPUs for 2 ranks, but this machine has" in said
     assert "; set offload.share=0.9, which needs " in said
 
 

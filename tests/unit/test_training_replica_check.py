@@ -58,6 +58,6 @@ def test_only_values_that_another_rank_holds_are_read(reads: list[str]) -> None:
 def test_different_values_of_two_ranks_are_told(reads: list[str]) -> None:
     names = [replica_check._checksum_of_places([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
     with pytest.raises(
-        RunFailedError, match="rank 0 on node1 and rank 1 on node1 hold different weights, and two ranks"
+        RunFailedError, match="rank 0 on node1 and rank 1 on node1 hold different weights, none of them in a majority"
     ):
         replica_check.compare(engine(reads), rank(1, [names, []], [[7, 7, 7, 7], []]), 3, 2)

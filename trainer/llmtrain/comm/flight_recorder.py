@@ -6,6 +6,7 @@ ranks. Their collectives differ: the others have queued one that the late rank h
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,11 @@ def recorder_of(backend: str) -> FlightRecorder | None:
 
 def nccl_has_failed() -> bool:
     """Return whether NCCL has found that a collective cannot complete: another rank or the network is gone."""
-    groups = dist.distributed_c10d._world.pg_map.items()
-    backends = [group._get_backend(torch.device("cuda")) for group, (name, _) in list(groups) if name == "nccl"]
-    return any(backend.get_error().name in _LOST for backend in backends)
+    groups = [group for group, (name, _) in list(dist.distributed_c10d._world.pg_map.items()) if name == "nccl"]
+    # The run may leave a group meanwhile. An error here would end the watchdog.
+    with suppress(RuntimeError):
+        return any(group._get_backend(torch.device("cuda")).get_error().name in _LOST for group in groups)
+    return False
 
 
 def groups_of(entries: list[dict[str, Any]]) -> dict[str, GroupProgress]:

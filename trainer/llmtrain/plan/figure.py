@@ -27,7 +27,7 @@ def memory_figure(view: PlanView) -> bytes:
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     if view.budget.limit is not None:
         axes.axvline(view.budget.limit / _GIB, color="black", lw=1, ls="--", label="accelerator.memory")
-    axes.set_yticks(range(len(rows)), [f"rank {row.role.rank} ({row.role.ranks} ranks)" for row in rows])
+    axes.set_yticks(range(len(rows)), [f"rank {row.role.rank}, of {row.role.ranks} with equal memory" for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("GiB on each rank's device")
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -34,8 +34,9 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     if needed <= there:
         return None
     ranks = _ranks_here(facts)
+    memory = "memory" if plan.device == "cpu" else "memory besides that of its GPUs"
     said = (
-        f"the run needs {units.size(needed)} of memory{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
+        f"the run needs {units.size(needed)} of {memory}{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
         f"has {units.size(there)}"
     )
     first = host_changes(recipe, plan) if plan.device == "cuda" else ()

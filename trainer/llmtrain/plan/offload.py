@@ -78,8 +78,8 @@ class Offload:
 
     @property
     def workers(self) -> int:
-        """Threads that step buckets, each one at a time. One thread steps buckets in files, in order, and so it does
-        the parts of a bucket whose gradients come from buckets with other bounds."""
+        """Threads that step buckets, each one at a time. There is only one for buckets in files, and where gradients
+        are offloaded: it steps buckets, or the parts of them that a bucket of gradients covers, in order."""
         return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
     def resident(self, stepped: int) -> int:

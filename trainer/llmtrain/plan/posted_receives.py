@@ -27,7 +27,7 @@ class Posting:
 
 def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int, early: bool = True) -> Posting:
     """Return how a backend posts receives. ahead: messages that a channel has in flight. early: see
-    `posts_early`."""
+    `posts_early`; NCCL alone."""
     if backend == "shared":
         # A message waits in slots.
         return Posting(at_start=0, ahead=0)

@@ -163,8 +163,8 @@ class OptimizerStates(Protocol):
         """
 
     def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> Ticket | None:
-        """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of
-        the step, which reads the gradient and writes the weight until it is done; None if it is done already."""
+        """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of the
+        step, which reads the gradient and writes the weight until it is done; None if it is done already."""
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """See OptimizerShard."""

@@ -96,7 +96,7 @@ def _sentence(kind: str, contents: dict[int, int], ranks: Ranks, step: int, befo
     (most, count), *others = Counter(contents.values()).most_common()
     odd = [rank for rank, content in contents.items() if content != most]
     if others and others[0][1] == count:
-        named = f"{_names(list(contents), ranks)} hold different {kind}, and two ranks cannot show which one is right"
+        named = f"{_names(list(contents), ranks)} hold different {kind}, none of them in a majority"
     else:
         named = f"{_names(odd, ranks)} holds other {kind} than ranks {_listed(set(contents) - set(odd))}"
     return (
